@@ -1,0 +1,88 @@
+# Every target is one call of one tool; scripts/setup.sh installs what the target needs, once.
+SHELL := /bin/sh
+BIN := .venv/bin
+MODEL ?= demo/base
+ARGS ?=
+SERVICES := registry gateway worker
+
+# Tests of the parts that never import torch; they run wherever Python runs.
+TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/common tests/registry \
+	tests/workload tests/simulate tests/gateway tests/deploy tests/worker/scheduling \
+	tests/worker/test_request.py tests/worker/test_step_trace.py \
+	tests/worker/memory/test_arena.py tests/worker/adapters/test_cache.py \
+	tests/worker/adapters/test_backoff.py tests/worker/adapters/test_source.py \
+	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_intake.py \
+	tests/worker/test_messages.py \
+	tests/worker/test_metrics.py tests/worker/test_sessions.py tests/worker/test_status.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test test-long test-gpu test-torch-free lint type protos protos-check \
+	bench fmt clean images
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Make .venv with everything that running, testing and developing needs
+	@GOAL=$@ scripts/setup.sh run test dev
+
+demo: ## Publish the bundled adapters, decode them in one batch, check every answer
+	@GOAL=$@ scripts/setup.sh run
+	@$(BIN)/python -m demo.run $(ARGS)
+
+up: ## Run the whole stack in the foreground: make up MODEL=DIR ARGS='--http-port 8080'
+	@GOAL=$@ scripts/setup.sh run
+	@exec $(BIN)/loraplex up --model $(MODEL) $(if $(filter demo/base,$(MODEL)),--served-model-name loraplex-demo) $(ARGS)
+
+test: ## Run the tests (up to 10 minutes on 2 cores)
+	@GOAL=$@ scripts/setup.sh run test
+	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: ## Run the fuzzers, soaks and kill loops
+	@GOAL=$@ scripts/setup.sh run test
+	@$(BIN)/pytest -m long --timeout 0 $(ARGS)
+
+test-gpu: ## Run the tests that need a CUDA device
+	@GOAL=$@ scripts/setup.sh run test
+	@$(BIN)/pytest -m gpu $(ARGS)
+
+test-torch-free: ## Run the tests of all parts that do without torch: make test-torch-free PYTHON=python3.13
+	@scripts/test_torch_free.sh $(TORCH_FREE)
+
+lint: ## Check style, import walls, stubs, sizes and protos; changes nothing
+	@GOAL=$@ scripts/setup.sh run test dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_sizes.py
+	@scripts/protos.sh check
+	@scripts/lint_protos.sh
+
+type: ## Check types (mypy strict)
+	@GOAL=$@ scripts/setup.sh run test dev
+	@$(BIN)/mypy
+
+protos: ## Regenerate loraplex/v1 from protos/loraplex/v1
+	@GOAL=$@ scripts/setup.sh run dev
+	@scripts/protos.sh write
+
+protos-check: ## Fail when loraplex/v1 is not what the protos generate
+	@GOAL=$@ scripts/setup.sh run dev
+	@scripts/protos.sh check
+
+bench: ## Run every benchmark and print its table: make bench ARGS='...'
+	@GOAL=$@ scripts/setup.sh run test
+	@for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" $(ARGS) || exit 1; done
+
+fmt: ## Format and sort imports
+	@GOAL=$@ scripts/setup.sh run test dev
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean: ## Remove environments, caches and the demo's state
+	rm -rf .venv .venv-3.* .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+images: ## Build the container images loraplex-registry, -gateway, -worker
+	@for service in $(SERVICES); do \
+		docker build -f deploy/docker/$$service.Dockerfile -t loraplex-$$service:0.1.0 . || exit 1; \
+	done
