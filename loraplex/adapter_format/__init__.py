@@ -1,0 +1,44 @@
+"""What an adapter is: PEFT's config and file rules, checked once for every part of the system.
+
+Pure functions over bytes, standard library only. `validate` is the gate; `read_folder` feeds it
+from disk; `core_manifest` and `digest_of` give the result its identity.
+"""
+
+from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig, parse_config
+from loraplex.adapter_format.files import File
+from loraplex.adapter_format.folder import AdapterFolder, read_folder
+from loraplex.adapter_format.geometry import Geometry, Module, geometry_from_folder
+from loraplex.adapter_format.manifest import Manifest, core_manifest, digest_of, parse_manifest
+from loraplex.adapter_format.report import AdapterModule, Report
+from loraplex.adapter_format.safetensors_header import (
+    TENSOR_FILE,
+    Header,
+    TensorInfo,
+    parse_header,
+    prefix_bytes,
+)
+from loraplex.adapter_format.validate import validate
+
+__all__ = [
+    "CONFIG_FILE",
+    "TENSOR_FILE",
+    "AdapterConfig",
+    "AdapterFolder",
+    "AdapterModule",
+    "File",
+    "Geometry",
+    "Header",
+    "Manifest",
+    "Module",
+    "Report",
+    "TensorInfo",
+    "core_manifest",
+    "digest_of",
+    "geometry_from_folder",
+    "parse_config",
+    "parse_header",
+    "parse_manifest",
+    "prefix_bytes",
+    "read_folder",
+    "validate",
+]

@@ -1,0 +1,199 @@
+"""`adapter_config.json`: every field PEFT can write is decided, none is passed over.
+
+Three outcomes: the field shapes the adapter and is in `AdapterConfig`; it changes the mathematics
+in a way that is not served and is refused; or it is harmless and at most warned about. The last two
+are tables in `config_fields`. What is read here but not yet served is decided by `unserved`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from loraplex.adapter_format import config_fields
+from loraplex.adapter_format.config_reader import ConfigReader, is_index_list
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.patterns import Names
+from loraplex.adapter_format.strict_json import read_object
+from loraplex.errors import Violation
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What a PEFT LoRA config says, checked. Defaults are PEFT's."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    """(pattern, rank) in the file's order: the first match wins."""
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """(pattern, alpha) in the file's order: the first match wins."""
+    target_modules: Names | None = None
+    """None: the default of the base's model_type."""
+    exclude_modules: Names = ()
+    layers_to_transform: tuple[int, ...] = ()
+    """Empty: all layers."""
+    layers_pattern: tuple[str, ...] = ()
+    bias: str = "none"
+    """`none`, `all` or `lora_only`."""
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(embedding module, token ids in the order of the trained rows), sorted by module; a plain
+    list in the file means `embed_tokens`."""
+    target_parameters: tuple[str, ...] = ()
+    alora_invocation_tokens: tuple[int, ...] | None = None
+    init_is_random: bool = False
+    """`init_lora_weights` is false: a selected module without tensors would be random in PEFT."""
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    peft_version: str | None = None
+    warnings: tuple[Violation, ...] = ()
+
+
+def parse_config(raw: bytes) -> AdapterConfig:
+    """Read and decide a whole config.
+
+    Args:
+        raw: bytes of `adapter_config.json`.
+
+    Raises:
+        InvalidAdapter: one violation per bad field, with path `adapter_config.json:<field>`.
+    """
+    findings = Findings()
+    fields = read_object(raw, CONFIG_FILE, MAX_CONFIG_BYTES)
+    reader = ConfigReader(fields, findings, CONFIG_FILE)
+    config_fields.check_peft_type(reader)
+    findings.raise_if_refused()
+    config_fields.check_tables(reader)
+    config_fields.check_init(reader)
+    config_fields.check_task(reader)
+    config_fields.check_combinations(reader)
+    values = _read_values(reader)
+    findings.raise_if_refused()
+    return values
+
+
+def _read_values(reader: ConfigReader) -> AdapterConfig:
+    return AdapterConfig(
+        r=reader.rank("r", 8),
+        lora_alpha=_alpha(reader),
+        use_rslora=reader.flag("use_rslora"),
+        use_dora=reader.flag("use_dora"),
+        rank_pattern=reader.ranks_by_pattern("rank_pattern"),
+        alpha_pattern=reader.numbers_by_pattern("alpha_pattern"),
+        target_modules=reader.names("target_modules"),
+        exclude_modules=reader.names("exclude_modules") or (),
+        layers_to_transform=reader.indices("layers_to_transform"),
+        layers_pattern=reader.plain_names("layers_pattern"),
+        bias=_bias(reader),
+        lora_bias=reader.flag("lora_bias"),
+        modules_to_save=reader.plain_names("modules_to_save"),
+        trainable_token_indices=_token_indices(reader),
+        target_parameters=_target_parameters(reader),
+        alora_invocation_tokens=_invocation_tokens(reader),
+        init_is_random=reader.fields.get("init_lora_weights") is False,
+        base_model_name_or_path=reader.text("base_model_name_or_path"),
+        revision=reader.text("revision"),
+        peft_version=reader.text("peft_version"),
+        warnings=tuple(reader.findings.warnings),
+    )
+
+
+def _alpha(reader: ConfigReader) -> float:
+    alpha = reader.number("lora_alpha", 8.0)
+    if alpha == 0:
+        reader.warn("lora_alpha", alpha, "switches the adapter off")
+    elif alpha < 0:
+        reader.warn("lora_alpha", alpha, "is negative: the adapter is subtracted from the base")
+    return alpha
+
+
+def _bias(reader: ConfigReader) -> str:
+    value = reader.fields.get("bias", "none")
+    if isinstance(value, str) and value in ("none", "all", "lora_only"):
+        return value
+    reader.refuse("bias", value, 'must be "none", "all" or "lora_only"')
+    return "none"
+
+
+def _token_indices(reader: ConfigReader) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    value = reader.fields.get("trainable_token_indices")
+    if value is None or value == [] or value == {}:
+        return ()
+    by_module: dict[str, object] = value if isinstance(value, dict) else {"embed_tokens": value}
+    result: list[tuple[str, tuple[int, ...]]] = []
+    for module, indices in sorted(by_module.items()):
+        if not is_index_list(indices) or len(set(indices)) != len(indices):
+            reader.refuse("trainable_token_indices", indices, "must be token ids, each once")
+            return ()
+        result.append((module, tuple(indices)))
+    return tuple(result)
+
+
+def _target_parameters(reader: ConfigReader) -> tuple[str, ...]:
+    value = reader.fields.get("target_parameters")
+    if isinstance(value, str):
+        reader.refuse("target_parameters", value, "must be a list of parameter names")
+        return ()
+    return reader.plain_names("target_parameters")
+
+
+def _invocation_tokens(reader: ConfigReader) -> tuple[int, ...] | None:
+    value = reader.fields.get("alora_invocation_tokens")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not is_index_list(value):
+        reader.refuse("alora_invocation_tokens", value, "must be a list of token ids")
+        return None
+    return tuple(value)
+
+
+def canonical_config(config: AdapterConfig) -> dict[str, object]:
+    """What decoding depends on, as a config that `parse_config` reads back to the same values.
+
+    Two files that mean the same give the same result: sets are sorted, defaults filled in, and what
+    has no effect on decoding (names, versions, training knobs) is left out. The pattern maps keep
+    their order, since the first match wins.
+    """
+    tokens = {module: list(ids) for module, ids in config.trainable_token_indices}
+    alora = config.alora_invocation_tokens
+    return {
+        "alora_invocation_tokens": None if alora is None else list(alora),
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in config.alpha_pattern},
+        "bias": config.bias,
+        "exclude_modules": _listed(config.exclude_modules) or None,
+        "init_lora_weights": not config.init_is_random,
+        "layers_pattern": list(config.layers_pattern) or None,
+        "layers_to_transform": list(config.layers_to_transform) or None,
+        "lora_alpha": _plain(config.lora_alpha),
+        "lora_bias": config.lora_bias,
+        "modules_to_save": sorted(config.modules_to_save) or None,
+        "peft_type": "LORA",
+        "r": config.r,
+        "rank_pattern": dict(config.rank_pattern),
+        "target_modules": _listed(config.target_modules),
+        "target_parameters": list(config.target_parameters) or None,
+        "trainable_token_indices": tokens or None,
+        "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora,
+    }
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling of a JSON value: UTF-8, no spaces, keys in the order they are given."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _listed(names: Names | None) -> str | list[str] | None:
+    return list(names) if isinstance(names, tuple) else names
+
+
+def _plain(number: float) -> int | float:
+    """16.0 and 16 are one alpha."""
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number

@@ -1,0 +1,142 @@
+"""The fields of PEFT's LoRA config that do not shape a served adapter, and what each one means.
+
+Source: peft 0.21, `tuners/lora/config.py` and `config.py`. A field that is missing from all tables
+is unknown: harmless at null, false, 0 or empty, else refused, since a newer PEFT may mean anything.
+"""
+
+from __future__ import annotations
+
+import re
+
+from loraplex.adapter_format.config_reader import ConfigReader
+
+SHAPING = frozenset({
+    "alora_invocation_tokens", "alpha_pattern", "base_model_name_or_path", "bias",
+    "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_bias", "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision",
+    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
+    "use_rslora",
+})  # fmt: skip
+"""Fields that `config.parse_config` reads into `AdapterConfig`."""
+
+INERT = frozenset({
+    "auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
+})  # fmt: skip
+"""Fields without effect on a forward pass; PEFT always writes them, whatever their value."""
+
+REFUSED: dict[str, str] = {
+    "arrow_config": "Arrow routes between several adapters; publish them one by one",
+    "fan_in_fan_out": (
+        "is for bases with Conv1D layers such as GPT-2; the served bases have Linear layers, "
+        "set it to false"
+    ),
+    "kasa_config": "KaSA changes the base's weights; train a plain LoRA instead",
+    "layer_replication": (
+        "changes the depth of the base; save the deepened model as a base of its own"
+    ),
+    "megatron_config": "Megatron layers are not served; save the adapter for Transformers",
+    "monteclora_config": "MonteCLoRA samples its weights; train a plain LoRA instead",
+    "use_bdlora": "block-diagonal LoRA is not served; train a plain LoRA instead",
+    "use_qalora": "QALoRA pools its inputs by groups; train with use_qalora=false",
+}
+"""Fields that change the mathematics when set, with the reason and the way out."""
+
+TRAINING_ONLY: dict[str, str] = {
+    "corda_config": "only matters for initialisation and is ignored",
+    "ensure_weight_tying": "only matters for training tied layers and is ignored",
+    "eva_config": "only matters for initialisation and is ignored",
+    "loftq_config": "only matters for initialisation and is ignored",
+    "lora_ga_config": "only matters for initialisation and is ignored",
+    "runtime_config": "is never read from a file, by PEFT either; it is ignored",
+    "velora_config": "only matters for the backward pass and is ignored",
+}
+"""Fields that are warned about when set."""
+
+_HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal"})
+_MUTATING_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga|loftq", re.ASCII)
+_CONVERT = (
+    "changed the base before training, so the adapter is only right on that changed base; "
+    "save it with path_initial_model_for_weight_conversion (PEFT's save_pretrained) and upload that"
+)
+_NOT_CAUSAL = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+
+
+def check_peft_type(reader: ConfigReader) -> None:
+    """Refuse everything that is not LoRA; nothing else in such a config means what we think."""
+    value = reader.fields.get("peft_type")
+    if value is None:
+        reader.refuse("peft_type", value, "is missing; save the adapter with PEFT, which writes it")
+    elif value != "LORA":
+        reader.refuse("peft_type", value, "is not served; train the adapter with peft_type LORA")
+
+
+def check_tables(reader: ConfigReader) -> None:
+    """Decide every field that no getter reads."""
+    for field, value in reader.fields.items():
+        if field in SHAPING or field in INERT:
+            continue
+        if field in REFUSED:
+            if not _is_off(value):
+                reader.refuse(field, value, REFUSED[field])
+        elif field in TRAINING_ONLY:
+            if not _is_off(value):
+                reader.warn(field, value, TRAINING_ONLY[field])
+        else:
+            _check_unknown(reader, field, value)
+
+
+def _is_off(value: object) -> bool:
+    """Whether a value leaves its feature off. 0 is not false: a wrong type is never passed over."""
+    return value is None or value is False or value in ([], {})
+
+
+def _check_unknown(reader: ConfigReader, field: str, value: object) -> None:
+    if value is None or value is False or value in ("", [], {}, 0):
+        reader.warn(field, value, "is unknown, but off; it is ignored")
+    else:
+        hint = "is unknown to PEFT 0.21; if it has no effect on inference, remove it"
+        reader.refuse(field, value, hint)
+
+
+def check_init(reader: ConfigReader) -> None:
+    """Refuse initialisations that moved a part of the base into the adapter."""
+    value = reader.fields.get("init_lora_weights", True)
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, str):
+        reader.refuse("init_lora_weights", value, "must be a boolean or a string")
+    elif _MUTATING_INITS.fullmatch(value):
+        reader.refuse("init_lora_weights", value, _CONVERT)
+    elif value == "mica":
+        reader.warn("init_lora_weights", value, "is served as a plain LoRA, which it is by now")
+    elif value.lower() not in _HARMLESS_INITS:
+        reader.refuse("init_lora_weights", value, "is not an initialisation that PEFT 0.21 knows")
+
+
+def check_task(reader: ConfigReader) -> None:
+    """Only causal language models are decoded."""
+    value = reader.fields.get("task_type")
+    if value is None or value == "CAUSAL_LM":
+        return
+    if value in _NOT_CAUSAL:
+        reader.refuse("task_type", value, "is not served; only CAUSAL_LM adapters are decoded")
+    else:
+        reader.refuse("task_type", value, "is not a task that PEFT knows; use CAUSAL_LM or null")
+
+
+def check_combinations(reader: ConfigReader) -> None:
+    """Refuse what PEFT itself refuses when it reads the config."""
+    fields = reader.fields
+    targets = fields.get("target_modules")
+    if isinstance(targets, str):
+        for name in ("layers_to_transform", "layers_pattern"):
+            if fields.get(name) is not None:
+                reader.refuse(name, fields[name], "needs target_modules to be a list of names")
+    if fields.get("layers_pattern") and fields.get("layers_to_transform") is None:
+        reader.refuse("layers_pattern", fields["layers_pattern"], "needs layers_to_transform too")
+    if targets in ([], "") and not fields.get("target_parameters"):
+        reader.refuse("target_modules", targets, "is empty: no module would be adapted; name some")
+    if fields.get("lora_bias") is True and fields.get("use_dora") is True:
+        reader.refuse("lora_bias", True, "cannot be combined with use_dora, in PEFT either")
+    if fields.get("lora_bias") is True and isinstance(fields.get("init_lora_weights"), str):
+        reader.refuse("lora_bias", True, "needs init_lora_weights to be true or false")

@@ -1,0 +1,85 @@
+"""Which files an adapter may bring, by name and size alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+
+MiB = 1024 * 1024
+MAX_TENSOR_FILE_BYTES = 64 * 1024 * MiB
+
+MAX_BYTES: dict[str, int] = {
+    CONFIG_FILE: MAX_CONFIG_BYTES,
+    TENSOR_FILE: MAX_TENSOR_FILE_BYTES,
+    "LICENSE": MiB,
+    "README.md": MiB,
+    "added_tokens.json": 8 * MiB,
+    "chat_template.jinja": MiB,
+    "chat_template.json": MiB,
+    "merges.txt": 16 * MiB,
+    "special_tokens_map.json": MiB,
+    "tokenizer.json": 64 * MiB,
+    "tokenizer.model": 16 * MiB,
+    "tokenizer_config.json": 8 * MiB,
+    "vocab.json": 32 * MiB,
+}
+"""Every allowed file with its size limit in bytes."""
+
+IGNORED = frozenset({".gitattributes", ".gitignore", ".DS_Store"})
+"""Files that `folder` leaves out without a word."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
+_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of an adapter."""
+
+    path: str
+    """Name relative to the adapter's folder."""
+    size: int
+    """In bytes."""
+    sha256: str
+    """64 hex digits."""
+
+
+def name_problem(name: str) -> str | None:
+    """Why a file of this name is refused, with the way out; None if it is allowed."""
+    if name in MAX_BYTES:
+        return None
+    lower = name.lower()
+    if lower.endswith(_PICKLES):
+        return "may hold a pickle, which can run code; remove it, and save weights as safetensors"
+    if lower.endswith(_ARCHIVES):
+        return "is an archive; unpack it and upload the files"
+    if name.endswith((f"/{CONFIG_FILE}", f"/{TENSOR_FILE}")):
+        folder = name.rpartition("/")[0]
+        return f"lies in a sub-folder (PEFT does that for named adapters); upload {folder!r} itself"
+    return f"is not a file of an adapter; remove it (allowed are {', '.join(sorted(MAX_BYTES))})"
+
+
+def check_files(files: Sequence[File], findings: Findings) -> None:
+    """Refuse odd names, doubles, wrong sizes and digests, and a missing config or tensor file."""
+    seen: set[str] = set()
+    for file in files:
+        problem = name_problem(file.path)
+        if problem:
+            findings.refuse(file.path, file.path, problem)
+        elif file.path in seen:
+            findings.refuse(file.path, file.path, "is listed twice; list every file once")
+        elif not 0 < file.size <= MAX_BYTES[file.path]:
+            limit = f"must have 1 to {MAX_BYTES[file.path]} bytes"
+            findings.refuse(file.path, f"{file.size} bytes", limit)
+        elif not _SHA256.fullmatch(file.sha256):
+            findings.refuse(f"{file.path}:sha256", file.sha256, "must be 64 lower-case hex digits")
+        seen.add(file.path)
+    for name in (CONFIG_FILE, TENSOR_FILE):
+        if name not in seen:
+            findings.refuse(name, "missing", "is needed; save the adapter with PEFT")

@@ -1,0 +1,39 @@
+"""What a validation found so far: every refusal and every warning, not only the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loraplex.errors import InvalidAdapter, Violation
+
+MAX_FINDINGS = 100
+"""A file with ten thousand bad tensors is described well enough by the first hundred."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects violations; nothing is raised before `raise_if_refused`."""
+
+    refusals: list[Violation] = field(default_factory=list)
+    warnings: list[Violation] = field(default_factory=list)
+
+    def refuse(self, path: str, value: object, description: str) -> None:
+        """Record that the adapter cannot be served right."""
+        if len(self.refusals) < MAX_FINDINGS:
+            self.refusals.append(Violation.of(path, value, description))
+
+    def warn(self, path: str, value: object, description: str) -> None:
+        """Record something harmless that its publisher should know."""
+        if len(self.warnings) < MAX_FINDINGS:
+            self.warnings.append(Violation.of(path, value, description))
+
+    def include(self, error: InvalidAdapter) -> None:
+        """Take over the violations of an error that a part of the validation raised."""
+        room = MAX_FINDINGS - len(self.refusals)
+        self.refusals.extend(error.violations[:room])
+
+    def raise_if_refused(self, *, strict: bool = False) -> None:
+        """Raise `InvalidAdapter` with all refusals; `strict` counts warnings as refusals."""
+        violations = self.refusals + (self.warnings if strict else [])
+        if violations:
+            raise InvalidAdapter.of(violations)

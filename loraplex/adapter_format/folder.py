@@ -1,0 +1,125 @@
+"""Reading an adapter's folder from disk: which files count, and why others are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loraplex.adapter_format.files import IGNORED, File, name_problem
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, TENSOR_FILE, prefix_bytes
+from loraplex.errors import InvalidRequest
+
+CHUNK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A PEFT folder, read: what `validate` takes."""
+
+    path: Path
+    config_bytes: bytes
+    header_prefix: bytes
+    tensor_file_size: int
+    files: tuple[File, ...]
+    """Ordered by path."""
+
+
+def read_folder(path: Path) -> AdapterFolder:
+    """Read a folder and hash its files.
+
+    Raises:
+        InvalidRequest: there is no such folder.
+        InvalidAdapter: a file is of a refused kind, or config or tensors are missing.
+    """
+    names = file_names(path)
+    config = path / CONFIG_FILE
+    if config.stat().st_size > MAX_CONFIG_BYTES:
+        findings = Findings()
+        findings.refuse(CONFIG_FILE, f"{config.stat().st_size} bytes", "is too large for a config")
+        findings.raise_if_refused()
+    tensors = path / TENSOR_FILE
+    return AdapterFolder(
+        path=path,
+        config_bytes=config.read_bytes(),
+        header_prefix=read_header_prefix(tensors),
+        tensor_file_size=tensors.stat().st_size,
+        files=tuple(_hash_file(path, name) for name in names),
+    )
+
+
+def read_header_prefix(path: Path) -> bytes:
+    """The start of a safetensors file, as much as `parse_header` needs.
+
+    Raises:
+        InvalidAdapter: the length word cannot be true.
+    """
+    with path.open("rb") as file:
+        first = file.read(LENGTH_BYTES)
+        return first + file.read(prefix_bytes(first, path.stat().st_size) - len(first))
+
+
+def file_names(path: Path) -> tuple[str, ...]:
+    """The adapter's files in a folder, sorted.
+
+    Raises:
+        InvalidRequest: there is no such folder.
+        InvalidAdapter: something in it is refused, or config or tensors are missing.
+    """
+    if not path.is_dir():
+        raise InvalidRequest.field("DIR", str(path), "is not a folder; give an adapter's folder")
+    findings = Findings()
+    names = []
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if entry.name in IGNORED:
+            continue
+        problem = _entry_problem(entry)
+        if problem:
+            findings.refuse(entry.name, entry.name, problem)
+        else:
+            names.append(entry.name)
+    for name in (CONFIG_FILE, TENSOR_FILE):
+        if name not in names:
+            findings.refuse(name, "missing", "is needed; save the adapter with PEFT")
+    findings.raise_if_refused()
+    return tuple(names)
+
+
+def _entry_problem(entry: os.DirEntry[str]) -> str | None:
+    if entry.is_symlink():
+        if _is_hub_blob(Path(entry.path)):
+            return name_problem(entry.name)
+        return "is a link; copy the file itself"
+    if entry.is_dir(follow_symlinks=False):
+        inner = Path(entry.path) / CONFIG_FILE
+        if inner.exists():
+            return f"holds an adapter saved under another name than 'default'; use {entry.path}"
+        return "is a folder; an adapter is a flat folder"
+    if not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+        return "is not a regular file"
+    return name_problem(entry.name)
+
+
+def _is_hub_blob(link: Path) -> bool:
+    """Whether a link is one that a hub cache makes: from a snapshot to its repository's blobs."""
+    snapshots = link.parent.parent
+    target = link.resolve()
+    return (
+        snapshots.name == "snapshots"
+        and target.parent == (snapshots.parent / "blobs").resolve()
+        and target.is_file()
+    )
+
+
+def _hash_file(folder: Path, name: str) -> File:
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with (folder / name).open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return File(name, num_bytes, digest.hexdigest())

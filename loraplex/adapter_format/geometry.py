@@ -1,0 +1,225 @@
+"""The shape of a base model: every module that LoRA can touch, read without loading a weight.
+
+Only `config.json` and the headers of the safetensors files are read, so this takes milliseconds
+and needs no framework. Nothing here knows a model family: modules are what the files contain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapter_format import safetensors_header
+from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.strict_json import read_object
+from loraplex.errors import InvalidAdapter, InvalidRequest
+
+LINEAR = "linear"
+EMBEDDING = "embedding"
+LM_HEAD = "lm_head"
+NORM = "norm"
+
+MAX_CONFIG_BYTES = 1024 * 1024
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+
+_EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
+_LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
+
+IDENTITY_KEYS = (
+    "attention_bias", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
+    "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
+    "intermediate_size", "layer_norm_eps", "layer_types", "logits_scaling", "mlp_bias",
+    "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
+    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
+    "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern",
+    "tie_word_embeddings", "use_sliding_window", "vocab_size",
+)  # fmt: skip
+"""Keys of config.json that change what the weights compute. Names, dtypes, token ids and library
+versions are left out: they differ between copies of one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One weight module of a base."""
+
+    name: str
+    """Full Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
+    kind: str
+    """`linear`, `embedding`, `lm_head` or `norm`."""
+    in_features: int
+    """Columns of the weight (embedding: rows of its table, norm: its width)."""
+    out_features: int
+    """Rows of the weight (embedding and norm: width)."""
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What adapters are checked against."""
+
+    model_type: str
+    fingerprint: str
+    """`sha256:...` of the canonical config and the tensor table."""
+    num_layers: int
+    vocab_size: int
+    tied_embeddings: bool
+    modules: tuple[Module, ...]
+    """Ordered by name."""
+
+
+def geometry_from_folder(path: Path) -> Geometry:
+    """Read a base in Hugging Face layout.
+
+    Args:
+        path: folder with `config.json` and `model.safetensors`, or shards with their index.
+
+    Raises:
+        InvalidRequest: naming the file or the config key that is missing or wrong.
+    """
+    try:
+        config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
+        _refuse_quantised(config)
+        tensors = _tensor_table(path)
+    except InvalidAdapter as error:
+        raise InvalidRequest(error.message, violations=error.violations) from error
+    tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True
+    modules = _modules(tensors, tied)
+    return Geometry(
+        model_type=_string(config, "model_type"),
+        fingerprint=_fingerprint(config, modules),
+        num_layers=_size(config, "num_hidden_layers"),
+        vocab_size=_vocab_size(modules, config),
+        tied_embeddings=tied,
+        modules=modules,
+    )
+
+
+def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        problem = error.strerror or "cannot be read"
+        raise InvalidRequest.field(path.name, str(path), f"{problem}; a base needs it") from error
+    return read_object(raw, path.name, max_bytes)
+
+
+def _refuse_quantised(config: dict[str, object]) -> None:
+    if config.get("quantization_config") is not None:
+        description = "quantised bases are not served; use the base in float16 or bfloat16"
+        raise InvalidRequest.field("config.json:quantization_config", "present", description)
+
+
+def _tensor_table(path: Path) -> dict[str, TensorInfo]:
+    """All tensors of all files, by name."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return _read_tensors(path / "model.safetensors")
+    weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, "must be an object")
+    table: dict[str, TensorInfo] = {}
+    for name in sorted({str(file) for file in weight_map.values()}):
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise InvalidRequest.field(f"{index.name}:weight_map", name, "is not a shard's name")
+        table.update(_read_tensors(path / name))
+    missing = sorted(set(weight_map) - set(table))
+    if missing:
+        description = f"{len(missing)} tensors of the index are in no shard; fetch the base again"
+        raise InvalidRequest.field(f"{index.name}:weight_map", missing[0], description)
+    return table
+
+
+def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+    try:
+        file_size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(safetensors_header.LENGTH_BYTES)
+            needed = safetensors_header.prefix_bytes(first, file_size, path.name)
+            prefix = first + file.read(needed - len(first))
+    except OSError as error:
+        problem = error.strerror or "cannot be read"
+        raise InvalidRequest.field(path.name, str(path), f"{problem}; a base needs it") from error
+    header = safetensors_header.parse_header(
+        prefix, file_size, source=path.name, dtypes=safetensors_header.DTYPE_BYTES
+    )
+    return {info.name: info for info in header.tensors}
+
+
+def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
+    """Config files may leave the key out; then a missing head means a shared one."""
+    return not any(_last_part(_module_of(name)) in _LM_HEAD_NAMES for name in tensors)
+
+
+def _modules(tensors: dict[str, TensorInfo], tied: bool) -> tuple[Module, ...]:
+    modules = {}
+    for name, info in tensors.items():
+        if name.endswith(".weight") and len(info.shape) in (1, 2):
+            module = _module(_module_of(name), info.shape, _module_of(name) + ".bias" in tensors)
+            modules[module.name] = module
+    embeddings = [m for m in modules.values() if m.kind == EMBEDDING]
+    heads = [m for m in modules.values() if m.kind == LM_HEAD]
+    if tied and embeddings and not heads:
+        rows, width = embeddings[0].in_features, embeddings[0].out_features
+        modules["lm_head"] = Module("lm_head", LM_HEAD, width, rows, has_bias=False)
+    return tuple(modules[name] for name in sorted(modules))
+
+
+def _module(name: str, shape: tuple[int, ...], has_bias: bool) -> Module:
+    if len(shape) == 1:
+        return Module(name, NORM, shape[0], shape[0], has_bias)
+    kind = kind_of_matrix(name)
+    rows, columns = shape
+    if kind == EMBEDDING:
+        return Module(name, kind, rows, columns, has_bias)
+    return Module(name, kind, columns, rows, has_bias)
+
+
+def kind_of_matrix(module: str) -> str:
+    """The kind of a module with a two-dimensional weight, by the last part of its name."""
+    last = _last_part(module)
+    if last in _EMBEDDING_NAMES:
+        return EMBEDDING
+    return LM_HEAD if last in _LM_HEAD_NAMES else LINEAR
+
+
+def _module_of(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _last_part(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
+    """Rows of the embedding; padded tables may have more than the config says."""
+    for module in modules:
+        if module.kind == EMBEDDING:
+            return module.in_features
+    return _size(config, "vocab_size")
+
+
+def _fingerprint(config: dict[str, object], modules: tuple[Module, ...]) -> str:
+    identity = {
+        "config": {key: config[key] for key in IDENTITY_KEYS if config.get(key) is not None},
+        "modules": [[m.name, m.kind, m.in_features, m.out_features, m.has_bias] for m in modules],
+    }
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _string(config: dict[str, object], key: str) -> str:
+    value = config.get(key)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest.field(f"config.json:{key}", value, "must be a non-empty string")
+    return value
+
+
+def _size(config: dict[str, object], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value < 2**31:
+        raise InvalidRequest.field(f"config.json:{key}", value, "must be a positive integer")
+    return value

@@ -1,0 +1,177 @@
+"""The rules for the tensors of one module: which may stand together, and with which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, NORM, Module
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
+from loraplex.adapter_format.tensor_names import (
+    BASE_BIAS,
+    BASE_WEIGHT,
+    BIAS,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_BIAS,
+    MAGNITUDE,
+    TOKEN_DELTA,
+    WEIGHT,
+    A,
+    B,
+)
+
+_PAIRS = ((A, B), (B, A), (EMBEDDING_A, EMBEDDING_B), (EMBEDDING_B, EMBEDDING_A))
+_WORDS = {
+    A: "lora_A",
+    B: "lora_B",
+    EMBEDDING_A: "lora_embedding_A",
+    EMBEDDING_B: "lora_embedding_B",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """The tensors of one module beside what the base and the config say about it."""
+
+    module: Module
+    tensors: dict[str, TensorInfo]
+    """By part, as `tensor_names` calls them."""
+    config: AdapterConfig
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether any LoRA matrix is there."""
+        return any(part in self.tensors for part, _ in _PAIRS)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens whose rows were trained, in the order of the rows."""
+        by_module = dict(self.config.trainable_token_indices)
+        matches = (ids for suffix, ids in by_module.items() if _ends(self.module.name, suffix))
+        return next(matches, ())
+
+    def check(self, findings: Findings) -> bool:
+        """Refuse parts that do not belong; returns whether all is well."""
+        before = len(findings.refusals)
+        self._check_pairs(findings)
+        self._check_dora(findings)
+        for part, info in self.tensors.items():
+            problem = self._problem(part)
+            if problem:
+                findings.refuse(f"{TENSOR_FILE}:{info.name}", info.name, problem)
+        return len(findings.refusals) == before
+
+    def _check_pairs(self, findings: Findings) -> None:
+        for part, other in _PAIRS:
+            if part in self.tensors and other not in self.tensors:
+                name = self.tensors[part].name
+                hint = f"has no {_WORDS[other]}; save the adapter again"
+                findings.refuse(f"{TENSOR_FILE}:{name}", name, hint)
+
+    def _check_dora(self, findings: Findings) -> None:
+        """Refuse a module that lacks what `use_dora` or `lora_bias` promises."""
+        for is_on, part, word in (
+            (self.config.use_dora, MAGNITUDE, "lora_magnitude_vector although use_dora"),
+            (self.config.lora_bias and A in self.tensors, LORA_BIAS, "bias although lora_bias"),
+        ):
+            first = self.tensors.get(A) or self.tensors.get(EMBEDDING_A)
+            if is_on and first and part not in self.tensors:
+                hint = f"has no {word} is true; save the adapter again"
+                findings.refuse(f"{TENSOR_FILE}:{first.name}", first.name, hint)
+
+    def _problem(self, part: str) -> str | None:
+        """Why a part has no place here."""
+        kind, config = self.module.kind, self.config
+        if part in (A, B) and kind not in (LINEAR, LM_HEAD):
+            return f"is LoRA of a linear on {_with_article(kind)}; correct target_modules"
+        if part in (EMBEDDING_A, EMBEDDING_B) and kind != EMBEDDING:
+            return f"is LoRA of an embedding on {_with_article(kind)}; correct target_modules"
+        if part == MAGNITUDE and not config.use_dora:
+            return "is a DoRA magnitude but use_dora is false; correct adapter_config.json"
+        if part == LORA_BIAS and not config.lora_bias:
+            return "is a bias of lora_B but lora_bias is false; correct adapter_config.json"
+        if part in (BIAS, BASE_BIAS):
+            return self._bias_problem(part)
+        is_table = kind in (EMBEDDING, LM_HEAD)
+        if part == BASE_WEIGHT and not (is_table and self.has_lora):
+            return "is a copy of the base that PEFT writes beside LoRA on embeddings; remove it"
+        if (
+            part == WEIGHT
+            and kind not in (EMBEDDING, LM_HEAD)
+            and not saves(config, self.module.name)
+        ):
+            return "is a whole weight but not in modules_to_save; correct adapter_config.json"
+        if part == TOKEN_DELTA and not self.token_ids:
+            return "has no entry in trainable_token_indices; correct adapter_config.json"
+        return None
+
+    def _bias_problem(self, part: str) -> str | None:
+        if not self.module.has_bias:
+            return "is a bias, but the base has none here; is this the right base?"
+        if part == BIAS and (self.config.bias == "all" or saves(self.config, self.module.name)):
+            return None
+        if part == BASE_BIAS and self.config.bias != "none":
+            return None
+        return f'is a trained bias, but bias is "{self.config.bias}"; correct adapter_config.json'
+
+    def check_shapes(self, rank: int, findings: Findings) -> None:
+        """Refuse tensors whose shape is not what rank and base say."""
+        expected = self._shapes(rank)
+        module = self.module
+        for part, info in self.tensors.items():
+            if info.shape != expected[part]:
+                findings.refuse(
+                    f"{TENSOR_FILE}:{info.name}",
+                    list(info.shape),
+                    f"must be {list(expected[part])}: the config gives {module.name} rank {rank} "
+                    "(r, or the first matching key of rank_pattern, which PEFT sorts when it "
+                    f"saves) and the base {module.in_features} -> {module.out_features} features",
+                )
+
+    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The right shape of every part. Embeddings and heads may have more rows than the base."""
+        kind, inputs, outputs = self.module.kind, self.module.in_features, self.module.out_features
+        if kind == EMBEDDING:
+            inputs = self._num_rows(inputs)
+        elif kind == LM_HEAD:
+            outputs = self._num_rows(outputs)
+        matrix = (inputs, outputs) if kind == EMBEDDING else (outputs, inputs)
+        weight = (outputs,) if kind == NORM else matrix
+        return {
+            A: (rank, inputs),
+            B: (outputs, rank),
+            EMBEDDING_A: (rank, inputs),
+            EMBEDDING_B: (outputs, rank),
+            MAGNITUDE: (outputs,),
+            LORA_BIAS: (outputs,),
+            BIAS: (outputs,),
+            BASE_BIAS: (outputs,),
+            WEIGHT: weight,
+            BASE_WEIGHT: weight,
+            TOKEN_DELTA: (len(self.token_ids), outputs),
+        }
+
+    def _num_rows(self, base_rows: int) -> int:
+        """Rows of the table: those of a stored copy if it has more than the base."""
+        info = self.tensors.get(WEIGHT) or self.tensors.get(BASE_WEIGHT)
+        return max(base_rows, info.shape[0]) if info and info.shape else base_rows
+
+
+def saves(config: AdapterConfig, name: str) -> bool:
+    """Whether `modules_to_save` names a module. PEFT compares the ends of names as text."""
+    return name.endswith(config.modules_to_save)
+
+
+def trains_tokens(config: AdapterConfig, name: str) -> bool:
+    """Whether `trainable_token_indices` names a module."""
+    return any(_ends(name, suffix) for suffix, _ in config.trainable_token_indices)
+
+
+def _ends(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def _with_article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

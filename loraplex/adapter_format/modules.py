@@ -1,0 +1,170 @@
+"""From named tensors to modules: every tensor has its place, its shape, its rank and scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loraplex.adapter_format import tensor_names as parts
+from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.geometry import NORM, Geometry, Module, kind_of_matrix
+from loraplex.adapter_format.module_parts import ModuleParts
+from loraplex.adapter_format.patterns import PatternMap, pattern_map
+from loraplex.adapter_format.regex import BadPattern
+from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
+from loraplex.adapter_format.tensor_names import BadTensorName, split_tensor_name
+from loraplex.adapter_format.unserved import (
+    refuse_unserved_use,
+    why_lora_is_unserved,
+    why_part_is_unserved,
+)
+
+Tensors = dict[str, TensorInfo]
+"""The tensors of one module, by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Which rank and alpha the config gives each module."""
+
+    config: AdapterConfig
+    ranks: PatternMap[int]
+    alphas: PatternMap[float]
+
+    def rank(self, name: str) -> int:
+        own = self.ranks.first_match(name)
+        return self.config.r if own is None else own
+
+    def scale(self, name: str, rank: int) -> float:
+        own = self.alphas.first_match(name)
+        alpha = self.config.lora_alpha if own is None else own
+        return alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank
+
+
+def build_modules(
+    config: AdapterConfig,
+    header: Header,
+    geometry: Geometry | None,
+    max_rank: int,
+    findings: Findings,
+) -> tuple[AdapterModule, ...]:
+    """Assemble the modules of an adapter, refusing every tensor that has no place.
+
+    Returns: the modules in order of their names; fewer than the file holds where `findings` has
+        refusals.
+    """
+    base = {module.name: module for module in geometry.modules} if geometry else None
+    modules = []
+    try:
+        ranks, alphas = pattern_map(config.rank_pattern), pattern_map(config.alpha_pattern)
+        factors = _Factors(config, ranks, alphas)
+        for name, tensors in sorted(_tensors_by_module(header, findings).items()):
+            module = _base_module(name, tensors, base, findings)
+            if module is None or _refuse_lora(module, tensors, findings):
+                continue
+            found = ModuleParts(module, tensors, config)
+            if found.check(findings):
+                modules.append(_describe(found, factors, max_rank, findings))
+    except BadPattern as error:
+        findings.refuse(f"{CONFIG_FILE}:rank_pattern", len(config.rank_pattern), str(error))
+    if not any(module.rank for module in modules) and not findings.refusals:
+        findings.refuse(TENSOR_FILE, "0 modules", "adapts no module of the base")
+    return tuple(modules)
+
+
+def _tensors_by_module(header: Header, findings: Findings) -> dict[str, Tensors]:
+    result: dict[str, Tensors] = {}
+    for info in header.tensors:
+        try:
+            name = split_tensor_name(info.name)
+        except BadTensorName as error:
+            findings.refuse(_path(info), info.name, str(error))
+            continue
+        why = why_part_is_unserved(name.part)
+        if why:
+            findings.refuse(_path(info), list(info.shape), why)
+        else:
+            result.setdefault(name.module, {})[name.part] = info
+    return result
+
+
+def _path(info: TensorInfo) -> str:
+    return f"{TENSOR_FILE}:{info.name}"
+
+
+def _base_module(
+    name: str, tensors: Tensors, base: Mapping[str, Module] | None, findings: Findings
+) -> Module | None:
+    """The module of the base; without a geometry, what the tensors say it must be."""
+    if base is None:
+        return _implied_module(name, tensors)
+    module = base.get(name)
+    if module is None:
+        for info in tensors.values():
+            hint = "is for a module that the base does not have; is this the right base?"
+            findings.refuse(_path(info), name, hint)
+    return module
+
+
+def _implied_module(name: str, tensors: Tensors) -> Module:
+    """A module as wide as its LoRA matrices, or as its whole weight."""
+    inner = tensors.get(parts.A) or tensors.get(parts.EMBEDDING_A)
+    outer = tensors.get(parts.B) or tensors.get(parts.EMBEDDING_B)
+    in_features = inner.shape[-1] if inner and inner.shape else 0
+    out_features = outer.shape[0] if outer and outer.shape else 0
+    weight = tensors.get(parts.WEIGHT)
+    kind = NORM if weight and len(weight.shape) == 1 else kind_of_matrix(name)
+    if weight and weight.shape and not inner:
+        out_features, in_features = weight.shape[0], weight.shape[-1]
+    return Module(name, kind, in_features, out_features, has_bias=True)
+
+
+def _refuse_lora(module: Module, tensors: Tensors, findings: Findings) -> bool:
+    """Whether the module is of a kind that takes no LoRA, or whose LoRA is not served."""
+    lora = [info for part, info in tensors.items() if part in parts.LORA_PARTS]
+    why = why_lora_is_unserved(module.kind)
+    if module.kind == NORM:
+        why = "is LoRA on a norm of the base, which takes none; correct target_modules"
+    elif ".experts." in f".{module.name}.":
+        why = "LoRA on experts is not served; leave them out of target_modules"
+    if why:
+        for info in lora:
+            findings.refuse(_path(info), module.name, why)
+    return bool(why and lora)
+
+
+def _describe(
+    found: ModuleParts, factors: _Factors, max_rank: int, findings: Findings
+) -> AdapterModule:
+    """The module with the rank and scale that the config gives it.
+
+    Raises:
+        BadPattern: the patterns of the config take too long.
+    """
+    name, tensors = found.module.name, found.tensors
+    rank = factors.rank(name) if found.has_lora else 0
+    if rank > max_rank:
+        hint = f"is more than the {max_rank} that is served; train with a smaller r"
+        findings.refuse(f"{CONFIG_FILE}:r", f"rank {rank} of {name}", hint)
+    found.check_shapes(rank, findings)
+    described = AdapterModule(
+        name=name,
+        rank=rank,
+        scale=factors.scale(name, rank) if rank else 0.0,
+        a=tensors.get(parts.A),
+        b=tensors.get(parts.B),
+        magnitude=tensors.get(parts.MAGNITUDE),
+        lora_bias=tensors.get(parts.LORA_BIAS),
+        embedding_a=tensors.get(parts.EMBEDDING_A),
+        embedding_b=tensors.get(parts.EMBEDDING_B),
+        token_delta=tensors.get(parts.TOKEN_DELTA),
+        token_ids=found.token_ids if parts.TOKEN_DELTA in tensors else (),
+        full=tensors.get(parts.WEIGHT),
+        base_copy=tensors.get(parts.BASE_WEIGHT),
+        bias=tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS),
+    )
+    refuse_unserved_use(found.module, described, findings)
+    return described

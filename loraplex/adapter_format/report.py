@@ -1,0 +1,60 @@
+"""What validation found an adapter to be: everything a worker needs to load it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.errors import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """What an adapter does to one module of the base."""
+
+    name: str
+    """Base module, such as `model.layers.0.self_attn.q_proj`."""
+    rank: int = 0
+    """Rows of A; 0 where the module has no LoRA matrices."""
+    scale: float = 0.0
+    """Factor of B A x: alpha / r, or alpha / sqrt(r) with rsLoRA, patterns applied."""
+    a: TensorInfo | None = None
+    """`[rank, in_features]`."""
+    b: TensorInfo | None = None
+    """`[out_features, rank]`."""
+    magnitude: TensorInfo | None = None
+    """DoRA: `[out_features]`, the norm of each row of W + scale B A after training."""
+    lora_bias: TensorInfo | None = None
+    """`[out_features]`, added after B and scaled with it."""
+    embedding_a: TensorInfo | None = None
+    """`[rank, vocabulary]`."""
+    embedding_b: TensorInfo | None = None
+    """`[width, rank]`."""
+    token_delta: TensorInfo | None = None
+    """`[tokens, width]`: rows that replace those of `token_ids`, in this order."""
+    token_ids: tuple[int, ...] = ()
+    full: TensorInfo | None = None
+    """A whole weight that replaces the base's; an embedding or a head may have more rows."""
+    base_copy: TensorInfo | None = None
+    """The weight under the LoRA matrices, which PEFT saves for embeddings and heads: equal to the
+    base's and then to be dropped, else (resized vocabulary) to be used in its place."""
+    bias: TensorInfo | None = None
+    """`[out_features]`: a whole bias that replaces the base's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An adapter that passed validation."""
+
+    config: AdapterConfig
+    modules: tuple[AdapterModule, ...]
+    """Ordered by name."""
+    max_rank: int
+    num_modules: int
+    """Modules that carry LoRA matrices."""
+    tensor_file_size: int
+    """Bytes of adapter_model.safetensors."""
+    base_fingerprint: str
+    """Of the geometry it was checked against; "" without one."""
+    warnings: tuple[Violation, ...]

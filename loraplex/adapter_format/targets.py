@@ -1,0 +1,102 @@
+"""Cross-check of an adapter's tensors with the modules that its config selects, by PEFT's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.geometry import LINEAR, Geometry, Module
+from loraplex.adapter_format.module_parts import saves, trains_tokens
+from loraplex.adapter_format.patterns import DEFAULT_TARGETS, Names, Selector
+from loraplex.adapter_format.regex import BadPattern
+from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+
+
+def check_targets(
+    config: AdapterConfig,
+    modules: Sequence[AdapterModule],
+    geometry: Geometry | None,
+    findings: Findings,
+) -> None:
+    """Refuse LoRA that PEFT would not load; warn of selected modules without tensors."""
+    base = {module.name: module for module in geometry.modules} if geometry else {}
+    _refuse_incomplete(config, modules, base, findings)
+    targets = _effective_targets(config, geometry, findings)
+    if targets is None:
+        return
+    selector = selector_of(config, targets)
+    adapted = {module.name: module for module in modules if module.rank}
+    try:
+        for module in adapted.values():
+            if not selector.selects(module.name, base.get(module.name)):
+                _refuse_unselected(module, findings)
+        for name, base_module in base.items():
+            is_missing = base_module.kind == LINEAR and name not in adapted
+            if is_missing and selector.selects(name, base_module):
+                _note_missing(config, name, findings)
+    except BadPattern as error:
+        findings.refuse(f"{CONFIG_FILE}:target_modules", targets, str(error))
+
+
+def selector_of(config: AdapterConfig, targets: Names) -> Selector:
+    """PEFT's rules of selection, as the config sets them."""
+    excluded = config.exclude_modules
+    return Selector(
+        targets=targets if isinstance(targets, str) else frozenset(targets),
+        excluded=excluded if isinstance(excluded, str) else frozenset(excluded),
+        saved=config.modules_to_save,
+        layers=frozenset(config.layers_to_transform),
+        layers_pattern=config.layers_pattern,
+    )
+
+
+def _effective_targets(
+    config: AdapterConfig, geometry: Geometry | None, findings: Findings
+) -> Names | None:
+    """`target_modules`, or PEFT's default for the base; None where that cannot be known."""
+    if config.target_modules is not None or geometry is None:
+        return config.target_modules
+    targets = DEFAULT_TARGETS.get(geometry.model_type)
+    if targets is None:
+        hint = f"is needed: PEFT has no default for {geometry.model_type!r}"
+        findings.refuse(f"{CONFIG_FILE}:target_modules", None, hint)
+    return targets
+
+
+def _refuse_incomplete(
+    config: AdapterConfig,
+    modules: Sequence[AdapterModule],
+    base: Mapping[str, Module],
+    findings: Findings,
+) -> None:
+    """Refuse fully trained modules and token rows that the config promises and the file lacks."""
+    found = {module.name: module for module in modules}
+    for name in base:
+        module = found.get(name, AdapterModule(name))
+        if module.full is None and saves(config, name):
+            why = "is in modules_to_save but has no weight; save the adapter again"
+            findings.refuse(f"{TENSOR_FILE}:{name}", "missing", why)
+        if module.token_delta is None and trains_tokens(config, name):
+            why = "is in trainable_token_indices but has no trained rows; save the adapter again"
+            findings.refuse(f"{TENSOR_FILE}:{name}", "missing", why)
+
+
+def _refuse_unselected(module: AdapterModule, findings: Findings) -> None:
+    tensor = module.a or module.embedding_a
+    findings.refuse(
+        f"{TENSOR_FILE}:{tensor.name if tensor else module.name}",
+        module.name,
+        "is not selected by target_modules (with exclude_modules, layers_to_transform and "
+        "modules_to_save), so PEFT would not load it; correct adapter_config.json",
+    )
+
+
+def _note_missing(config: AdapterConfig, name: str, findings: Findings) -> None:
+    path = f"{TENSOR_FILE}:{name}"
+    if config.init_is_random:
+        why = "is selected but has no tensors, and init_lora_weights=false would make it random"
+        findings.refuse(path, "missing", why)
+    else:
+        findings.warn(path, "missing", "is selected but has no tensors; it stays the base's")

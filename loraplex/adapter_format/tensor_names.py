@@ -1,0 +1,75 @@
+"""What the name of a tensor in an adapter file says: which module, and which part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "base_model.model."
+
+A = "a"
+B = "b"
+LORA_BIAS = "lora_bias"
+MAGNITUDE = "magnitude"
+EMBEDDING_A = "embedding_a"
+EMBEDDING_B = "embedding_b"
+TOKEN_DELTA = "token_delta"
+BASE_WEIGHT = "base_weight"
+BASE_BIAS = "base_bias"
+WEIGHT = "weight"
+BIAS = "bias"
+
+LORA_PARTS = frozenset({A, B, LORA_BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B})
+
+_SUFFIXES = (
+    (".lora_A.weight", A),
+    (".lora_B.weight", B),
+    (".lora_B.bias", LORA_BIAS),
+    (".lora_magnitude_vector", MAGNITUDE),
+    (".lora_embedding_A", EMBEDDING_A),
+    (".lora_embedding_B", EMBEDDING_B),
+    (".token_adapter.trainable_tokens_delta", TOKEN_DELTA),
+    (".base_layer.weight", BASE_WEIGHT),
+    (".base_layer.bias", BASE_BIAS),
+    (".weight", WEIGHT),
+    (".bias", BIAS),
+)
+_LORA_WORDS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """A tensor's name, taken apart."""
+
+    module: str
+    """Name of the module in the base, such as `model.layers.0.self_attn.q_proj`."""
+    part: str
+    """One of the constants of this file."""
+
+
+class BadTensorName(Exception):
+    """The name is not one that PEFT writes; the message says what is wrong and the way out."""
+
+
+def split_tensor_name(name: str) -> TensorName:
+    """Take a tensor's name apart.
+
+    Raises:
+        BadTensorName: PEFT would not load a tensor of this name.
+    """
+    if not name.startswith(PREFIX):
+        raise BadTensorName(f"does not start with {PREFIX!r}; save the adapter with PEFT")
+    inner = name[len(PREFIX) :]
+    for suffix, part in _SUFFIXES:
+        if inner.endswith(suffix) and not _is_odd(inner[: -len(suffix)]):
+            return TensorName(inner[: -len(suffix)], part)
+    if any(word in _LORA_WORDS for word in inner.split(".")):
+        raise BadTensorName(
+            "carries an adapter name or a part that PEFT does not write to files; load the adapter "
+            "with PEFT and save it with save_pretrained"
+        )
+    raise BadTensorName("is not a part of a LoRA adapter; remove it and save the adapter again")
+
+
+def _is_odd(module: str) -> bool:
+    """Whether what is left is no module name: empty, or with adapter parts inside."""
+    return not module or ".lora_" in f".{module}"

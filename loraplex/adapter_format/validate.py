@@ -1,0 +1,86 @@
+"""The one gate: is this a PEFT LoRA adapter that will be served exactly as it was trained?
+
+A pure function over the config's bytes, the tensor file's header and the base's geometry, shared by
+the command line (offline), the registry (before publishing) and the worker (before loading). The
+tensors' values are checked beside it by `tensor_scan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.adapter_format.config import AdapterConfig, parse_config
+from loraplex.adapter_format.files import File, check_files
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.geometry import Geometry
+from loraplex.adapter_format.modules import build_modules
+from loraplex.adapter_format.report import Report
+from loraplex.adapter_format.safetensors_header import Header, parse_header
+from loraplex.adapter_format.targets import check_targets
+from loraplex.adapter_format.unserved import refuse_unserved_fields
+from loraplex.errors import InvalidAdapter
+
+MAX_RANK = 256
+
+
+def validate(
+    config_bytes: bytes,
+    header_prefix: bytes,
+    tensor_file_size: int,
+    files: Sequence[File],
+    geometry: Geometry | None = None,
+    max_rank: int = MAX_RANK,
+    strict: bool = False,
+) -> Report:
+    """Check an adapter and describe it.
+
+    Args:
+        config_bytes: content of adapter_config.json.
+        header_prefix: the first bytes of adapter_model.safetensors, as many as
+            `safetensors_header.prefix_bytes` says; more are ignored.
+        tensor_file_size: size of adapter_model.safetensors in bytes.
+        files: all files of the adapter; empty skips the check of names, sizes and digests.
+        geometry: the base; None checks what can be checked without one.
+        max_rank: the largest rank that is served.
+        strict: whether warnings refuse too.
+
+    Raises:
+        InvalidAdapter: with every violation found, each naming field, value and the way out.
+    """
+    findings = Findings()
+    if files:
+        check_files(files, findings)
+    config = _read_config(config_bytes, findings)
+    header = _read_header(header_prefix, tensor_file_size, findings)
+    findings.raise_if_refused()
+    assert config is not None and header is not None, "refused above"
+    findings.warnings.extend(config.warnings)
+    refuse_unserved_fields(config, findings)
+    modules = build_modules(config, header, geometry, max_rank, findings)
+    check_targets(config, modules, geometry, findings)
+    findings.raise_if_refused(strict=strict)
+    return Report(
+        config=config,
+        modules=modules,
+        max_rank=max(module.rank for module in modules),
+        num_modules=sum(module.rank > 0 for module in modules),
+        tensor_file_size=tensor_file_size,
+        base_fingerprint=geometry.fingerprint if geometry else "",
+        warnings=tuple(findings.warnings),
+    )
+
+
+def _read_config(config_bytes: bytes, findings: Findings) -> AdapterConfig | None:
+    try:
+        return parse_config(config_bytes)
+    except InvalidAdapter as error:
+        findings.include(error)
+        return None
+
+
+def _read_header(prefix: bytes, file_size: int, findings: Findings) -> Header | None:
+    try:
+        return parse_header(prefix, file_size)
+    except InvalidAdapter as error:
+        findings.include(error)
+        return None

@@ -1,0 +1,1 @@
+"""The `registry` and `loraplex` commands. Modules here import clients only inside commands."""

@@ -1,0 +1,171 @@
+"""`registry keys` and `registry tenants`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+from loraplex.cli.output import moment, print_json, print_table, sized
+from loraplex.cli.parsing import add_command, add_connection, add_group, count, num_bytes, seconds
+from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+_KEY_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    _add_keys(commands)
+    _add_tenants(commands)
+
+
+def _add_keys(commands: Any) -> None:
+    group = add_group(commands, "keys", "API keys.", "registry keys list")
+    parser = add_command(
+        group,
+        "create",
+        _keys_create,
+        "Make a key; its secret is shown once.",
+        "registry keys create --tenant acme --scope publisher --ttl 90d",
+    )
+    parser.add_argument("--tenant", default="", help="tenant it acts for; default: your own")
+    parser.add_argument(
+        "--scope", action="append", default=[], choices=("reader", "publisher", "admin")
+    )
+    parser.add_argument("--ttl", type=seconds, default=0.0, metavar="TIME", help="default: no end")
+    parser.add_argument("--description", default="", help="for people")
+    parser.add_argument(
+        "--bootstrap",
+        action="store_true",
+        help="draw the first admin key here, for the file LORAPLEX_ADMIN_KEY_FILE names",
+    )
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
+    parser.add_argument("--tenant", default="", help="default: your own")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(
+        group, "revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3"
+    )
+    parser.add_argument("key_id", metavar="KEY_ID")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+def _add_tenants(commands: Any) -> None:
+    group = add_group(commands, "tenants", "Tenants and their limits.", "registry tenants list")
+    parser = add_command(
+        group,
+        "set",
+        _tenants_set,
+        "Create a tenant or change its limits; 0 = no limit.",
+        "registry tenants set acme --max-bytes 50GiB --max-concurrent 64",
+    )
+    parser.add_argument("tenant", metavar="TENANT")
+    parser.add_argument("--max-bytes", type=num_bytes, default=0, metavar="BYTES")
+    parser.add_argument("--max-versions", type=count, default=0)
+    parser.add_argument("--requests-per-s", type=float, default=0.0)
+    parser.add_argument("--tokens-per-s", type=float, default=0.0)
+    parser.add_argument("--max-concurrent", type=count, default=0)
+    parser.add_argument("--fairness-weight", type=float, default=1.0)
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(group, "list", _tenants_list, "List tenants.", "registry tenants list")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+def _print_first_admin_key(as_json: bool) -> None:
+    """No registry is asked: the first key must exist before anybody may talk to one."""
+    import secrets
+
+    key_id = "".join(secrets.choice(_KEY_ID_ALPHABET) for _ in range(12))
+    token = f"lpx_{key_id}_{secrets.token_hex(24)}"
+    if as_json:
+        print_json({"key_id": key_id, "token": token})
+        return
+    print(token)
+    print(
+        "put it into a file, name that in LORAPLEX_ADMIN_KEY_FILE, and start the registry",
+        file=sys.stderr,
+    )
+
+
+async def _keys_create(args: argparse.Namespace) -> None:
+    if args.bootstrap:
+        _print_first_admin_key(args.json)
+        return
+    async with client_of(args) as client:
+        key, token = await client.admin.create_key(
+            args.tenant, args.scope or ["reader"], args.ttl, args.description
+        )
+    if args.json:
+        print_json({**dataclasses.asdict(key), "token": token})
+        return
+    print(token)
+
+
+async def _keys_list(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        keys = await client.admin.keys(args.tenant)
+    if args.json:
+        for key in keys:
+            print_json(key)
+        return
+    rows = [
+        (
+            key.key_id,
+            key.tenant,
+            ",".join(key.scopes),
+            "revoked" if key.revoked else moment(key.expires_unix_s) or "never",
+            key.description,
+        )
+        for key in keys
+    ]
+    print_table(("KEY", "TENANT", "SCOPES", "EXPIRES", "DESCRIPTION"), rows)
+
+
+async def _keys_revoke(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        key = await client.admin.revoke_key(args.key_id)
+    if args.json:
+        print_json(key)
+        return
+    print(f"revoked {key.key_id}")
+
+
+async def _tenants_set(args: argparse.Namespace) -> None:
+    from loraplex.types import Tenant
+
+    wanted = Tenant(
+        args.tenant,
+        max_bytes=args.max_bytes,
+        max_versions=args.max_versions,
+        requests_per_s=args.requests_per_s,
+        tokens_per_s=args.tokens_per_s,
+        max_concurrent=args.max_concurrent,
+        fairness_weight=args.fairness_weight,
+    )
+    async with client_of(args) as client:
+        tenant = await client.admin.set_tenant(wanted)
+    if args.json:
+        print_json(tenant)
+        return
+    print(f"set {tenant.tenant}")
+
+
+async def _tenants_list(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        tenants = await client.admin.tenants()
+    if args.json:
+        for tenant in tenants:
+            print_json(tenant)
+        return
+    rows = [
+        (
+            t.tenant,
+            sized(t.used_bytes),
+            sized(t.max_bytes) if t.max_bytes else "-",
+            str(t.used_versions),
+            str(t.max_versions or "-"),
+        )
+        for t in tenants
+    ]
+    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT"), rows)

@@ -1,0 +1,128 @@
+"""`registry base`, `audit`, `gc` and `reindex`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from loraplex.cli.output import moment, print_json, print_table, short_digest, sized
+from loraplex.cli.parsing import add_command, add_connection, add_group, count
+from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    _add_bases(commands)
+    parser = add_command(
+        commands, "audit", _audit, "Show who changed what, newest first.", "registry audit --json"
+    )
+    parser.add_argument("--tenant", default="", help="only this tenant")
+    parser.add_argument("--limit", type=count, default=100, help="most entries to show (100)")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "gc",
+        _gc,
+        "Delete objects that nothing refers to and that are older than a day.",
+        "registry gc --dry-run",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only count")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands, "reindex", _reindex, "Rebuild the index from the objects.", "registry reindex"
+    )
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+def _add_bases(commands: Any) -> None:
+    group = add_group(
+        commands, "base", "Bases that adapters are checked against.", "registry base list"
+    )
+    parser = add_command(
+        group,
+        "add",
+        _base_add,
+        "Record a base from its folder; no weight is sent.",
+        "registry base add ./llama-3-8b --id meta-llama/Meta-Llama-3-8B",
+    )
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("--id", default="", help="id of the base; default: the folder's name")
+    parser.add_argument("--alias", action="append", default=[], help="another name; repeatable")
+    parser.add_argument("--max-lora-rank", type=count, default=0, help="default 256")
+    parser.add_argument("--replace", action="store_true", help="although the id is taken")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(group, "list", _base_list, "List known bases.", "registry base list")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+async def _base_add(args: argparse.Namespace) -> None:
+    base_id = args.id or Path(args.dir).resolve().name
+    async with client_of(args) as client:
+        base = await client.admin.add_base(
+            args.dir,
+            base_id,
+            aliases=args.alias,
+            max_lora_rank=args.max_lora_rank,
+            replace=args.replace,
+        )
+    if args.json:
+        print_json(base)
+        return
+    print(f"recorded {base.base_id} ({base.model_type}, {short_digest(base.fingerprint)})")
+
+
+async def _base_list(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        bases = await client.admin.bases()
+    if args.json:
+        for base in bases:
+            print_json(base)
+        return
+    rows = [
+        (
+            b.base_id,
+            b.model_type,
+            str(b.num_layers),
+            short_digest(b.fingerprint),
+            ",".join(b.aliases),
+        )
+        for b in bases
+    ]
+    print_table(("BASE", "TYPE", "LAYERS", "FINGERPRINT", "ALIASES"), rows)
+
+
+async def _audit(args: argparse.Namespace) -> None:
+    shown = 0
+    async with client_of(args) as client:
+        async for entry in client.admin.audit(args.tenant):
+            if shown >= args.limit:
+                break
+            shown += 1
+            if args.json:
+                print_json(entry)
+                continue
+            actor = entry.actor or "-"
+            print(f"{moment(entry.time_unix_s)}  {actor}  {entry.action}  {entry.subject}")
+
+
+async def _gc(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        done = await client.admin.collect_garbage(dry_run=args.dry_run)
+    if args.json:
+        print_json(done)
+        return
+    verb = "would delete" if args.dry_run else "deleted"
+    freed = sized(done.deleted_bytes)
+    print(f"{verb} {done.deleted_objects} objects ({freed}), kept {done.kept_objects}")
+
+
+async def _reindex(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        done = await client.admin.reindex()
+    if args.json:
+        print_json(done)
+        return
+    print(f"indexed {done.versions} versions, {done.tags} tags, {done.bases} bases")

@@ -1,0 +1,76 @@
+"""`loraplex bench`: measure a running stack from outside."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.generate import DEFAULT_GATEWAY
+from loraplex.cli.parsing import add_command, add_connection, add_group, credentials_of
+from loraplex.cli.workload_flags import add_workload, print_summary, workload_of
+
+if TYPE_CHECKING:
+    from loraplex.inference_client import InferenceClient
+    from loraplex.workload import Outcome, Workload
+
+EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    group = add_group(commands, "bench", "Measure a running stack from outside.", EXAMPLE)
+    parser = add_command(
+        group,
+        "trace",
+        _trace,
+        "Send an S-LoRA workload through the gateway, at its own pace, and print the figures.",
+        EXAMPLE,
+    )
+    add_workload(parser)
+    parser.add_argument(
+        "--prepare-from",
+        type=Path,
+        metavar="DIR",
+        help="first publish as many distinct copies of the adapter, or adapters, in DIR",
+    )
+    parser.add_argument(
+        "--registry", metavar="HOST:PORT", help="for --prepare-from (LORAPLEX_REGISTRY_ADDRESS)"
+    )
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+
+async def _trace(args: argparse.Namespace) -> None:
+    from loraplex.inference_client import InferenceClient
+    from loraplex.workload import summarize
+
+    workload = workload_of(args)
+    prefix = await _prepare(args)
+    async with InferenceClient(args.gateway, credentials_of(args)) as client:
+        outcomes = await _drive(client, workload, prefix)
+    reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
+    print_summary(summarize(outcomes, args.slo), {"failures": dict(reasons)}, as_json=args.json)
+
+
+async def _prepare(args: argparse.Namespace) -> str:
+    """Publish adapters if asked to; returns what the names of those to use begin with."""
+    if args.prepare_from is None:
+        return ""
+    from loraplex.adapter_variants import NAME_PREFIX, publish_variants
+    from loraplex.registry_client import RegistryClient
+
+    async with RegistryClient(args.registry, credentials_of(args)) as registry:
+        names = await publish_variants(registry, args.prepare_from, args.adapters)
+    print(f"published {len(names)} adapters", file=sys.stderr)
+    return NAME_PREFIX
+
+
+async def _drive(client: InferenceClient, workload: Workload, prefix: str) -> list[Outcome]:
+    from loraplex.trace_driving import check_lengths, drive, targets
+    from loraplex.workload import generate
+
+    models = await targets(client, workload.num_adapters, prefix)
+    check_lengths(models[0], workload.lengths.max_tokens)
+    return await drive(client, generate(workload), models, workload.seed)

@@ -1,0 +1,236 @@
+"""`registry list`, `show`, `pull`, `diff` and `watch`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
+from loraplex.cli.parsing import add_command, add_connection, key_value
+from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+if TYPE_CHECKING:
+    from loraplex.registry_client import RegistryClient
+    from loraplex.types import AdapterVersion, Change, Tag
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "list",
+        _list,
+        "List the adapters you may see.",
+        "registry list --label team=support --json",
+    )
+    parser.add_argument("name", nargs="?", default="", help="only this adapter, all its versions")
+    parser.add_argument("--tenant", default="", help="only adapters of this tenant")
+    parser.add_argument("--prefix", default="", help="only names that begin like this")
+    parser.add_argument(
+        "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
+    )
+    parser.add_argument("--base", default="", metavar="ID", help="only adapters of this base")
+    parser.add_argument("--all", action="store_true", help="every version, not only the latest")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands, "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
+    )
+    parser.add_argument("ref", metavar="REF")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "pull",
+        _pull,
+        "Download the files of a version.",
+        "registry pull acme/support:v3 ./support-v3",
+    )
+    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("--force", action="store_true", help="replace files in a folder in use")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "diff",
+        _diff,
+        "Compare two versions: config, files, labels.",
+        "registry diff support:v2 support:v3",
+    )
+    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("other", metavar="REF")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "watch",
+        _watch,
+        "Print every change as it happens.",
+        "registry watch --json | jq .version.digest",
+    )
+    parser.add_argument("--resume", default="", metavar="TOKEN", help="continue after this token")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+async def _list(args: argparse.Namespace) -> None:
+    rows = []
+    async with client_of(args) as client:
+        tenant, _, name = args.name.rpartition("/")
+        versions = client.list(
+            tenant=args.tenant or tenant,
+            name=name,
+            name_prefix=args.prefix,
+            labels=dict(args.label),
+            base_id=args.base,
+            all_versions=args.all or bool(args.name),
+        )
+        async for version in versions:
+            if args.json:
+                print_json(version)
+                continue
+            rows.append(
+                (
+                    f"{version.tenant}/{version.name}",
+                    f"v{version.version}",
+                    ",".join(version.tags),
+                    short_digest(version.digest),
+                    str(version.max_rank),
+                    sized(version.size_bytes),
+                    version.base_id,
+                    moment(version.created_unix_s),
+                )
+            )
+    if not args.json:
+        header = ("NAME", "VERSION", "TAGS", "DIGEST", "RANK", "SIZE", "BASE", "CREATED")
+        print_table(header, rows)
+
+
+async def _show(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        found = await client.get(args.ref)
+    version = found.version
+    if args.json:
+        import dataclasses
+
+        tags = [dataclasses.asdict(tag) for tag in found.tags]
+        print_json({**dataclasses.asdict(version), "adapter_tags": tags})
+        return
+    print_fields(
+        {
+            "adapter": version.ref,
+            "digest": version.digest,
+            "base": version.base_id,
+            "rank": str(version.max_rank),
+            "modules": str(version.num_modules),
+            "size": sized(version.size_bytes),
+            "created": moment(version.created_unix_s),
+            "creator": version.creator,
+            "visibility": version.visibility,
+            "labels": ", ".join(f"{key}={value}" for key, value in version.labels.items()),
+            "parent": version.parent,
+            "peft": version.peft_version,
+            "signers": ", ".join(version.signers),
+        }
+    )
+    if found.tags:
+        print("tags")
+        for tag in found.tags:
+            print(f"  {tag.tag} -> {sides_of(tag)}{pending_of(tag)}")
+    print("files")
+    for file in version.files:
+        print(f"  {file.path}  {sized(file.size_bytes)}  sha256:{file.sha256[:12]}")
+    for warning in version.warnings:
+        print(f"warning: {warning.field} = {warning.value}: {warning.description}")
+
+
+def pending_of(tag: Tag) -> str:
+    """Where a staged move will take a tag, or why it did not."""
+    if tag.pending:
+        coming = " ".join(f"v{target.version}" for target in tag.pending)
+        return f" (pending {coming}: {tag.pending_reason})"
+    return f" ({tag.pending_reason})" if tag.pending_reason else ""
+
+
+def sides_of(tag: Tag) -> str:
+    """`v3`, or `v3:90 v4:10` for a split."""
+    if len(tag.targets) == 1:
+        return f"v{tag.targets[0].version}"
+    nothing = "nothing" if tag.pending or tag.pending_reason else "(deleted)"
+    return " ".join(f"v{target.version}:{target.weight}" for target in tag.targets) or nothing
+
+
+async def _pull(args: argparse.Namespace) -> None:
+    from loraplex.cli.progress import ProgressBar
+
+    async with client_of(args) as client:
+        with ProgressBar(args.ref) as bar:
+            version = await client.pull(args.ref, args.dir, force=args.force, progress=bar)
+    if args.json:
+        print_json(version)
+        return
+    print(f"pulled {version.ref} {short_digest(version.digest)} into {args.dir}")
+
+
+async def _diff(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        old = (await client.get(args.ref)).version
+        new = (await client.get(args.other)).version
+        changes = _changes(await _facts(client, old), await _facts(client, new))
+    if args.json:
+        print_json(
+            {
+                "name": new.name,
+                "version": new.version,
+                "digest": new.digest,
+                "old": {"name": old.name, "version": old.version, "digest": old.digest},
+                "changes": changes,
+            }
+        )
+        return
+    for change in changes:
+        print(f"{change['field']}: {change['old']} -> {change['new']}")
+    if not changes:
+        print("no differences")
+
+
+async def _facts(client: RegistryClient, version: AdapterVersion) -> dict[str, str]:
+    """Everything that can differ between two versions, by field path."""
+    import json
+
+    facts = {"digest": version.digest, "base": version.base_id, "rank": str(version.max_rank)}
+    facts |= {f"labels.{key}": value for key, value in version.labels.items()}
+    for file in version.files:
+        facts[f"files.{file.path}"] = f"{file.size_bytes} bytes sha256:{file.sha256[:12]}"
+    at = f"{version.tenant}/{version.name}@{version.digest}"
+    config = json.loads(await client.read_file(at, "adapter_config.json"))
+    facts |= {f"config.{key}": json.dumps(value, sort_keys=True) for key, value in config.items()}
+    return facts
+
+
+def _changes(old: dict[str, str], new: dict[str, str]) -> list[dict[str, str]]:
+    fields = [*old, *(field for field in new if field not in old)]
+    return [
+        {"field": field, "old": old.get(field, ""), "new": new.get(field, "")}
+        for field in fields
+        if old.get(field) != new.get(field)
+    ]
+
+
+async def _watch(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        async for change in client.watch(args.resume):
+            if args.json:
+                print_json(change)
+            else:
+                print(_change_line(change), flush=True)
+
+
+def _change_line(change: Change) -> str:
+    if change.version is not None:
+        verb = "deleted" if change.version.deleted else "published"
+        return f"{verb} {change.version.ref} {short_digest(change.version.digest)}"
+    if change.tag is not None:
+        tag = change.tag
+        return f"tag {tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}"
+    return f"base {change.base_id}" if change.kind == "base" else "snapshot begins"

@@ -1,0 +1,193 @@
+"""`loraplex generate`, `chat` and `status`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import print_fields, print_json, print_table, sized
+from loraplex.cli.parsing import add_command, add_connection, credentials_of
+
+if TYPE_CHECKING:
+    from loraplex.generation import Completion, Message, Piece, Sampling, Status
+    from loraplex.inference_client import InferenceClient
+
+DEFAULT_GATEWAY = "127.0.0.1:50051"
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "generate",
+        _generate,
+        "Stream the output of one prompt.",
+        'loraplex generate support:prod "How do I reset my password?" --max-tokens 64',
+    )
+    parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
+    parser.add_argument("prompt", metavar="PROMPT", help="text; - reads it from stdin")
+    _add_sampling(parser)
+    parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
+    parser.add_argument("-n", type=int, default=1, help="number of outputs (1)")
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+    parser = add_command(
+        commands, "chat", _chat, "Talk to an adapter, turn by turn.", "loraplex chat support:prod"
+    )
+    parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
+    parser.add_argument("--system", default="", help="first message of the conversation")
+    _add_sampling(parser)
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+    parser = add_command(
+        commands,
+        "status",
+        _status,
+        "Show workers, what is resident on them, and their load.",
+        "loraplex status --adapters",
+    )
+    parser.add_argument("--adapters", action="store_true", help="list resident adapters too")
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely token")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="makes sampling reproducible")
+    parser.add_argument("--scale", type=float, help="multiplies the adapter's effect")
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    from loraplex.generation import Sampling
+
+    return Sampling(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        scale=args.scale,
+        stop=getattr(args, "stop", ()),
+        n=getattr(args, "n", 1),
+    )
+
+
+def _client(args: argparse.Namespace) -> InferenceClient:
+    from loraplex.inference_client import InferenceClient
+
+    return InferenceClient(args.gateway, credentials_of(args))
+
+
+async def _generate(args: argparse.Namespace) -> None:
+    from loraplex.inference_client import collect
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    streamed = not args.json and args.n == 1
+    pieces: list[Piece] = []
+    async with _client(args) as client:
+        async for piece in client.generate(args.ref, prompt, _sampling(args)):
+            pieces.append(piece)
+            if streamed:
+                print(piece.text, end="", flush=True)
+    completion = collect(pieces)
+    if streamed:
+        print()
+    else:
+        _print_completion(completion, args.json)
+
+
+def _print_completion(completion: Completion, as_json: bool) -> None:
+    if as_json:
+        print_json(completion)
+        return
+    for index, choice in enumerate(completion.choices):
+        print(f"[{index}] {choice.text}")
+
+
+async def _chat(args: argparse.Namespace) -> None:
+    from loraplex.generation import Message
+
+    messages = [Message("system", args.system)] if args.system else []
+    if sys.stdin.isatty():
+        print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
+    async with _client(args) as client:
+        while turn := _next_turn():
+            messages.append(Message("user", turn))
+            messages.append(await _reply(client, args, messages))
+
+
+def _next_turn() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+async def _reply(
+    client: InferenceClient, args: argparse.Namespace, messages: list[Message]
+) -> Message:
+    from loraplex.generation import Message
+
+    text = ""
+    async for piece in client.generate(args.ref, messages, _sampling(args)):
+        text += piece.text
+        if not args.json:
+            print(piece.text, end="", flush=True)
+    if args.json:
+        print_json({"role": "assistant", "content": text})
+    else:
+        print()
+    return Message("assistant", text)
+
+
+async def _status(args: argparse.Namespace) -> None:
+    async with _client(args) as client:
+        status = await client.status(include_adapters=args.adapters)
+    if args.json:
+        print_json(status)
+        return
+    _print_status(status)
+
+
+def _print_status(status: Status) -> None:
+    print_fields(
+        {
+            "ready": "yes" if status.ready else f"no: {status.not_ready_reason}",
+            "bases": ", ".join(status.base_ids) or "none",
+            "registry": "connected" if status.registry_connected else "away, last snapshot serves",
+            "adapters": str(status.num_adapters),
+            "requests": f"{status.running_requests} running, {status.queued_requests} queued",
+        }
+    )
+    rows = [
+        (
+            worker.worker_id or worker.address,
+            _state(worker.connected, worker.ready, worker.draining),
+            str(worker.running_requests),
+            str(worker.waiting_requests),
+            f"{worker.total_blocks - worker.free_blocks}/{worker.total_blocks}",
+            str(worker.num_adapters_on_device),
+            str(worker.max_distinct_adapters),
+            f"{worker.step_s * 1000:.1f} ms",
+        )
+        for worker in status.workers
+    ]
+    print()
+    header = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
+    print_table(header, rows)
+    for worker in status.workers:
+        for adapter in worker.adapters:
+            name = adapter.ref or adapter.digest
+            size = sized(adapter.device_bytes)
+            print(f"  {worker.worker_id}  {name}  {adapter.tier}  rank {adapter.max_rank}  {size}")
+
+
+def _state(connected: bool, ready: bool, draining: bool) -> str:
+    if not connected:
+        return "away"
+    if draining:
+        return "draining"
+    return "ready" if ready else "starting"

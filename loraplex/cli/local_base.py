@@ -1,0 +1,37 @@
+"""Finding a base on this machine, for checks that may not use the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest
+
+
+def base_folder(base: str, environ: Mapping[str, str]) -> Path:
+    """The folder of a base given as a folder or as the hub id of one in the local hub cache.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    folder = Path(base).expanduser()
+    if folder.is_dir():
+        return folder
+    cached = _in_hub_cache(base, environ)
+    if cached is not None:
+        return cached
+    raise InvalidRequest.field(
+        "--base", base, "is neither a folder nor in the local hub cache; give the base's folder"
+    )
+
+
+def _in_hub_cache(hub_id: str, environ: Mapping[str, str]) -> Path | None:
+    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub")
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None

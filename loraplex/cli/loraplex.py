@@ -1,0 +1,50 @@
+"""The `loraplex` command: run the stack, generate text, look at the workers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from loraplex.cli import bench, completion, generate
+from loraplex.cli.parsing import Parser
+from loraplex.cli.running import main_of
+
+UP_SUMMARY = "Run registry, gateway and workers on this machine."
+SIMULATE_SUMMARY = "Run a trace through the scheduler and router under a virtual clock."
+EPILOG = """example:
+  loraplex up --model ./llama-3-8b
+  loraplex generate support "Hello" --max-tokens 32
+
+exit codes: 0 ok, 1 other, 2 usage, 4 conflict, 5 auth,
+6 unavailable, quota or timeout, 7 not found, 130 interrupted"""
+
+
+def make_parser() -> Parser:
+    """All sub-commands."""
+    parser = Parser(
+        prog="loraplex",
+        description="Serve many LoRA adapters from one base model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("up", help=UP_SUMMARY, add_help=False)
+    commands.add_parser("simulate", help=SIMULATE_SUMMARY, add_help=False)
+    generate.add(commands)
+    bench.add(commands)
+    completion.add(commands, "loraplex", make_parser)
+    return parser
+
+
+def main() -> int:
+    """Entry point of the console script. `up` and `simulate` replace this process by theirs."""
+    if sys.argv[1:2] in (["up"], ["simulate"]):
+        module = f"services.{sys.argv[1]}"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[2:]])
+    return main_of(make_parser(), sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

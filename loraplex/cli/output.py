@@ -1,0 +1,95 @@
+"""What commands print: tables for people, JSON for scripts, errors for both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loraplex.errors import LoraplexError, Violation, codes_of
+
+_GRPC_NAMES = {
+    1: "CANCELLED",
+    3: "INVALID_ARGUMENT",
+    4: "DEADLINE_EXCEEDED",
+    5: "NOT_FOUND",
+    6: "ALREADY_EXISTS",
+    7: "PERMISSION_DENIED",
+    8: "RESOURCE_EXHAUSTED",
+    9: "FAILED_PRECONDITION",
+    10: "ABORTED",
+    12: "UNIMPLEMENTED",
+    13: "INTERNAL",
+    14: "UNAVAILABLE",
+    15: "DATA_LOSS",
+    16: "UNAUTHENTICATED",
+}
+
+
+def print_json(value: Any) -> None:
+    """One object on one line of stdout. Dataclasses become objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns under a header."""
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def print_fields(fields: Mapping[str, str]) -> None:
+    """One `name  value` line each; empty values are left out."""
+    width = max(len(name) for name in fields)
+    for name, value in fields.items():
+        if value:
+            print(f"{name.ljust(width)}  {value}")
+
+
+def print_warnings(warnings: Sequence[Violation]) -> None:
+    """Warnings of a validation, on stderr."""
+    for warning in warnings:
+        print(f"warning: {warning.field} = {warning.value}: {warning.description}", file=sys.stderr)
+
+
+def print_error(error: LoraplexError, *, as_json: bool) -> None:
+    """A failure, on stderr."""
+    if not as_json:
+        print(f"error: {error.message}", file=sys.stderr)
+        if len(error.violations) > 1:
+            for v in error.violations:
+                print(f"  {v.field} = {v.value}: {v.description}", file=sys.stderr)
+        return
+    body = {
+        "code": _GRPC_NAMES[codes_of(error).grpc],
+        "reason": error.reason,
+        "message": error.message,
+        "violations": [dataclasses.asdict(violation) for violation in error.violations],
+    }
+    print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+
+
+def sized(num_bytes: float) -> str:
+    """`1.4 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def moment(unix_s: float) -> str:
+    """Local date and time; "" for 0."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else ""
+
+
+def short_digest(digest: str) -> str:
+    """The algorithm and twelve digits."""
+    return digest[: len("sha256:") + 12]

@@ -1,0 +1,134 @@
+"""Arguments shared by every command, and usage errors in both output forms."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from loraplex.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from loraplex.settings import Credentials
+
+T = TypeVar("T")
+Run = Callable[[argparse.Namespace], Awaitable[None]]
+DEFAULT_WHEN_LOADED = "5m"
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints usage errors as JSON where `--json` is among the arguments; exits 2."""
+
+    def error(self, message: str) -> NoReturn:
+        if "--json" in sys.argv:
+            from loraplex.cli.output import print_error
+            from loraplex.errors import InvalidRequest
+
+            print_error(InvalidRequest(f"usage: {message}", reason="USAGE"), as_json=True)
+            self.exit(2)
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_command(
+    commands: Any, name: str, run: Run | None, summary: str, example: str, **options: Any
+) -> Parser:
+    """Add a sub-command with an example in its help. `run` is None for a group of commands."""
+    parser: Parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+    if run is not None:
+        parser.set_defaults(run=run)
+    return parser
+
+
+def add_group(commands: Any, name: str, summary: str, example: str) -> Any:
+    """Add a command that has commands of its own; returns where to add them."""
+    parser = add_command(commands, name, None, summary, example)
+    return parser.add_subparsers(metavar="COMMAND", required=True)
+
+
+def add_connection(parser: argparse.ArgumentParser, server: str, default: str) -> None:
+    """`--registry` or `--gateway`, TLS files and `--json`."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        f"--{server}",
+        metavar="HOST:PORT",
+        help=f"{server} to talk to (LORAPLEX_{server.upper()}_ADDRESS, default {default})",
+    )
+    group.add_argument("--ca", metavar="FILE", help="PEM CA of the server; turns TLS on")
+    group.add_argument("--cert", metavar="FILE", help="PEM certificate to show")
+    group.add_argument("--key", metavar="FILE", help="PEM key of that certificate")
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def credentials_of(args: argparse.Namespace) -> Credentials:
+    """From the environment, with the flags of the command line on top."""
+    import os
+
+    from loraplex import settings
+
+    flags = {"LORAPLEX_CA": args.ca, "LORAPLEX_CERT": args.cert, "LORAPLEX_KEY": args.key}
+    given = {name: path for name, path in flags.items() if path}
+    return settings.credentials({**os.environ, **given})
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """`K=V`."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"expected K=V, got {text!r}")
+    return key, value
+
+
+def seconds(text: str) -> float:
+    """`90`, `5m`, `12h` or `30d`."""
+    return _parsed(parse_seconds, text)
+
+
+def num_bytes(text: str) -> int:
+    """`500MB` or `50GiB`."""
+    return _parsed(parse_bytes, text)
+
+
+def count(text: str) -> int:
+    """A whole number from 0 to what the wire carries."""
+    if not text.isascii() or not text.isdigit() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+    return int(text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def add_when_loaded(parser: argparse.ArgumentParser) -> None:
+    """`--when-loaded[=TIME]`; the bare form is spelled out by `spelled_out`."""
+    parser.add_argument(
+        "--when-loaded",
+        metavar="TIME",
+        type=seconds,
+        default=0.0,
+        help="move the tags only once workers have loaded the version; bare: within 5m",
+    )
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """Arguments with the bare `--when-loaded` given its value, so that it takes no operand."""
+    bare = "--when-loaded"
+    return [f"{bare}={DEFAULT_WHEN_LOADED}" if word == bare else word for word in argv]

@@ -1,0 +1,129 @@
+"""`registry sign`, `registry verify` and `registry export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import print_json, short_digest
+from loraplex.cli.parsing import add_command, add_connection
+from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+if TYPE_CHECKING:
+    from loraplex.types import AdapterVersion
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "sign",
+        _sign,
+        "Sign the files of a version and keep the signature beside it.",
+        "registry sign acme/support:v3 --signing-key cosign.pem",
+    )
+    parser.add_argument("ref", metavar="REF")
+    parser.add_argument(
+        "--signing-key", required=True, metavar="PEM", help="EC private key (P-256, P-384, P-521)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the bundle here too, as model.sig")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(
+        commands,
+        "verify",
+        _verify,
+        "Check that a version is signed by a key.",
+        "registry verify acme/support:prod --public-key release.pem",
+    )
+    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("--public-key", required=True, metavar="PEM", help="EC public key")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    parser = add_command(
+        commands,
+        "export",
+        _export,
+        "Write a version as an OCI image layout; 'registry upload DIR' reads it back.",
+        "registry export acme/support:v3 ./support-oci",
+    )
+    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("dir", metavar="DIR", help="new or empty folder")
+    parser.add_argument(
+        "--format",
+        choices=("modelpack", "oci"),
+        default="modelpack",
+        help="CNCF ModelPack (default), or a plain OCI artifact",
+    )
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+async def _sign(args: argparse.Namespace) -> None:
+    from loraplex.signature_bundle import parse_bundle
+    from loraplex.signing import sign
+
+    async with client_of(args) as client:
+        version = (await client.get(args.ref)).version
+        bundle = sign(version.ref, _files(version), Path(args.signing_key))
+        # By number: a tag may have moved since.
+        await client.attach_signature(version.ref, bundle)
+    if args.out:
+        Path(args.out).write_bytes(bundle)
+    _print(args, version, parse_bundle(bundle).key_sha256, "signed")
+
+
+async def _export(args: argparse.Namespace) -> None:
+    from loraplex.cli.progress import ProgressBar
+
+    async with client_of(args) as client:
+        with ProgressBar(args.ref) as bar:
+            version, manifest = await client.export(
+                args.ref, args.dir, form=args.format, progress=bar
+            )
+    if args.json:
+        print_json(
+            {
+                "name": version.name,
+                "version": version.version,
+                "digest": version.digest,
+                "tenant": version.tenant,
+                "format": args.format,
+                "manifest_digest": manifest,
+            }
+        )
+        return
+    print(f"{version.ref} written to {args.dir} as {args.format}, manifest {manifest}")
+
+
+async def _verify(args: argparse.Namespace) -> None:
+    from loraplex.errors import PermissionDenied
+    from loraplex.signing import key_sha256, public_key, verify
+
+    key = Path(args.public_key)
+    signer = key_sha256(public_key(key))
+    async with client_of(args) as client:
+        version, bundles = await client.signatures(args.ref)
+    if signer not in bundles:
+        others = ", ".join(sha256[:12] for sha256 in bundles) or "nobody"
+        message = f"{version.ref} is not signed by {key} (key {signer[:12]}); signed by {others}"
+        raise PermissionDenied(message, reason="NOT_SIGNED")
+    verify(bundles[signer], _files(version), key)
+    _print(args, version, signer, "is signed")
+
+
+def _files(version: AdapterVersion) -> dict[str, str]:
+    return {file.path: file.sha256 for file in version.files}
+
+
+def _print(args: argparse.Namespace, version: AdapterVersion, signer: str, verb: str) -> None:
+    if args.json:
+        print_json(
+            {
+                "name": version.name,
+                "version": version.version,
+                "digest": version.digest,
+                "tenant": version.tenant,
+                "key_sha256": signer,
+            }
+        )
+        return
+    print(f"{version.ref} {short_digest(version.digest)} {verb} by key {signer[:12]}")

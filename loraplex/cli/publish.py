@@ -1,0 +1,199 @@
+"""`registry upload` and `registry validate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import print_fields, print_json, print_warnings, short_digest, sized
+from loraplex.cli.parsing import (
+    add_command,
+    add_connection,
+    add_json,
+    add_when_loaded,
+    credentials_of,
+    key_value,
+)
+
+if TYPE_CHECKING:
+    from loraplex.adapter_format import Geometry
+    from loraplex.publishing import Publication
+    from loraplex.registry_client import RegistryClient
+
+DEFAULT_REGISTRY = "127.0.0.1:50052"
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "upload",
+        _upload,
+        "Publish a PEFT adapter folder as a new version.",
+        "registry upload ./out/checkpoint-900 --name acme/support --tag staging",
+    )
+    parser.add_argument("dir", metavar="DIR", help="folder that PEFT's save_pretrained wrote")
+    parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
+    parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
+    parser.add_argument("--no-latest", action="store_true", help="leave the tag latest alone")
+    parser.add_argument("--base", default="", metavar="ID", help="base the adapter is for")
+    parser.add_argument("--public", action="store_true", help="every tenant may run it")
+    parser.add_argument(
+        "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
+    )
+    parser.add_argument("--parent", default="", metavar="REF", help="version this was made from")
+    parser.add_argument("--dry-run", action="store_true", help="check only, publish nothing")
+    parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
+    add_when_loaded(parser)
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "validate",
+        _validate,
+        "Check an adapter folder offline, as an upload would.",
+        "registry validate ./out/checkpoint-900 --base ./llama-3-8b",
+    )
+    parser.add_argument("dir", metavar="DIR", help="folder that PEFT's save_pretrained wrote")
+    parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check it against")
+    parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
+    add_json(parser)
+
+
+def client_of(args: argparse.Namespace) -> RegistryClient:
+    """The client that the connection flags describe."""
+    from loraplex.registry_client import RegistryClient
+
+    return RegistryClient(args.registry, credentials_of(args))
+
+
+async def _upload(args: argparse.Namespace) -> None:
+    from loraplex.cli.progress import ProgressBar
+    from loraplex.publishing import Publication
+
+    publication = Publication(
+        args.name,
+        tags=args.tag,
+        latest=not args.no_latest,
+        base_id=args.base,
+        public=args.public,
+        labels=dict(args.label),
+        strict=args.strict,
+        parent=args.parent,
+        when_loaded_s=args.when_loaded,
+    )
+    async with client_of(args) as client:
+        if args.dry_run:
+            await _dry_run(client, args, publication)
+            return
+        with ProgressBar(args.name) as bar:
+            published = await client.upload(args.dir, publication, bar)
+    print_warnings(published.warnings)
+    version = published.version
+    if args.json:
+        print_json(
+            {
+                "name": version.name,
+                "version": version.version,
+                "digest": version.digest,
+                "tenant": version.tenant,
+                "tags": version.tags,
+                "base_id": version.base_id,
+                "created": published.created,
+                "warnings": [_as_dict(warning) for warning in published.warnings],
+            }
+        )
+        return
+    verb = "published" if published.created else "already published as"
+    print(f"{verb} {version.ref} {short_digest(version.digest)} ({sized(version.size_bytes)})")
+
+
+async def _dry_run(
+    client: RegistryClient, args: argparse.Namespace, publication: Publication
+) -> None:
+    checked = await client.check(args.dir, publication)
+    print_warnings(checked.warnings)
+    if args.json:
+        print_json(
+            {
+                "name": publication.name,
+                "version": None,
+                "digest": None,
+                "base_id": checked.base_id,
+                "max_rank": checked.max_rank,
+                "warnings": [_as_dict(warning) for warning in checked.warnings],
+            }
+        )
+        return
+    print(f"would be accepted for base {checked.base_id} (rank {checked.max_rank})")
+
+
+async def _validate(args: argparse.Namespace) -> None:
+    from loraplex.adapter_format import (
+        TENSOR_FILE,
+        core_manifest,
+        digest_of,
+        parse_header,
+        read_folder,
+        validate,
+    )
+    from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
+    from loraplex.errors import InvalidAdapter
+
+    folder = read_folder(Path(args.dir))
+    geometry = _geometry(args.base)
+    report = validate(
+        folder.config_bytes,
+        folder.header_prefix,
+        folder.tensor_file_size,
+        folder.files,
+        geometry,
+        strict=args.strict,
+    )
+    header = parse_header(folder.header_prefix, folder.tensor_file_size)
+    zero_tensors = scan_file(folder.path / TENSOR_FILE, header)
+    warnings = (*report.warnings, *warnings_of_zeros(report, zero_tensors))
+    if args.strict and warnings:
+        raise InvalidAdapter.of(warnings)
+    print_warnings(warnings)
+    fingerprint = geometry.fingerprint if geometry else ""
+    digest = digest_of(core_manifest(report, folder.files, fingerprint)) if geometry else None
+    if args.json:
+        print_json(
+            {
+                "name": Path(args.dir).resolve().name,
+                "version": None,
+                "digest": digest,
+                "max_rank": report.max_rank,
+                "num_modules": report.num_modules,
+                "warnings": [_as_dict(warning) for warning in warnings],
+            }
+        )
+        return
+    against = args.base or "no base: shapes and module names were not compared"
+    print_fields(
+        {
+            "adapter": str(folder.path),
+            "base": against,
+            "rank": str(report.max_rank),
+            "modules": str(report.num_modules),
+            "digest": digest or "",
+            "result": "valid",
+        }
+    )
+
+
+def _geometry(base: str) -> Geometry | None:
+    import os
+
+    from loraplex.adapter_format import geometry_from_folder
+    from loraplex.cli.local_base import base_folder
+
+    return geometry_from_folder(base_folder(base, os.environ)) if base else None
+
+
+def _as_dict(warning: Any) -> dict[str, str]:
+    import dataclasses
+
+    return dataclasses.asdict(warning)

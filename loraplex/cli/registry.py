@@ -1,0 +1,41 @@
+"""The `registry` command: publish, find and manage adapters."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from loraplex.cli import access, admin, catalog, completion, provenance, publish, sharing, tags
+from loraplex.cli.parsing import Parser
+from loraplex.cli.running import main_of
+
+EPILOG = """example:
+  registry upload ./adapter --name support && registry list
+
+exit codes: 0 ok, 1 other, 2 usage, 3 adapter refused, 4 conflict, 5 auth,
+6 unavailable, quota or timeout, 7 not found, 130 interrupted"""
+
+
+def make_parser() -> Parser:
+    """All sub-commands."""
+    parser = Parser(
+        prog="registry",
+        description="Publish, find and manage LoRA adapters.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for group in (publish, catalog, tags, sharing, provenance, admin, access):
+        group.add(commands)
+    completion.add(commands, "registry", make_parser)
+    return parser
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    return main_of(make_parser(), sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""From arguments to an exit code: one place for errors, interrupts and closed pipes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from loraplex.cli.output import print_error
+from loraplex.cli.parsing import Parser, spelled_out
+from loraplex.errors import LoraplexError, codes_of
+
+INTERRUPTED = 130
+OTHER_FAILURE = 1
+
+
+def main_of(parser: Parser, argv: Sequence[str]) -> int:
+    """Parse and run one command; returns its exit code."""
+    args = parser.parse_args(spelled_out(argv))
+    as_json = bool(getattr(args, "json", False))
+    try:
+        _run(args)
+        return 0
+    except LoraplexError as error:
+        print_error(error, as_json=as_json)
+        return codes_of(error).exit
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
+        return OTHER_FAILURE
+
+
+def _run(args: argparse.Namespace) -> None:
+    import asyncio
+
+    asyncio.run(args.run(args))

@@ -1,0 +1,164 @@
+"""`registry tag`, `split`, `rollback` and `delete`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.catalog import sides_of
+from loraplex.cli.output import print_json
+from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
+from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+if TYPE_CHECKING:
+    from loraplex.types import Tag
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "tag",
+        _tag,
+        "Point a tag at a version, or delete it.",
+        "registry tag acme/support:v3 prod --expect none",
+    )
+    parser.add_argument("ref", metavar="REF", help="version to point at; a name with --delete")
+    parser.add_argument("tag", metavar="TAG")
+    parser.add_argument(
+        "--expect", metavar="DIGEST|none", help="move only if the tag points there now"
+    )
+    parser.add_argument("--delete", action="store_true", help="remove the tag")
+    add_when_loaded(parser)
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "split",
+        _split,
+        "Share a tag between versions, sticky by caller.",
+        "registry split acme/support prod v3=90 v4=10",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("tag", metavar="TAG")
+    parser.add_argument("sides", nargs="+", type=_side, metavar="vN=WEIGHT")
+    parser.add_argument("--expect", metavar="DIGEST|none", help="as for tag")
+    add_when_loaded(parser)
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "rollback",
+        _rollback,
+        "Move a tag back to what it pointed at before.",
+        "registry rollback acme/support prod",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("tag", metavar="TAG")
+    parser.add_argument("--to", type=_version, default=0, metavar="vN", help="to this version")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+    parser = add_command(
+        commands,
+        "delete",
+        _delete,
+        "Delete a version, or everything under a name.",
+        "registry delete acme/support:v2",
+    )
+    parser.add_argument("ref", metavar="REF", help="NAME:vN; or NAME with --all")
+    parser.add_argument("--all", action="store_true", help="every version and tag of NAME")
+    parser.add_argument(
+        "--force", action="store_true", help="although tags point there; they go too"
+    )
+    parser.add_argument("--purge", action="store_true", help="do not keep the bytes for undeletion")
+    add_connection(parser, "registry", DEFAULT_REGISTRY)
+
+
+def _version(text: str) -> int:
+    from loraplex.errors import InvalidRequest
+    from loraplex.refs import parse_version
+
+    try:
+        return parse_version(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(error.violations[0].description) from None
+
+
+def _side(text: str) -> tuple[int, int]:
+    version, equals, weight = text.partition("=")
+    if not equals or not weight.isdigit() or int(weight) == 0:
+        raise argparse.ArgumentTypeError(f"expected vN=WEIGHT such as v3=90, got {text!r}")
+    return _version(version), int(weight)
+
+
+def _print(tag: Tag, as_json: bool) -> None:
+    if not as_json:
+        pending = " (pending until workers have it loaded)" if tag.pending else ""
+        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending}")
+        return
+    import dataclasses
+
+    first = (tag.pending or tag.targets or (None,))[0]
+    print_json(
+        {
+            **dataclasses.asdict(tag),
+            "version": first.version if first else None,
+            "digest": first.digest if first else None,
+        }
+    )
+
+
+async def _tag(args: argparse.Namespace) -> None:
+    from loraplex.refs import parse_ref
+
+    name = args.ref.partition("@")[0].partition(":")[0]
+    async with client_of(args) as client:
+        if args.delete:
+            _print(await client.delete_tag(name, args.tag, expect=args.expect), args.json)
+            return
+        parse_ref(args.ref, field="REF")
+        version = (await client.get(args.ref)).version
+        tag = await client.set_tag(
+            f"{version.tenant}/{version.name}",
+            args.tag,
+            {version.version: 1},
+            expect=args.expect,
+            when_loaded_s=args.when_loaded,
+        )
+    _print(tag, args.json)
+
+
+async def _split(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+
+    targets = dict(args.sides)
+    if len(targets) != len(args.sides):
+        raise InvalidRequest("sides: a version may be named once", reason="USAGE")
+    async with client_of(args) as client:
+        tag = await client.set_tag(
+            args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
+        )
+    _print(tag, args.json)
+
+
+async def _rollback(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        tag = await client.rollback(args.name, args.tag, args.to)
+    _print(tag, args.json)
+
+
+async def _delete(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+
+    selected = ":" in args.ref or "@" in args.ref
+    if selected == args.all:
+        raise InvalidRequest.field(
+            "REF", args.ref, "name one version as NAME:vN, or every one as NAME --all"
+        )
+    async with client_of(args) as client:
+        deleted = await client.delete(args.ref, every=args.all, force=args.force, purge=args.purge)
+    for version in deleted:
+        if args.json:
+            print_json(version)
+        else:
+            print(f"deleted {version.ref}")

@@ -1,0 +1,90 @@
+"""Between protobuf messages and the plain types of the domain: geometry and violations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraplex.adapter_format import geometry as kinds
+from loraplex.adapter_format.files import File
+from loraplex.adapter_format.geometry import Geometry, Module
+from loraplex.errors import InvalidRequest, Violation
+from loraplex.v1 import common_pb2, registry_pb2
+
+_KINDS = {
+    kinds.LINEAR: common_pb2.MODULE_KIND_LINEAR,
+    kinds.EMBEDDING: common_pb2.MODULE_KIND_EMBEDDING,
+    kinds.LM_HEAD: common_pb2.MODULE_KIND_LM_HEAD,
+    kinds.NORM: common_pb2.MODULE_KIND_NORM,
+}
+_KIND_NAMES = {number: name for name, number in _KINDS.items()}
+
+
+def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
+    """A geometry as a message."""
+    return common_pb2.ModelGeometry(
+        model_type=geometry.model_type,
+        fingerprint=geometry.fingerprint,
+        num_layers=geometry.num_layers,
+        vocab_size=geometry.vocab_size,
+        tied_embeddings=geometry.tied_embeddings,
+        modules=[
+            common_pb2.ModuleGeometry(
+                name=module.name,
+                kind=_KINDS[module.kind],
+                in_features=module.in_features,
+                out_features=module.out_features,
+                has_bias=module.has_bias,
+            )
+            for module in geometry.modules
+        ],
+    )
+
+
+def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
+    """A geometry from a message.
+
+    Raises:
+        InvalidRequest: no fingerprint, no modules, or a module of an unknown kind.
+    """
+    if not message.fingerprint:
+        raise InvalidRequest.field("geometry.fingerprint", "", "must be set")
+    if not message.modules:
+        raise InvalidRequest.field("geometry.modules", "[]", "must list the base's modules")
+    return Geometry(
+        model_type=message.model_type,
+        fingerprint=message.fingerprint,
+        num_layers=message.num_layers,
+        vocab_size=message.vocab_size,
+        tied_embeddings=message.tied_embeddings,
+        modules=tuple(_module_from_proto(module) for module in message.modules),
+    )
+
+
+def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
+    kind = _KIND_NAMES.get(message.kind)
+    if kind is None:
+        path = f"geometry.modules.{message.name}.kind"
+        raise InvalidRequest.field(path, int(message.kind), "is not a kind this build knows")
+    return Module(message.name, kind, message.in_features, message.out_features, message.has_bias)
+
+
+def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:
+    """A violation as a message."""
+    return common_pb2.FieldViolation(
+        field=violation.field, value=violation.value, description=violation.description
+    )
+
+
+def violation_from_proto(message: common_pb2.FieldViolation) -> Violation:
+    """A violation from a message."""
+    return Violation(message.field, message.value, message.description)
+
+
+def files_to_proto(files: Iterable[File]) -> list[registry_pb2.FileSpec]:
+    """Files as messages."""
+    return [registry_pb2.FileSpec(path=f.path, size=f.size, sha256=f.sha256) for f in files]
+
+
+def files_from_proto(messages: Iterable[registry_pb2.FileSpec]) -> tuple[File, ...]:
+    """Files from messages."""
+    return tuple(File(m.path, m.size, m.sha256) for m in messages)

@@ -1,0 +1,234 @@
+"""Everything that can go wrong, once: typed errors with fields, and the one table of their codes.
+
+Domain code raises these; doors translate them with `code_of`. Nothing here knows gRPC or HTTP
+beyond the names and numbers in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_VALUE_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One bad field of an input."""
+
+    field: str
+    """Path of the field, such as `adapter_config.json:r` or `max_tokens`."""
+    value: str
+    """The offending value as text."""
+    description: str
+    """What is wrong and the way out."""
+
+    @classmethod
+    def of(cls, field: str, value: object, description: str) -> Violation:
+        """Build a violation from any value, shortening its text."""
+        text = value if isinstance(value, str) else repr(value)
+        if len(text) > MAX_VALUE_CHARS:
+            text = text[: MAX_VALUE_CHARS - 3] + "..."
+        return cls(field, text, description)
+
+
+class LoraplexError(Exception):
+    """Root of the tree. `reason` is a constant in UPPER_SNAKE_CASE for programs."""
+
+    reason = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        violations: Sequence[Violation] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidRequest(LoraplexError):
+    """A request field is wrong."""
+
+    reason = "INVALID_REQUEST"
+
+    @classmethod
+    def field(cls, field: str, value: object, description: str) -> InvalidRequest:
+        """One violation whose description is also the message."""
+        violation = Violation.of(field, value, description)
+        return cls(f"{field}: {description}", violations=[violation])
+
+
+class InvalidAdapter(LoraplexError):
+    """An adapter was refused by validation."""
+
+    reason = "INVALID_ADAPTER"
+
+    @classmethod
+    def of(cls, violations: Sequence[Violation]) -> InvalidAdapter:
+        """Summarise every violation in the message."""
+        first = violations[0]
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        return cls(f"{first.field}: {first.description}{more}", violations=violations)
+
+
+class Unsupported(LoraplexError):
+    """A known field or method that this build does not serve."""
+
+    reason = "UNSUPPORTED"
+
+    @classmethod
+    def field(cls, field: str, value: object, description: str) -> Unsupported:
+        """One violation whose description is also the message."""
+        violation = Violation.of(field, value, description)
+        return cls(f"{field}: {description}", violations=[violation])
+
+
+class Unauthenticated(LoraplexError):
+    """No key, or a key that is unknown, expired or revoked."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(LoraplexError):
+    """The key is good, its scope is not."""
+
+    reason = "PERMISSION_DENIED"
+
+
+class NotFound(LoraplexError):
+    """What was named does not exist, or is somebody else's."""
+
+    reason = "NOT_FOUND"
+
+
+class AdapterNotFound(NotFound):
+    """No adapter, version or tag answers to a reference."""
+
+    reason = "ADAPTER_NOT_FOUND"
+    ref = ""
+    """Not known after a wire, where the message carries it."""
+
+    def __init__(self, ref: str, hint: str = "") -> None:
+        super().__init__(f"no adapter {ref!r}" + (f": {hint}" if hint else ""))
+        self.ref = ref
+
+
+class AlreadyExists(LoraplexError):
+    """The name is taken by something else."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class Conflict(LoraplexError):
+    """A compare-and-set lost: what was expected is no longer there."""
+
+    reason = "CONFLICT"
+
+
+class Blocked(LoraplexError):
+    """The state forbids it until something else is done first."""
+
+    reason = "BLOCKED"
+
+
+class ResourceExhausted(LoraplexError):
+    """A limit or quota is reached; carries `retry_after_s` where waiting helps."""
+
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(LoraplexError):
+    """Nobody is ready to do it now."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(LoraplexError):
+    """The deadline passed or cannot be met."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class DataLoss(LoraplexError):
+    """Stored bytes do not match their digest."""
+
+    reason = "DATA_LOSS"
+
+
+class Cancelled(LoraplexError):
+    """The caller went away."""
+
+    reason = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """How one error looks at every door."""
+
+    grpc: int
+    """google.rpc code."""
+    http: int
+    """HTTP status."""
+    openai_type: str
+    """`error.type` of the OpenAI error object."""
+    exit: int
+    """Exit code of the command line tools."""
+
+
+TABLE: dict[type[LoraplexError], Codes] = {
+    Cancelled: Codes(1, 499, "request_cancelled", 130),
+    InvalidRequest: Codes(3, 400, "invalid_request_error", 2),
+    InvalidAdapter: Codes(3, 400, "invalid_request_error", 3),
+    DeadlineExceeded: Codes(4, 504, "timeout_error", 6),
+    NotFound: Codes(5, 404, "invalid_request_error", 7),
+    AlreadyExists: Codes(6, 409, "invalid_request_error", 4),
+    PermissionDenied: Codes(7, 403, "permission_error", 5),
+    ResourceExhausted: Codes(8, 429, "rate_limit_error", 6),
+    Blocked: Codes(9, 409, "invalid_request_error", 4),
+    Conflict: Codes(10, 409, "invalid_request_error", 4),
+    Unsupported: Codes(12, 400, "invalid_request_error", 2),
+    LoraplexError: Codes(13, 500, "server_error", 1),
+    Unavailable: Codes(14, 503, "server_error", 6),
+    DataLoss: Codes(15, 502, "server_error", 1),
+    Unauthenticated: Codes(16, 401, "authentication_error", 5),
+}
+
+
+def codes_of(error: LoraplexError) -> Codes:
+    """The codes of the nearest class in the table."""
+    for cls in type(error).__mro__:
+        if cls in TABLE:
+            return TABLE[cls]
+    return TABLE[LoraplexError]
+
+
+_CLASSES: tuple[type[LoraplexError], ...] = (AdapterNotFound, *TABLE)
+_BY_REASON = {cls.reason: cls for cls in _CLASSES}
+_BY_GRPC = {codes.grpc: cls for cls, codes in TABLE.items() if cls is not InvalidAdapter}
+
+
+def from_wire(
+    grpc_code: int,
+    reason: str,
+    message: str,
+    violations: Sequence[Violation] = (),
+    retry_after_s: float | None = None,
+) -> LoraplexError:
+    """Rebuild the error that crossed a wire. Unknown codes become the root class."""
+    cls = _BY_REASON.get(reason) or _BY_GRPC.get(grpc_code, LoraplexError)
+    error = cls.__new__(cls)
+    LoraplexError.__init__(
+        error,
+        message,
+        reason=reason or None,
+        violations=violations,
+        retry_after_s=retry_after_s,
+    )
+    return error

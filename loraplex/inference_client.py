@@ -1,0 +1,146 @@
+"""The async client of the gateway: stream or collect text, list models, see the stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from loraplex import generation_wire, settings
+from loraplex.channel import Channel
+from loraplex.errors import Unavailable
+from loraplex.generation import (
+    Choice,
+    Completion,
+    Model,
+    Piece,
+    Prompt,
+    Sampling,
+    ServedBy,
+    Status,
+    Usage,
+)
+from loraplex.settings import Credentials
+from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from loraplex.v1 import inference_pb2 as pb
+
+PAGE_SIZE = 500
+DEFAULTS = Sampling()
+
+
+class InferenceClient:
+    """Talks to one gateway over gRPC. Use as an async context manager, inside one event loop.
+
+    Methods raise the errors of `loraplex.errors`; Unavailable where no gateway answers.
+    """
+
+    def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
+        """Defaults come from LORAPLEX_GATEWAY_ADDRESS, LORAPLEX_API_KEY[_FILE], LORAPLEX_CA..."""
+        self._channel = Channel(
+            address or settings.gateway_address(os.environ),
+            credentials or settings.credentials(os.environ),
+            "gateway",
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        model: str,
+        prompt: Prompt,
+        sampling: Sampling = DEFAULTS,
+        *,
+        adapters: Mapping[str, float] | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Stream the output of one prompt. Closing the iterator cancels the request.
+
+        Args:
+            model: a base id, or an adapter reference such as `upper:prod`.
+            prompt: text, token ids, or messages for the chat template.
+            adapters: weight by reference, to combine several; `model` is then the base id.
+        """
+        request = generation_wire.generate_request(model, prompt, sampling, adapters)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
+            async for response in responses:
+                yield generation_wire.piece(response)
+
+    async def complete(
+        self,
+        model: str,
+        prompt: Prompt,
+        sampling: Sampling = DEFAULTS,
+        *,
+        adapters: Mapping[str, float] | None = None,
+    ) -> Completion:
+        """Collect the whole output of one prompt. Arguments as for `generate`."""
+        pieces = [
+            piece async for piece in self.generate(model, prompt, sampling, adapters=adapters)
+        ]
+        return collect(pieces)
+
+    async def models(self) -> AsyncIterator[Model]:
+        """Bases first, then the adapters the caller may run."""
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        request = pb.ListModelsRequest(page_size=PAGE_SIZE)
+        while True:
+            page = await self._channel.call(stub.ListModels, request)
+            for model in page.models:
+                yield Model(
+                    model.id,
+                    model.base_id,
+                    model.digest,
+                    model.created_unix_s,
+                    model.max_model_len,
+                )
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def status(self, *, include_adapters: bool = False) -> Status:
+        """The gateway's view of workers, residency and load."""
+        stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
+        request = admin_pb2.GetStatusRequest(include_adapters=include_adapters)
+        return generation_wire.status(await self._channel.call(stub.GetStatus, request))
+
+
+def collect(pieces: list[Piece]) -> Completion:
+    """Join the pieces of a finished stream.
+
+    Raises:
+        Unavailable: the stream ended before every choice had.
+    """
+    usage = next((piece.usage for piece in reversed(pieces) if piece.usage), None)
+    by_index: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    choices = tuple(_choice(by_index[index]) for index in sorted(by_index))
+    if not choices or any(not choice.finish_reason for choice in choices):
+        raise Unavailable("the stream ended early; send the request again")
+    prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
+    return Completion(pieces[0].request_id, choices, usage or Usage(0, 0, 0), prompt_ids)
+
+
+def _choice(pieces: list[Piece]) -> Choice:
+    last = pieces[-1]
+    served_by: ServedBy | None = next((p.served_by for p in pieces if p.served_by), None)
+    return Choice(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        served_by=served_by,
+        timings=last.timings,
+    )

@@ -1,0 +1,79 @@
+"""What an upload says besides its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
+from loraplex.adapter_format.folder import file_names, read_header_prefix
+from loraplex.model_layout import is_layout, layout_files
+from loraplex.refs import check_tag, parse_name
+from loraplex.uploading import LocalFile
+from loraplex.v1 import registry_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Options of one upload."""
+
+    name: str
+    """`[tenant/]name`."""
+    tags: Sequence[str] = ()
+    """Moved to the new version besides `latest`."""
+    latest: bool = True
+    """Whether `latest` moves."""
+    base_id: str = ""
+    """Empty: from the adapter's config, else the only known base."""
+    public: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    """Turn warnings into refusals."""
+    parent: str = ""
+    """Reference this version was made from."""
+    when_loaded_s: float = 0.0
+    """Stage tag moves until gateways have the version loaded, for at most this long."""
+
+    def to_proto(self) -> pb.PublishOptions:
+        """The wire form. Raises InvalidRequest for names and tags that cannot be."""
+        parse_name(self.name)
+        for tag in self.tags:
+            check_tag(tag)
+        return pb.PublishOptions(
+            name=self.name,
+            tags=self.tags,
+            no_latest=not self.latest,
+            base_id=self.base_id,
+            visibility=pb.VISIBILITY_PUBLIC if self.public else pb.VISIBILITY_UNSPECIFIED,
+            labels=self.labels,
+            strict=self.strict,
+            parent=self.parent,
+            when_loaded_s=self.when_loaded_s,
+        )
+
+
+def local_files(folder: Path) -> list[LocalFile]:
+    """The files of an adapter: of a PEFT folder, a hub cache's snapshot, or an OCI image layout.
+
+    Raises InvalidAdapter naming files that may not be in it.
+    """
+    if is_layout(folder):
+        return layout_files(folder)
+    return [
+        LocalFile(name, folder / name, (folder / name).stat().st_size)
+        for name in file_names(folder)
+    ]
+
+
+def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:
+    """What validation reads: adapter_config.json and the start of the tensor file.
+
+    Empty where such a file is missing: validation says so.
+    """
+    where = {file.path: file.location for file in files}
+    config, tensors = where.get(CONFIG_FILE), where.get(TENSOR_FILE)
+    return (
+        config.read_bytes() if config else b"",
+        read_header_prefix(tensors) if tensors else b"",
+    )

@@ -1,0 +1,175 @@
+"""References: how people name an adapter, a version or a split side. Pure text, no network.
+
+ref    = [tenant "/"] name [":" (tag | "v" number) | "@sha256:" 64 hex]
+tenant = name = [a-z0-9][a-z0-9._-]{0,95}
+tag    = [a-z0-9_][a-z0-9._-]{0,63}, never v[0-9]+
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from loraplex.errors import InvalidRequest
+
+DEFAULT_TENANT = "default"
+LATEST = "latest"
+MAX_NAME_CHARS = 96
+MAX_TAG_CHARS = 64
+MAX_VERSION = 10**10 - 1
+"""Version records are numbered with ten digits."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_TAG = re.compile(r"[a-z0-9_][a-z0-9._-]{0,63}")
+_NUMBERED = re.compile(r"v[0-9]+")
+_VERSION = re.compile(r"v([1-9][0-9]{0,9})")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A parsed reference. Exactly one of tag, version and digest is set."""
+
+    tenant: str
+    name: str
+    tag: str | None = None
+    version: int | None = None
+    digest: str | None = None
+
+    @property
+    def adapter(self) -> str:
+        """`tenant/name`, without the selector."""
+        return f"{self.tenant}/{self.name}"
+
+    def __str__(self) -> str:
+        if self.digest is not None:
+            return f"{self.adapter}@{self.digest}"
+        return f"{self.adapter}:{self.tag if self.version is None else f'v{self.version}'}"
+
+
+def parse_ref(text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "ref") -> Ref:
+    """Parse a reference; without a selector it means the tag `latest`.
+
+    Raises:
+        InvalidRequest: with one violation on `field` that shows the corrected spelling.
+    """
+    path, at, digest = text.partition("@")
+    if at:
+        tenant, name = parse_name(path, default_tenant, field=field)
+        return Ref(tenant, name, digest=check_digest(digest, field=field))
+    path, colon, selector = text.partition(":")
+    tenant, name = parse_name(path, default_tenant, field=field)
+    if not colon:
+        return Ref(tenant, name, tag=LATEST)
+    if _NUMBERED.fullmatch(selector.lower()):
+        return Ref(tenant, name, version=parse_version(selector, field=field))
+    return Ref(tenant, name, tag=check_tag(selector, field=field))
+
+
+def parse_name(
+    text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "name"
+) -> tuple[str, str]:
+    """Split `[tenant/]name` into (tenant, name). Raises InvalidRequest on other spellings."""
+    head, slash, tail = text.partition("/")
+    tenant, name = (head, tail) if slash else (default_tenant, head)
+    if _NAME.fullmatch(tenant) and _NAME.fullmatch(name):
+        return tenant, name
+    fixed = _corrected(name, MAX_NAME_CHARS, "/")
+    if slash:
+        fixed = f"{_corrected(tenant, MAX_NAME_CHARS, '/')}/{fixed}"
+    raise InvalidRequest.field(
+        field,
+        text,
+        "names are 1-96 lower-case letters, digits, '.', '_' or '-' and begin with a letter or "
+        f"digit, optionally after a tenant and '/'; try {fixed!r}",
+    )
+
+
+def check_name(name: str, *, field: str = "name") -> str:
+    """Return `name` if it is a legal adapter or tenant name without a '/'."""
+    if _NAME.fullmatch(name):
+        return name
+    raise InvalidRequest.field(
+        field,
+        name,
+        "must be 1-96 lower-case letters, digits, '.', '_' or '-' and begin with a letter or "
+        f"digit; try {_corrected(name, MAX_NAME_CHARS)!r}",
+    )
+
+
+def check_tag(tag: str, *, field: str = "tag") -> str:
+    """Return `tag` if it is a legal tag."""
+    if _NUMBERED.fullmatch(tag.lower()):
+        raise InvalidRequest.field(
+            field, tag, f"v and a number always means a version; try '{tag.lower()}-tag'"
+        )
+    if _TAG.fullmatch(tag):
+        return tag
+    raise InvalidRequest.field(
+        field,
+        tag,
+        "must be 1-64 lower-case letters, digits, '_', '.' or '-' and not begin with '.' or '-'; "
+        f"try {_corrected(tag, MAX_TAG_CHARS)!r}",
+    )
+
+
+def parse_version(text: str, *, field: str = "version") -> int:
+    """`v3` -> 3."""
+    match = _VERSION.fullmatch(text)
+    if match:
+        return int(match[1])
+    digits = text.lower().removeprefix("v").lstrip("0") if text.isascii() else ""
+    fixed = digits if digits.isdigit() and len(digits) <= 10 else "1"
+    raise InvalidRequest.field(
+        field, text, f"versions are v1, v2, ... up to v{MAX_VERSION}; try 'v{fixed}'"
+    )
+
+
+def check_digest(digest: str, *, field: str = "digest") -> str:
+    """Return `digest` if it is `sha256:` and 64 lower-case hex characters."""
+    if _DIGEST.fullmatch(digest):
+        return digest
+    fixed = digest.lower()
+    hint = f"; try {fixed!r}" if _DIGEST.fullmatch(fixed) else ""
+    raise InvalidRequest.field(
+        field, digest, f"must be 'sha256:' and 64 lower-case hex characters{hint}"
+    )
+
+
+class Weighted(Protocol):
+    """One side of a split tag."""
+
+    @property
+    def weight(self) -> int: ...
+
+
+W = TypeVar("W", bound=Weighted)
+
+
+def split_choice(targets: Sequence[W], key: str) -> W:
+    """The side of a split that `key` belongs to, in proportion to the weights.
+
+    The same key always gets the same side, and shifting weight between neighbours moves only the
+    keys in the shifted share. An empty key means the first side.
+    """
+    if not targets:
+        raise ValueError("split_choice needs at least one target")
+    if not key or len(targets) == 1:
+        return targets[0]
+    point = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    total = sum(target.weight for target in targets)
+    upto = 0
+    for target in targets:
+        upto += target.weight
+        if point * total < upto << 64:
+            return target
+    return targets[-1]
+
+
+def _corrected(text: str, max_chars: int, also: str = "") -> str:
+    """The nearest legal spelling of `text`."""
+    lowered = re.sub(r"[^a-z0-9._-]+", "-", text.strip().lower())
+    return lowered.strip("-._" + also)[:max_chars].rstrip("-") or "my-adapter"

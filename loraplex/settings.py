@@ -1,0 +1,73 @@
+"""Where the tools connect and as whom: one value, from arguments or the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest
+
+DEFAULT_REGISTRY = "127.0.0.1:50052"
+DEFAULT_GATEWAY = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How a client proves who it is and checks whom it speaks to. All optional."""
+
+    api_key: str = ""
+    """Sent as a bearer token with every call."""
+    ca: Path | None = None
+    """PEM file of the CA that signed the server's certificate; turns TLS on."""
+    cert: Path | None = None
+    """PEM certificate of this client (mTLS); turns TLS on."""
+    key: Path | None = None
+    """PEM private key of that certificate."""
+
+    @property
+    def uses_tls(self) -> bool:
+        """TLS is on as soon as any of its files is given."""
+        return self.ca is not None or self.cert is not None
+
+    def __repr__(self) -> str:
+        key = "..." if self.api_key else ""
+        return f"Credentials(api_key={key!r}, ca={self.ca}, cert={self.cert}, key={self.key})"
+
+
+def registry_address(environ: Mapping[str, str]) -> str:
+    """LORAPLEX_REGISTRY_ADDRESS or the default."""
+    return environ.get("LORAPLEX_REGISTRY_ADDRESS") or DEFAULT_REGISTRY
+
+
+def gateway_address(environ: Mapping[str, str]) -> str:
+    """LORAPLEX_GATEWAY_ADDRESS or the default."""
+    return environ.get("LORAPLEX_GATEWAY_ADDRESS") or DEFAULT_GATEWAY
+
+
+def credentials(environ: Mapping[str, str]) -> Credentials:
+    """Credentials from LORAPLEX_API_KEY[_FILE], LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY."""
+    api_key = environ.get("LORAPLEX_API_KEY", "")
+    key_file = environ.get("LORAPLEX_API_KEY_FILE", "")
+    if not api_key and key_file:
+        api_key = _read("LORAPLEX_API_KEY_FILE", key_file)
+    return Credentials(
+        api_key,
+        _existing(environ, "LORAPLEX_CA"),
+        _existing(environ, "LORAPLEX_CERT"),
+        _existing(environ, "LORAPLEX_KEY"),
+    )
+
+
+def _existing(environ: Mapping[str, str], name: str) -> Path | None:
+    path = environ.get(name, "")
+    if path and not Path(path).is_file():
+        raise InvalidRequest.field(name, path, f"no file {path}")
+    return Path(path) if path else None
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise InvalidRequest.field(name, path, f"cannot be read: {error.strerror}") from None

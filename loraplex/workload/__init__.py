@@ -1,0 +1,27 @@
+"""Traces of requests to many adapters, and what a run of one says. Pure; standard library only."""
+
+from loraplex.workload.metrics import Outcome, Summary, summarize
+from loraplex.workload.trace import (
+    RANK_MIXES,
+    LogNormalLengths,
+    TracedRequest,
+    UniformLengths,
+    Workload,
+    arena_like,
+    generate,
+    ranks_of,
+)
+
+__all__ = [
+    "RANK_MIXES",
+    "LogNormalLengths",
+    "Outcome",
+    "Summary",
+    "TracedRequest",
+    "UniformLengths",
+    "Workload",
+    "arena_like",
+    "generate",
+    "ranks_of",
+    "summarize",
+]

@@ -1,0 +1,41 @@
+"""What crosses the wire comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex import convert
+from loraplex.adapter_format import File
+from loraplex.errors import InvalidRequest, Violation
+from loraplex.v1 import common_pb2
+from tests.adapter_format.builders import tiny_geometry
+
+
+def test_a_geometry_survives_the_wire() -> None:
+    geometry = tiny_geometry()
+    raw = convert.geometry_to_proto(geometry).SerializeToString()
+    assert convert.geometry_from_proto(common_pb2.ModelGeometry.FromString(raw)) == geometry
+
+
+def test_violations_and_files_survive_the_wire() -> None:
+    violation = Violation.of("adapter_config.json:r", 0, "must be at least 1")
+    assert convert.violation_from_proto(convert.violation_to_proto(violation)) == violation
+    files = (File("README.md", 2**40, "0" * 64), File("adapter_config.json", 1, "1" * 64))
+    assert convert.files_from_proto(convert.files_to_proto(files)) == files
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda m: m.ClearField("fingerprint"), "geometry.fingerprint"),
+        (lambda m: m.ClearField("modules"), "geometry.modules"),
+        (lambda m: m.modules[0].ClearField("kind"), "geometry.modules.lm_head.kind"),
+    ],
+)
+def test_half_a_geometry_is_refused_by_its_field(change: object, field: str) -> None:
+    message = convert.geometry_to_proto(tiny_geometry())
+    assert callable(change)
+    change(message)
+    with pytest.raises(InvalidRequest) as caught:
+        convert.geometry_from_proto(message)
+    assert caught.value.violations[0].field == field

@@ -1,0 +1,105 @@
+"""A real registry process with the demo base, and the commands as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+DEMO = REPO / "demo"
+START_TIMEOUT_S = 30.0
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The caller's environment without settings of ours."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
+    return {**kept, **extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One of our console scripts."""
+
+    module: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def argv(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", self.module, *args]
+
+    def __call__(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(*args),
+            capture_output=True,
+            text=True,
+            env=environment(**self.variables),
+            timeout=60,
+            cwd=REPO,
+            **options,
+        )
+
+    def json(self, *args: str) -> Any:
+        """The one object that a command which must succeed prints."""
+        done = self(*args, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def error(self, *args: str) -> tuple[int, dict[str, Any]]:
+        """Exit code and error object of a command which must fail."""
+        done = self(*args, "--json")
+        assert done.stdout == ""
+        error: dict[str, Any] = json.loads(done.stderr)["error"]
+        return done.returncode, error
+
+
+def free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def offline() -> Command:
+    """`registry` with nobody to talk to."""
+    address = f"127.0.0.1:{free_port()}"
+    return Command("loraplex.cli.registry", {"LORAPLEX_REGISTRY_ADDRESS": address})
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """`registry` against a running registry that knows the demo base."""
+    state = tmp_path_factory.mktemp("registry")
+    address = f"127.0.0.1:{free_port()}"
+    variables = {"LORAPLEX_REGISTRY_LISTEN": address, "LORAPLEX_STATE_DIR": str(state)}
+    with (state / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "services.registry"],
+            env=environment(**variables),
+            stderr=log,
+            cwd=REPO,
+        )
+    command = Command("loraplex.cli.registry", {"LORAPLEX_REGISTRY_ADDRESS": address})
+    base = ("base", "add", str(DEMO / "base"), "--id", "loraplex-demo")
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while command(*base).returncode != 0:
+        assert server.poll() is None and time.monotonic() < deadline_s, (state / "log").read_text()
+        time.sleep(0.2)
+    yield command
+    server.terminate()
+    assert server.wait(30) == 0
+
+
+@pytest.fixture
+def adapter() -> Path:
+    """The smallest demo adapter."""
+    return DEMO / "adapters" / "mask"

@@ -1,0 +1,153 @@
+"""References parse to one meaning, and refusals show a spelling that parses."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.errors import InvalidRequest
+from loraplex.refs import (
+    Ref,
+    check_name,
+    check_tag,
+    parse_name,
+    parse_ref,
+    parse_version,
+    split_choice,
+)
+
+DIGEST = "sha256:" + "0af3" * 16
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,95}", fullmatch=True)
+TAGS = st.from_regex(r"[a-z0-9_][a-z0-9._-]{0,63}", fullmatch=True).filter(
+    lambda tag: not re.fullmatch(r"v[0-9]+", tag)
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    version: int
+    weight: int
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("upper", Ref("default", "upper", tag="latest")),
+        ("acme/upper", Ref("acme", "upper", tag="latest")),
+        ("upper:prod", Ref("default", "upper", tag="prod")),
+        ("upper:v12", Ref("default", "upper", version=12)),
+        (f"acme/upper@{DIGEST}", Ref("acme", "upper", digest=DIGEST)),
+    ],
+)
+def test_parses_every_form(text: str, expected: Ref) -> None:
+    assert parse_ref(text) == expected
+
+
+def test_tenant_of_the_caller_is_the_default() -> None:
+    assert parse_ref("upper", "acme").tenant == "acme"
+    assert parse_name("upper", "acme") == ("acme", "upper")
+
+
+@given(NAMES, NAMES, TAGS)
+def test_printing_and_parsing_are_inverse(tenant: str, name: str, tag: str) -> None:
+    for ref in (
+        Ref(tenant, name, tag=tag),
+        Ref(tenant, name, version=7),
+        Ref(tenant, name, digest=DIGEST),
+    ):
+        assert parse_ref(str(ref)) == ref
+
+
+@given(st.text(max_size=120))
+def test_any_text_parses_or_is_refused_naming_the_field(text: str) -> None:
+    try:
+        ref = parse_ref(text, field="model")
+    except InvalidRequest as error:
+        assert [violation.field for violation in error.violations] == ["model"]
+    else:
+        assert parse_ref(str(ref)) == ref
+
+
+@given(st.text(max_size=120), st.booleans())
+def test_corrected_name_in_a_refusal_parses(text: str, tenanted: bool) -> None:
+    spelled = f"a b/{text}" if tenanted else text
+    try:
+        parse_name(spelled)
+    except InvalidRequest as error:
+        suggestion = error.violations[0].description.rpartition("try ")[2].strip("'")
+        parse_name(suggestion)
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("My Adapter", "'my-adapter'"),
+        ("Acme/Upper", "'acme/upper'"),
+        ("-x", "'x'"),
+        ("a/b/c", "'a/b-c'"),
+        ("", "'my-adapter'"),
+    ],
+)
+def test_shows_the_corrected_name(text: str, suggestion: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"try {suggestion}")):
+        parse_ref(text)
+
+
+@pytest.mark.parametrize("text", ["upper:", "upper:Prod", "upper:.x", "upper:" + "t" * 65])
+def test_refuses_illegal_tags(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="try"):
+        parse_ref(text)
+
+
+@pytest.mark.parametrize("text", ["upper:v0", "upper:v01", "upper:V3", "upper:v12345678901"])
+def test_refuses_misspelled_versions(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"try 'v[1-9]"):
+        parse_ref(text)
+
+
+@pytest.mark.parametrize("text", ["upper@", "upper@sha256:12", "upper@sha512:" + "0" * 64])
+def test_refuses_illegal_digests(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="64 lower-case hex"):
+        parse_ref(text)
+
+
+def test_upper_case_digest_is_refused_with_its_lower_case() -> None:
+    with pytest.raises(InvalidRequest, match=f"try '{DIGEST}'"):
+        parse_ref("upper@" + DIGEST.upper())
+
+
+def test_tag_may_not_look_like_a_version() -> None:
+    with pytest.raises(InvalidRequest, match="always means a version"):
+        check_tag("v3")
+    assert check_tag("v3-beta") == "v3-beta"
+
+
+def test_name_check_refuses_a_slash() -> None:
+    with pytest.raises(InvalidRequest, match="try 'a-b'"):
+        check_name("a/b")
+    assert check_name("a.b_c-d") == "a.b_c-d"
+
+
+def test_version_parses() -> None:
+    assert parse_version("v3") == 3
+
+
+def test_split_is_sticky_and_proportional() -> None:
+    sides = [Side(3, 90), Side(4, 10)]
+    keys = [f"user-{i}" for i in range(4000)]
+    chosen = [split_choice(sides, key).version for key in keys]
+    assert chosen == [split_choice(sides, key).version for key in keys]
+    assert 300 < chosen.count(4) < 500
+
+
+def test_shifting_weight_moves_only_the_shifted_share() -> None:
+    before, after = [Side(3, 90), Side(4, 10)], [Side(3, 160), Side(4, 40)]
+    for i in range(500):
+        if split_choice(before, str(i)).version == 4:
+            assert split_choice(after, str(i)).version == 4
+
+
+def test_no_key_means_the_first_side() -> None:
+    assert split_choice([Side(3, 1), Side(4, 99)], "").version == 3

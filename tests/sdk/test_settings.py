@@ -1,0 +1,54 @@
+"""Tools connect where the environment says, and agree with the table of variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex import settings
+from loraplex.channel import Channel
+from loraplex.errors import InvalidRequest
+from loraplex.settings import Credentials
+from services.common import env
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    assert settings.registry_address({}) == env.REGISTRY_ADDRESS.default
+    assert settings.gateway_address({}) == env.GATEWAY_ADDRESS.default
+
+
+def test_reads_every_variable_of_the_tools(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).write_text(name)
+    found = settings.credentials(
+        {
+            "LORAPLEX_API_KEY": "lpx_a_b",
+            "LORAPLEX_CA": str(tmp_path / "ca"),
+            "LORAPLEX_CERT": str(tmp_path / "cert"),
+            "LORAPLEX_KEY": str(tmp_path / "key"),
+        }
+    )
+    expected = Credentials("lpx_a_b", tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
+    assert found == expected
+    assert found.uses_tls and not Credentials().uses_tls
+
+
+def test_key_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("lpx_a_b\n")
+    found = settings.credentials({"LORAPLEX_API_KEY_FILE": str(tmp_path / "key")})
+    assert found.api_key == "lpx_a_b"
+
+
+def test_missing_file_names_the_variable() -> None:
+    with pytest.raises(InvalidRequest, match="LORAPLEX_CA"):
+        settings.credentials({"LORAPLEX_CA": "no/such/file"})
+
+
+def test_key_is_not_shown() -> None:
+    assert "secret" not in repr(Credentials("lpx_a_secret"))
+
+
+def test_address_without_a_port_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="HOST:PORT"):
+        Channel("localhost", Credentials(), "registry")

@@ -1,0 +1,98 @@
+"""Uploads that break continue with the bytes that are missing, and no more."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from loraplex.channel import CHUNK_BYTES, Channel
+from loraplex.errors import InvalidAdapter, LoraplexError, Unavailable
+from loraplex.settings import Credentials
+from loraplex.uploading import PAUSES_S, LocalFile, hash_files, ignore_progress, upload
+from loraplex.v1 import registry_pb2 as pb
+from tests.sdk.servers import FlakyRegistry, serving
+
+OPTIONS = pb.PublishOptions(name="a")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[LocalFile]:
+    """A small file and one of three chunks and a bit."""
+    sizes = {"adapter_config.json": 100, "adapter_model.safetensors": 3 * CHUNK_BYTES + 17}
+    for name, num_bytes in sizes.items():
+        (tmp_path / name).write_bytes(random.Random(name).randbytes(num_bytes))
+    return [LocalFile(name, tmp_path / name, size) for name, size in sizes.items()]
+
+
+async def _upload(servicer: FlakyRegistry, files: list[LocalFile]) -> list[tuple[str, int, int]]:
+    seen: list[tuple[str, int, int]] = []
+    async with serving(servicer) as address:
+        channel = Channel(address, Credentials(), "registry")
+        try:
+            await upload(channel, OPTIONS, files, lambda *progress: seen.append(progress))
+        finally:
+            await channel.close()
+    return seen
+
+
+async def test_sends_every_byte_once_and_reports_progress(files: list[LocalFile]) -> None:
+    servicer = FlakyRegistry()
+    seen = await _upload(servicer, files)
+    for file in files:
+        assert servicer.stored[file.path] == file.location.read_bytes()
+    total_bytes = sum(file.size_bytes for file in files)
+    assert seen[-1] == ("upload", total_bytes, total_bytes)
+    assert [done for phase, done, _ in seen if phase == "upload"] == sorted(
+        done for phase, done, _ in seen if phase == "upload"
+    )
+
+
+async def test_continues_after_a_broken_stream_where_the_server_has_it(
+    files: list[LocalFile],
+) -> None:
+    servicer = FlakyRegistry(num_breaks=2, break_at=CHUNK_BYTES)
+    await _upload(servicer, files)
+    assert servicer.stored[files[1].path] == files[1].location.read_bytes()
+    resumed = [offset for offset in servicer.offsets if offset > 0]
+    assert len(resumed) == 2
+    assert all(offset % CHUNK_BYTES == 0 for offset in resumed)
+
+
+async def test_gives_up_after_its_attempts(files: list[LocalFile]) -> None:
+    servicer = FlakyRegistry(num_breaks=100, break_at=0)
+    with pytest.raises(Unavailable):
+        await _upload(servicer, files)
+    assert 100 - servicer.num_breaks == len(PAUSES_S) + 1
+
+
+async def test_refusal_is_not_repeated(files: list[LocalFile]) -> None:
+    class Refusing(FlakyRegistry):
+        finished = 0
+
+        async def FinishUpload(self, request: object, context: object) -> pb.FinishUploadResponse:
+            self.finished += 1
+            raise InvalidAdapter("no", violations=[])
+
+    servicer = Refusing()
+    with pytest.raises(InvalidAdapter):
+        await _upload(servicer, files)
+    assert servicer.finished == 1
+
+
+async def test_nobody_there_fails_at_once_naming_the_address(files: list[LocalFile]) -> None:
+    channel = Channel("127.0.0.1:1", Credentials(), "registry")
+    with pytest.raises(LoraplexError) as caught:
+        await upload(channel, OPTIONS, files)
+    assert caught.value.reason == "UNREACHABLE"
+    assert "127.0.0.1:1" in caught.value.message
+    await channel.close()
+
+
+async def test_declares_size_and_sha256_of_each_file(files: list[LocalFile]) -> None:
+    specs = await hash_files(files, ignore_progress)
+    for spec, file in zip(specs, files, strict=True):
+        content = file.location.read_bytes()
+        assert (spec.size, spec.sha256) == (len(content), hashlib.sha256(content).hexdigest())

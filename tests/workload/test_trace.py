@@ -1,0 +1,94 @@
+"""Traces: reproducible, and of the distributions they claim."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from loraplex.workload import (
+    RANK_MIXES,
+    LogNormalLengths,
+    UniformLengths,
+    Workload,
+    arena_like,
+    generate,
+    ranks_of,
+)
+
+LONG = Workload(num_adapters=100, rate_per_s=10, duration_s=2000)
+
+
+def gaps_of(workload: Workload) -> list[float]:
+    arrivals = [0.0, *(request.arrival_s for request in generate(workload))]
+    return [b - a for a, b in itertools.pairwise(arrivals)]
+
+
+def test_equal_workloads_give_equal_traces_and_another_seed_another_one() -> None:
+    assert generate(LONG) == generate(LONG)
+    assert generate(LONG) != generate(replace(LONG, seed=1))
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_gaps_have_the_mean_and_the_variation_asked_for(cv: float) -> None:
+    gaps = gaps_of(replace(LONG, cv=cv))
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(0.1, rel=0.1)
+    assert statistics.pstdev(gaps) / mean == pytest.approx(cv, rel=0.1)
+
+
+def test_an_exponent_of_one_is_uniform_and_a_smaller_one_prefers_the_first_adapters() -> None:
+    def share_of_first_tenth(alpha: float) -> float:
+        trace = generate(replace(LONG, alpha=alpha))
+        return sum(r.adapter is not None and r.adapter < 10 for r in trace) / len(trace)
+
+    assert share_of_first_tenth(1.0) == pytest.approx(0.1, abs=0.01)
+    assert share_of_first_tenth(0.5) == pytest.approx(0.1**0.5, abs=0.02)
+
+
+def test_every_adapter_and_length_is_in_range_and_the_ends_occur() -> None:
+    lengths = UniformLengths((8, 12), (1, 3))
+    trace = generate(replace(LONG, num_adapters=7, lengths=lengths))
+    assert {r.adapter for r in trace} == set(range(7))
+    assert {r.num_input for r in trace} == set(range(8, 13))
+    assert {r.num_output for r in trace} == {1, 2, 3}
+
+
+def test_changing_the_exponent_keeps_arrivals_and_lengths() -> None:
+    plain, skewed = generate(LONG), generate(replace(LONG, alpha=0.2))
+    assert [(r.arrival_s, r.num_input) for r in plain] == [
+        (r.arrival_s, r.num_input) for r in skewed
+    ]
+
+
+def test_no_adapters_means_the_bare_base() -> None:
+    assert {r.adapter for r in generate(replace(LONG, num_adapters=0))} == {None}
+
+
+def test_the_arena_like_trace_has_its_number_of_models_and_mean_lengths() -> None:
+    trace = generate(arena_like(rate_per_s=10, duration_s=3000))
+    assert {r.adapter for r in trace} == set(range(26))
+    assert statistics.fmean(r.num_input for r in trace) == pytest.approx(85, rel=0.08)
+    assert statistics.fmean(r.num_output for r in trace) == pytest.approx(165, rel=0.08)
+    assert max(r.num_output for r in trace) <= LogNormalLengths().cap
+
+
+def test_ranks_are_dealt_in_turn() -> None:
+    assert ranks_of(RANK_MIXES["S2"], 6) == [64, 32, 16, 8, 64, 32]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rate_per_s", 0.0), ("cv", -1.0), ("alpha", float("nan")), ("duration_s", float("inf"))],
+)
+def test_impossible_parameters_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        replace(LONG, **{field: value})
+
+
+def test_a_range_of_lengths_from_high_to_low_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="outputs"):
+        UniformLengths(outputs=(9, 8))
