@@ -1,0 +1,45 @@
+"""Who is calling: set by the auth check of a door, read by handlers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex.refs import DEFAULT_TENANT
+
+ALL_SCOPES = frozenset({"reader", "publisher", "admin"})
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The identity behind one call."""
+
+    tenant: str
+    key_id: str
+    """Id of the API key; "" without auth."""
+    scopes: frozenset[str]
+    """Among "reader", "publisher", "admin"."""
+
+
+LOCAL = Caller(DEFAULT_TENANT, "", ALL_SCOPES)
+"""Everybody, where the door listens on loopback without auth."""
+
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=LOCAL)
+
+
+class Auth(Protocol):
+    """Decides about every call of a gRPC door before its handler runs."""
+
+    async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
+        """The caller of `/package.Service/Method`.
+
+        Args:
+            metadata: request metadata with text values, keys in lower case.
+
+        Raises:
+            Unauthenticated: no key, or a bad one.
+            PermissionDenied: a good key without the scope.
+        """
+        ...

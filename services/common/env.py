@@ -1,0 +1,329 @@
+"""Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
+
+A service reads its knobs in its `config.py`, calls `warn_unknown` once, and touches the
+environment nowhere else. No name ends in _PORT or _HOST: Kubernetes injects such names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from loraplex.errors import InvalidRequest
+from loraplex.units import parse_bytes, parse_seconds
+from services.common.units import (
+    choice,
+    parse_bool,
+    parse_list,
+    parse_listen,
+    parse_text,
+    whole,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Knob(Generic[T]):
+    """One variable."""
+
+    name: str
+    parse: Callable[[str], T]
+    """Text to value; raises ValueError saying what is accepted."""
+    default: T
+    readers: str
+    """Which of "up", "registry", "gateway", "worker", "tools" read it; "all" = every server."""
+    doc: str
+    secret: bool = False
+    """Never shown; also read from the file named by `<name>_FILE`."""
+
+    def read(self, environ: Mapping[str, str]) -> T:
+        """The value, or the default where unset or empty.
+
+        Raises:
+            InvalidRequest: naming the variable.
+        """
+        text = environ.get(self.name, "")
+        if self.secret and not text:
+            text = self._from_file(environ)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            shown = "(secret)" if self.secret else text
+            raise InvalidRequest.field(self.name, shown, str(error)) from None
+
+    def _from_file(self, environ: Mapping[str, str]) -> str:
+        path = environ.get(f"{self.name}_FILE", "")
+        try:
+            return Path(path).read_text().strip() if path else ""
+        except OSError as error:
+            raise InvalidRequest.field(
+                f"{self.name}_FILE", path, f"cannot be read: {error.strerror}"
+            ) from None
+
+
+def _text(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
+    return Knob(name, parse_text, default, readers, doc)
+
+
+def _path(name: str, readers: str, doc: str) -> Knob[Path | None]:
+    return Knob(name, Path, None, readers, doc)
+
+
+def _listen(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
+    return Knob(name, parse_listen, default, readers, doc)
+
+
+# Tools
+REGISTRY_ADDRESS = _text(
+    "LORAPLEX_REGISTRY_ADDRESS", "tools gateway", "Registry to talk to.", "127.0.0.1:50052"
+)
+GATEWAY_ADDRESS = _text(
+    "LORAPLEX_GATEWAY_ADDRESS", "tools", "Gateway (gRPC) to talk to.", "127.0.0.1:50051"
+)
+API_KEY: Knob[str] = Knob(
+    "LORAPLEX_API_KEY", parse_text, "", "tools", "Key sent with every call.", secret=True
+)
+CA = _path("LORAPLEX_CA", "tools all", "PEM file of the CA that peers are checked against.")
+CERT = _path("LORAPLEX_CERT", "tools all", "PEM certificate shown to peers.")
+KEY = _path("LORAPLEX_KEY", "tools all", "PEM private key of the certificate.")
+
+# Every server
+STATE_DIR = _path(
+    "LORAPLEX_STATE_DIR",
+    "up registry",
+    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex.",
+)
+METRICS_LISTEN = _listen(
+    "LORAPLEX_METRICS_LISTEN", "all", "Also serve /metrics, /healthz and /readyz here."
+)
+LOG_LEVEL: Knob[str] = Knob(
+    "LORAPLEX_LOG_LEVEL",
+    choice("debug", "info", "warning", "error"),
+    "info",
+    "up all",
+    "Least severe level that is logged.",
+)
+LOG_FORMAT: Knob[str] = Knob(
+    "LORAPLEX_LOG_FORMAT",
+    choice("auto", "json", "text"),
+    "auto",
+    "up all",
+    "auto = text on a terminal, JSON lines elsewhere.",
+)
+DRAIN_S: Knob[float] = Knob(
+    "LORAPLEX_DRAIN_S", parse_seconds, 20.0, "up all", "Longest drain after SIGTERM."
+)
+AUTH: Knob[str] = Knob(
+    "LORAPLEX_AUTH", choice("off", "keys"), "off", "up registry gateway", "Who may call."
+)
+INSECURE: Knob[bool] = Knob(
+    "LORAPLEX_INSECURE",
+    parse_bool,
+    False,
+    "up all",
+    "Allow a bind beyond loopback without auth.",
+)
+SERVICE_TOKEN_FILE = _path(
+    "LORAPLEX_SERVICE_TOKEN_FILE", "all", "Secret that services show to each other."
+)
+
+# Registry
+REGISTRY_LISTEN = _listen(
+    "LORAPLEX_REGISTRY_LISTEN", "registry", "Address of the gRPC door.", "127.0.0.1:50052"
+)
+OBJECTS = _text(
+    "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
+)
+METADATA = _text(
+    "LORAPLEX_METADATA",
+    "registry gateway",
+    "Redis: redis://, rediss://, redis+sentinel://, or embedded for a private server.",
+    "embedded",
+)
+ADMIN_KEY_FILE = _path(
+    "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
+)
+FAILPOINTS = _text(
+    "LORAPLEX_FAILPOINTS", "registry", "Tests only: steps at which the process dies."
+)
+
+# Gateway
+GATEWAY_LISTEN = _listen(
+    "LORAPLEX_GATEWAY_LISTEN", "gateway", "Address of the gRPC door.", "127.0.0.1:50051"
+)
+HTTP_LISTEN = _listen(
+    "LORAPLEX_HTTP_LISTEN", "gateway", "Address of the HTTP door.", "127.0.0.1:8080"
+)
+WORKERS: Knob[tuple[str, ...]] = Knob(
+    "LORAPLEX_WORKERS",
+    parse_list,
+    (),
+    "gateway",
+    "Workers: HOST:PORT or unix:/path, comma-separated, or dns:NAME:PORT.",
+)
+MAX_REQUEST_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_REQUEST_S",
+    parse_seconds,
+    600.0,
+    "gateway",
+    "Deadline of requests that bring none.",
+)
+MAX_IN_FLIGHT: Knob[int] = Knob(
+    "LORAPLEX_MAX_IN_FLIGHT", whole(1), 4096, "gateway", "Sequences relayed at once; others wait."
+)
+MAX_QUEUED: Knob[int] = Knob(
+    "LORAPLEX_MAX_QUEUED", whole(), 4096, "gateway", "Requests that may wait; others get 429."
+)
+MAX_IN_FLIGHT_PER_TENANT: Knob[int] = Knob(
+    "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT",
+    whole(),
+    0,
+    "gateway",
+    "Sequences of one tenant relayed at once; 0 = no limit.",
+)
+ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
+    "LORAPLEX_ALLOWED_HOSTS",
+    parse_list,
+    (),
+    "gateway",
+    "Host headers accepted besides loopback when there is no auth.",
+)
+
+# Worker
+WORKER_LISTEN = _listen(
+    "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC door.", "127.0.0.1:50053"
+)
+WORKER_ID = _text("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
+MODEL = _text("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
+SERVED_MODEL_NAME = _text(
+    "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
+)
+CACHE_DIR = _path("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
+CACHE_BYTES: Knob[int] = Knob(
+    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
+)
+KV_MEMORY: Knob[int] = Knob(
+    "LORAPLEX_KV_MEMORY",
+    parse_bytes,
+    0,
+    "up worker",
+    "Bytes of the arena (KV cache and adapters together); 0 = chosen by the worker.",
+)
+DEVICE: Knob[str] = Knob(
+    "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
+)
+DTYPE: Knob[str] = Knob(
+    "LORAPLEX_DTYPE",
+    choice("auto", "float32", "bfloat16", "float16"),
+    "auto",
+    "up worker",
+    "Arithmetic of the base; auto = float32 on CPU, the model's own on CUDA.",
+)
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+)
+LOAD_FORMAT: Knob[str] = Knob(
+    "LORAPLEX_LOAD_FORMAT",
+    choice("auto", "dummy"),
+    "auto",
+    "up worker",
+    "dummy = random weights of the model's config, for benchmarks.",
+)
+MAX_LORAS: Knob[int] = Knob(
+    "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
+)
+MAX_LORA_RANK: Knob[int] = Knob(
+    "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
+)
+MAX_RESIDENT: Knob[int] = Knob(
+    "LORAPLEX_MAX_RESIDENT", whole(1), 4096, "worker", "Slots of the device tables."
+)
+MAX_NUM_TOKENS: Knob[int] = Knob(
+    "LORAPLEX_MAX_NUM_TOKENS", whole(1), 2048, "worker", "Token budget of one step."
+)
+MAX_BATCH: Knob[int] = Knob(
+    "LORAPLEX_MAX_BATCH", whole(1), 256, "worker", "Requests computed in one step."
+)
+POLICY: Knob[str] = Knob(
+    "LORAPLEX_POLICY",
+    choice("fcfs", "clustered", "fair"),
+    "fcfs",
+    "worker",
+    "Order of waiting requests.",
+)
+PREFIX_CACHE: Knob[bool] = Knob(
+    "LORAPLEX_PREFIX_CACHE",
+    parse_bool,
+    True,
+    "worker",
+    "Keep the KV cache of ended requests for prompts that begin alike, while blocks are free.",
+)
+STEP_TIMEOUT_S: Knob[float] = Knob(
+    "LORAPLEX_STEP_TIMEOUT_S",
+    parse_seconds,
+    120.0,
+    "worker",
+    "An engine silent for longer is restarted.",
+)
+STEP_TRACE: Knob[Path | None] = _path(
+    "LORAPLEX_STEP_TRACE", "worker", "File that gets a line for each step, to fit a simulation."
+)
+TENSOR_PARALLEL: Knob[int] = Knob(
+    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+)
+
+ALL_KNOBS: tuple[Knob[object], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Knob)
+)
+
+_SERVICE_LINK = re.compile(
+    r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
+    r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)$"
+)
+
+
+def known_names() -> set[str]:
+    """Every variable that some service reads."""
+    files = {f"{knob.name}_FILE" for knob in ALL_KNOBS if knob.secret}
+    return files | {knob.name for knob in ALL_KNOBS}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One warning for each LORAPLEX_* variable that nobody reads.
+
+    Names shaped like the service links that Kubernetes injects are left out.
+    """
+    known = known_names()
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith("LORAPLEX_") or name in known or _SERVICE_LINK.search(name):
+            continue
+        nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+        warnings.append(f"unknown variable {name} is ignored; the nearest known one is {nearest}")
+    return warnings
+
+
+def markdown_table() -> str:
+    """The table of the README, which a test compares with this one."""
+    rows = ["| variable | default | read by | meaning |", "|---|---|---|---|"]
+    for knob in ALL_KNOBS:
+        name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")
+        rows.append(f"| {name} | {_shown(knob.default)} | {knob.readers} | {knob.doc} |")
+    return "\n".join(rows)
+
+
+def _shown(default: object) -> str:
+    if default is None or default == "" or default == ():
+        return ""
+    return f"`{default:g}`" if isinstance(default, float) else f"`{str(default).lower()}`"

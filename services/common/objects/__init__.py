@@ -1,0 +1,27 @@
+"""The object store: the one truth that every service shares, behind one small interface."""
+
+from services.common.objects.opening import open_store
+from services.common.objects.store import (
+    BlobWriter,
+    ObjectInfo,
+    ObjectMissing,
+    ObjectStore,
+    ObjectStoreError,
+    PreconditionFailed,
+    Segment,
+    StoredObject,
+    read_chunks,
+)
+
+__all__ = [
+    "BlobWriter",
+    "ObjectInfo",
+    "ObjectMissing",
+    "ObjectStore",
+    "ObjectStoreError",
+    "PreconditionFailed",
+    "Segment",
+    "StoredObject",
+    "open_store",
+    "read_chunks",
+]

@@ -1,0 +1,344 @@
+"""Objects in a folder: `file:///path`. Safe for many processes on one machine or one shared mount.
+
+    <root>/<key>     the objects
+    <root>/.tmp/     bytes on their way; swept when older than a day
+    <root>/.locks/   one file per key stripe, held with flock while a document is replaced
+
+An object appears by `link` (create only) or `rename` (replace), so readers see all of it or none.
+File and folder are synced before a write returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from services.common.objects.store import (
+    BlobWriter,
+    ObjectInfo,
+    ObjectMissing,
+    ObjectStoreError,
+    PreconditionFailed,
+    Segment,
+    StoredObject,
+)
+
+_KEY_PART = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9._%~=+-]{0,254}")
+_LOCK_STRIPES = 256
+_LIST_BATCH = 1000
+_TEMPORARY_MAX_AGE_S = 24 * 3600.0
+
+T = TypeVar("T")
+
+
+class FileStore:
+    """An ObjectStore in a folder, which is created with its parents."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._temporary = root / ".tmp"
+        self._locks = root / ".locks"
+        try:
+            for folder in (self._temporary, self._locks):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+            _sync_folder(root)
+            self._sweep_temporary()
+        except OSError as error:
+            raise ObjectStoreError(f"{root}: {error.strerror}") from error
+
+    @property
+    def url(self) -> str:
+        return self._root.absolute().as_uri()
+
+    async def get(self, key: str) -> StoredObject:
+        data = await _in_thread(self._read, key)
+        return StoredObject(data, _etag(data))
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return await _in_thread(lambda: [self._read_or_none(key) for key in keys])
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return await _in_thread(self._read_range, key, offset, length)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        return await _in_thread(self._head, key)
+
+    async def put(self, key: str, data: bytes) -> None:
+        def write() -> None:
+            with self._locked(key):
+                self._replace(self._write_temporary(data), key)
+
+        await _in_thread(write)
+
+    async def put_if_absent(self, key: str, data: bytes) -> str:
+        return await _in_thread(self._create, key, data)
+
+    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        return await _in_thread(self._compare_and_set, key, data, etag)
+
+    def writer(self) -> BlobWriter:
+        return _FileWriter(self)
+
+    async def compose(self, key: str, segments: Sequence[Segment]) -> None:
+        await _in_thread(self._compose, key, segments)
+
+    async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        walk = self._walk(self._root, "", prefix, start_after)
+        while batch := await _in_thread(lambda: list(islice(walk, _LIST_BATCH))):
+            for info in batch:
+                yield info
+
+    async def delete(self, key: str) -> None:
+        await self.delete_if_older(key, float("inf"))
+
+    async def delete_if_older(self, key: str, modified_s: float) -> bool:
+        return await _in_thread(self._delete_if_older, key, modified_s)
+
+    async def clock_s(self) -> float:
+        def touch() -> float:
+            path = self._write_temporary(b"")
+            modified_s = path.stat().st_mtime
+            path.unlink()
+            return modified_s
+
+        return await _in_thread(touch)
+
+    async def close(self) -> None:
+        return None
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if not all(_KEY_PART.fullmatch(part) for part in parts):
+            raise ObjectStoreError(f"illegal key {key!r}")
+        return self._root.joinpath(*parts)
+
+    def _read(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise ObjectMissing(key) from None
+
+    def _read_or_none(self, key: str) -> bytes | None:
+        try:
+            return self._read(key)
+        except ObjectMissing:
+            return None
+
+    def _read_range(self, key: str, offset: int, length: int) -> bytes:
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                return os.pread(file.fileno(), length, offset)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ObjectMissing(key) from None
+
+    def _head(self, key: str) -> ObjectInfo | None:
+        try:
+            stat = self._path(key).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return ObjectInfo(key, stat.st_size, stat.st_mtime)
+
+    def _create(self, key: str, data: bytes) -> str:
+        path = self._path(key)
+        temporary = self._write_temporary(data)
+        try:
+            _into_folder(path, lambda: os.link(temporary, path))
+        except FileExistsError:
+            raise PreconditionFailed(key) from None
+        finally:
+            temporary.unlink()
+        _sync_folder(path.parent)
+        return _etag(data)
+
+    def _compare_and_set(self, key: str, data: bytes, etag: str) -> str:
+        temporary = self._write_temporary(data)
+        with self._locked(key):
+            current = self._read_or_none(key)
+            if current is None or _etag(current) != etag:
+                temporary.unlink()
+                raise PreconditionFailed(key)
+            self._replace(temporary, key)
+        return _etag(data)
+
+    def _compose(self, key: str, segments: Sequence[Segment]) -> None:
+        temporary = self._temporary / secrets.token_hex(16)
+        if len(segments) == 1 and segments[0].whole:
+            self._link_whole(segments[0].key, temporary)
+        else:
+            with open(temporary, "xb", buffering=0) as out:
+                for segment in segments:
+                    _append(self._path(segment.key), segment, out.fileno())
+                os.fsync(out.fileno())
+        with self._locked(key):
+            self._replace(temporary, key)
+
+    def _link_whole(self, key: str, temporary: Path) -> None:
+        try:
+            os.link(self._path(key), temporary)
+        except FileNotFoundError:
+            raise ObjectMissing(key) from None
+        os.utime(temporary)
+
+    def _delete_if_older(self, key: str, modified_s: float) -> bool:
+        path = self._path(key)
+        with self._locked(key):
+            try:
+                if path.stat().st_mtime > modified_s:
+                    return False
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return True
+            _sync_folder(path.parent)
+        self._remove_empty_folders(path.parent)
+        return True
+
+    def _remove_empty_folders(self, folder: Path) -> None:
+        with contextlib.suppress(OSError):
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
+
+    def _write_temporary(self, data: bytes) -> Path:
+        path = self._temporary / secrets.token_hex(16)
+        with open(path, "xb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        return path
+
+    def _replace(self, temporary: Path, key: str) -> None:
+        path = self._path(key)
+        _into_folder(path, lambda: os.replace(temporary, path))
+        # Renaming one name of an inode over another name of it does nothing, by POSIX.
+        temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        stripe = int.from_bytes(hashlib.sha256(key.encode()).digest()[:2], "big") % _LOCK_STRIPES
+        with open(self._locks / f"{stripe:02x}", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _walk(self, folder: Path, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """Objects under `folder` in the order of their keys; `base` is the key of the folder."""
+        try:
+            entries = [(entry, entry.is_dir(follow_symlinks=False)) for entry in os.scandir(folder)]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name, entry in sorted((e.name + "/" * is_dir, e) for e, is_dir in entries):
+            key = base + name
+            if not _KEY_PART.fullmatch(entry.name):
+                continue
+            if name.endswith("/"):
+                wanted = key.startswith(prefix) or prefix.startswith(key)
+                if wanted and (key > after or after.startswith(key)):
+                    yield from self._walk(Path(entry.path), key, prefix, after)
+            elif key.startswith(prefix) and key > after:
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(key, stat.st_size, stat.st_mtime)
+
+    def _sweep_temporary(self) -> None:
+        for entry in os.scandir(self._temporary):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime > _TEMPORARY_MAX_AGE_S:
+                    os.unlink(entry.path)
+
+
+class _FileWriter:
+    """A file in the store's `.tmp` that moves to its key at the end."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+        self._path = store._temporary / secrets.token_hex(16)
+        self._file = open(self._path, "xb", buffering=0)
+
+    async def write(self, data: bytes) -> None:
+        await _in_thread(_write_all, self._file.fileno(), data)
+
+    async def commit(self, key: str) -> None:
+        def finish() -> None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with self._store._locked(key):
+                self._store._replace(self._path, key)
+
+        await _in_thread(finish)
+
+    async def abort(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+async def _in_thread(work: Callable[..., T], *args: object) -> T:
+    try:
+        return await asyncio.to_thread(work, *args)
+    except OSError as error:
+        raise ObjectStoreError(f"{error.filename or 'object store'}: {error.strerror}") from error
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _append(source: Path, segment: Segment, out: int) -> None:
+    """Copy a segment to the end of the open file `out`."""
+    try:
+        file = open(source, "rb", buffering=0)
+    except FileNotFoundError:
+        raise ObjectMissing(segment.key) from None
+    with file:
+        offset, left = segment.offset, segment.length
+        while left:
+            data = os.pread(file.fileno(), min(left, 1 << 20), offset)
+            if not data:
+                raise ObjectStoreError(f"object {segment.key!r} ends at byte {offset}")
+            _write_all(out, data)
+            offset, left = offset + len(data), left - len(data)
+
+
+def _into_folder(path: Path, move: Callable[[], None]) -> None:
+    """Run `move`, making the folder of `path` first where it is missing."""
+    for _ in range(8):
+        # A collector may remove the folder again while it is empty.
+        with contextlib.suppress(FileNotFoundError):
+            return move()
+        with contextlib.suppress(FileNotFoundError):
+            _make_folder(path.parent)
+    move()
+
+
+def _make_folder(folder: Path) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for child in reversed(missing):
+        child.mkdir(exist_ok=True)
+        _sync_folder(child.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in a folder durable. A folder that was just removed has none."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

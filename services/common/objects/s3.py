@@ -1,0 +1,319 @@
+"""Objects in a bucket: `s3://bucket/prefix`, through boto3 in threads.
+
+Conditional writes are single-part and sent once: where the answer is lost or says 'conflict', the
+document is read back, and holding our own bytes (they carry a random write id) means success.
+Entity tags are opaque; whether a server wants them quoted is found out by the start probe. Every
+upload carries its MD5, the one checksum that all servers verify; content is checked by SHA-256
+wherever it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from services.common.objects.store import (
+    BlobWriter,
+    ObjectInfo,
+    ObjectMissing,
+    ObjectStoreError,
+    PreconditionFailed,
+    Segment,
+    StoredObject,
+    read_chunks,
+)
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+PART_BYTES = 16 << 20
+"""Size of the parts of a multipart upload; 10,000 of them hold 160 GB."""
+
+_THREADS = 16
+_MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
+_REFUSED = frozenset({"PreconditionFailed", "412", "ConditionalRequestConflict", "409"})
+
+T = TypeVar("T")
+
+
+class S3Store:
+    """An ObjectStore in an existing bucket; endpoint and credentials come from AWS_* variables."""
+
+    def __init__(self, bucket: str, prefix: str, *, quote_etags: bool = True) -> None:
+        self.quote_etags = quote_etags
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
+        self._client = _client(attempts=5)
+        self._once = _client(attempts=1)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    async def get(self, key: str) -> StoredObject:
+        return await self._run(self._get, key)
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return list(await asyncio.gather(*(self._run(self._get_or_none, key) for key in keys)))
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return await self._run(self._get_range, key, offset, length)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        return await self._run(self._head, key)
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._run(self._put, key, data)
+
+    async def put_if_absent(self, key: str, data: bytes) -> str:
+        return await self._run(self._put_conditional, key, data, {"IfNoneMatch": "*"})
+
+    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        wanted = f'"{etag}"' if self.quote_etags else etag
+        return await self._run(self._put_conditional, key, data, {"IfMatch": wanted})
+
+    def writer(self) -> BlobWriter:
+        return _SpooledWriter(self)
+
+    async def compose(self, key: str, segments: Sequence[Segment]) -> None:
+        if len(segments) == 1 and segments[0].whole:
+            await self._run(self._copy, segments[0].key, key)
+            return
+        writer = self.writer()
+        try:
+            for segment in segments:
+                async for data in read_chunks(self, segment.key, segment.offset, segment.length):
+                    await writer.write(data)
+            await writer.commit(key)
+        finally:
+            await writer.abort()
+
+    async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        query: dict[str, str] = {"StartAfter": self._prefix + start_after} if start_after else {}
+        while True:
+            infos, query = await self._run(self._list_page, prefix, query)
+            for info in infos:
+                yield info
+            if not query:
+                return
+
+    async def delete(self, key: str) -> None:
+        await self._run(self._delete, key)
+
+    async def delete_if_older(self, key: str, modified_s: float) -> bool:
+        """S3 cannot delete on a condition of age: look, then delete at once. Times are whole
+        seconds on most servers, so they are compared as such."""
+
+        def look_and_delete() -> bool:
+            info = self._head(key)
+            if info is not None and int(info.modified_s) > int(modified_s):
+                return False
+            self._delete(key)
+            return True
+
+        return await self._run(look_and_delete)
+
+    async def clock_s(self) -> float:
+        return await self._run(self._clock_s)
+
+    async def close(self) -> None:
+        self._client.close()
+        self._once.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[..., T], *args: object) -> T:
+        def guarded() -> T:
+            try:
+                return work(*args)
+            except ClientError as error:
+                raise ObjectStoreError(f"{self.url}: {error}") from error
+            except (BotoCoreError, OSError) as error:
+                raise ObjectStoreError(f"{self.url}: {error}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, guarded)
+
+    def _at(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
+
+    def _get(self, key: str) -> StoredObject:
+        answer = self._fetch(key, {})
+        return StoredObject(answer["Body"].read(), answer["ETag"].strip('"'))
+
+    def _get_or_none(self, key: str) -> bytes | None:
+        try:
+            return self._get(key).data
+        except ObjectMissing:
+            return None
+
+    def _get_range(self, key: str, offset: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        try:
+            answer = self._fetch(key, {"Range": f"bytes={offset}-{offset + length - 1}"})
+        except ClientError as error:
+            if _code(error) in ("InvalidRange", "416"):
+                return b""
+            raise
+        data: bytes = answer["Body"].read()
+        return data
+
+    def _fetch(self, key: str, options: dict[str, Any]) -> Any:
+        try:
+            return self._client.get_object(**self._at(key), **options)
+        except ClientError as error:
+            if _code(error) in _MISSING:
+                raise ObjectMissing(key) from None
+            raise
+
+    def _head(self, key: str) -> ObjectInfo | None:
+        try:
+            answer = self._client.head_object(**self._at(key))
+        except ClientError as error:
+            if _code(error) in _MISSING:
+                return None
+            raise
+        return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data))
+
+    def _put_conditional(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
+        try:
+            answer = self._once.put_object(
+                **self._at(key), Body=data, ContentMD5=_md5(data), **condition
+            )
+            return answer["ETag"].strip('"')
+        except ClientError as error:
+            return self._read_back(key, data, error, refused=_code(error) in _REFUSED | _MISSING)
+        except BotoCoreError as error:
+            return self._read_back(key, data, error, refused=False)
+
+    def _read_back(self, key: str, data: bytes, error: Exception, *, refused: bool) -> str:
+        """After an answer that may hide a success: our own bytes mean that the write happened."""
+        try:
+            stored = self._get(key)
+        except ObjectMissing:
+            stored = None
+        if stored is not None and stored.data == data:
+            return stored.etag
+        if refused:
+            raise PreconditionFailed(key) from None
+        raise error
+
+    def _copy(self, source: str, key: str) -> None:
+        try:
+            self._client.copy_object(**self._at(key), CopySource=self._at(source))  # type: ignore[arg-type]
+        except ClientError as error:
+            if _code(error) in _MISSING:
+                raise ObjectMissing(source) from None
+            raise
+
+    def _upload(self, key: str, file: IO[bytes]) -> None:
+        """Send a spooled file: at once where it is small, else in parts."""
+        file.seek(0)
+        first = file.read(PART_BYTES)
+        if len(first) < PART_BYTES:
+            return self._put(key, first)
+        upload_id = self._client.create_multipart_upload(**self._at(key))["UploadId"]
+        try:
+            parts: list[dict[str, Any]] = []
+            data = first
+            while data:
+                answer = self._client.upload_part(
+                    **self._at(key),
+                    UploadId=upload_id,
+                    PartNumber=len(parts) + 1,
+                    Body=data,
+                    ContentMD5=_md5(data),
+                )
+                parts.append({"PartNumber": len(parts) + 1, "ETag": answer["ETag"]})
+                data = file.read(PART_BYTES)
+            self._client.complete_multipart_upload(
+                **self._at(key),
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},  # type: ignore[typeddict-item]
+            )
+        except BaseException:
+            self._client.abort_multipart_upload(**self._at(key), UploadId=upload_id)
+            raise
+
+    def _list_page(
+        self, prefix: str, query: dict[str, str]
+    ) -> tuple[list[ObjectInfo], dict[str, str]]:
+        answer = self._client.list_objects_v2(
+            Bucket=self._bucket,
+            Prefix=self._prefix + prefix,
+            **query,  # type: ignore[arg-type]
+        )
+        cut = len(self._prefix)
+        infos = [
+            ObjectInfo(entry["Key"][cut:], entry["Size"], entry["LastModified"].timestamp())
+            for entry in answer.get("Contents", [])
+        ]
+        token = answer.get("NextContinuationToken", "")
+        return infos, {"ContinuationToken": token} if token else {}
+
+    def _delete(self, key: str) -> None:
+        self._client.delete_object(**self._at(key))
+
+    def _clock_s(self) -> float:
+        answer: Any = self._client.head_bucket(Bucket=self._bucket)
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if date:
+            return parsedate_to_datetime(date).timestamp()
+        key = f"probe/clock-{secrets.token_hex(8)}"
+        self._put(key, b"")
+        info = self._head(key)
+        self._delete(key)
+        return info.modified_s if info else datetime.now(UTC).timestamp()
+
+
+class _SpooledWriter:
+    """Collects a blob in a temporary file, since S3 wants to know sizes beforehand."""
+
+    def __init__(self, store: S3Store) -> None:
+        self._store = store
+        self._file = tempfile.TemporaryFile()
+
+    async def write(self, data: bytes) -> None:
+        await self._store._run(self._file.write, data)
+
+    async def commit(self, key: str) -> None:
+        await self._store._run(self._store._upload, key, self._file)
+        self._file.close()
+
+    async def abort(self) -> None:
+        self._file.close()
+
+
+def _client(attempts: int) -> S3Client:
+    config = Config(
+        retries={"total_max_attempts": attempts, "mode": "standard"},
+        max_pool_connections=2 * _THREADS,
+        connect_timeout=5,
+        read_timeout=60,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    return boto3.client("s3", config=config)
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

@@ -1,0 +1,158 @@
+"""What an object store must do. `file.py` and `s3.py` do it; one contract suite checks both.
+
+Two kinds of objects live in a store. *Documents* are small JSON texts that change only by
+conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`,
+so that two writes never hold the same bytes and an entity tag never comes back. *Blobs* are of any
+size, named by their content, written whole and never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from loraplex.errors import Unavailable
+
+CHUNK_BYTES = 4 << 20
+"""How much `read_chunks` asks of a store at a time."""
+
+
+class ObjectStoreError(Unavailable):
+    """The store could not be reached or refused for a reason of its own."""
+
+    reason = "OBJECT_STORE_UNAVAILABLE"
+
+
+class ObjectMissing(ObjectStoreError):
+    """No object has this key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"no object {key!r}")
+        self.key = key
+
+
+class PreconditionFailed(ObjectStoreError):
+    """A conditional write met another state than it expected; nothing was written."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"object {key!r} is not in the expected state")
+        self.key = key
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A document as it was read."""
+
+    data: bytes
+    etag: str
+    """Opaque; only good for `put_if_match` on the same store."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a listing says."""
+
+    key: str
+    size: int
+    modified_s: float
+    """Unix time of the last write by the store's own clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of bytes of an object, as `compose` takes it."""
+
+    key: str
+    offset: int
+    length: int
+    whole: bool
+    """True when the run is the entire object, which stores can copy without reading it."""
+
+
+class BlobWriter(Protocol):
+    """Bytes on their way into the store. Nothing is visible before `commit` returns."""
+
+    async def write(self, data: bytes) -> None:
+        """Append."""
+
+    async def commit(self, key: str) -> None:
+        """Make the bytes durable and visible under `key`, all at once. Ends the writer."""
+
+    async def abort(self) -> None:
+        """Drop the bytes. Harmless after `commit`."""
+
+
+class ObjectStore(Protocol):
+    """Keys are '/'-separated, ASCII, without '.' or '..' parts. Every method may raise
+    ObjectStoreError; a write that returned is durable and visible to every reader."""
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for people; holds no secret."""
+
+    async def get(self, key: str) -> StoredObject:
+        """Read a document whole. Raises ObjectMissing."""
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Read many documents; None where one is missing."""
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """At most `length` bytes from `offset`, fewer at the end. Raises ObjectMissing."""
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """Size and age, or None where there is no such object."""
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Write a small blob, replacing equal bytes and renewing its age."""
+
+    async def put_if_absent(self, key: str, data: bytes) -> str:
+        """Create a document and return its etag. Raises PreconditionFailed where one exists."""
+
+    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        """Replace a document that still has `etag`; return the new one. Raises PreconditionFailed
+        when it changed or is gone."""
+
+    def writer(self) -> BlobWriter:
+        """Begin a blob of any size."""
+
+    async def compose(self, key: str, segments: Sequence[Segment]) -> None:
+        """Make a blob of `segments` one after another, renewing its age where it exists."""
+
+    def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        """Objects whose key begins with `prefix` and is greater than `start_after`, by key."""
+
+    async def delete(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+
+    async def delete_if_older(self, key: str, modified_s: float) -> bool:
+        """Remove an object unless it was written after `modified_s`; say whether it is gone."""
+
+    async def clock_s(self) -> float:
+        """The store's own clock, as unix time: the one that `modified_s` is told by."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+@runtime_checkable
+class QuotesEtags(Protocol):
+    """A store whose server wants etags in conditions either quoted or bare."""
+
+    quote_etags: bool
+
+
+async def read_chunks(
+    store: ObjectStore, key: str, offset: int, length: int, chunk_bytes: int = CHUNK_BYTES
+) -> AsyncGenerator[bytes, None]:
+    """Yield `length` bytes of an object from `offset` on, in pieces of at most `chunk_bytes`.
+
+    Raises ObjectStoreError where the object ends early.
+    """
+    end = offset + length
+    while offset < end:
+        data = await store.get_range(key, offset, min(chunk_bytes, end - offset))
+        if not data:
+            raise ObjectStoreError(f"object {key!r} ends at byte {offset}, expected {end}")
+        offset += len(data)
+        yield data

@@ -1,0 +1,88 @@
+"""Clients of the metadata server from a URL: plain, TLS, Unix socket, or through Sentinel."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis.asyncio
+from redis.asyncio.sentinel import Sentinel
+
+from loraplex.errors import InvalidRequest
+
+DEFAULT_SENTINEL_PORT = 26379
+_CONNECT_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
+_HEALTH_CHECK_S = 15
+_FORMS = (
+    "must be redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
+    "redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
+)
+
+
+def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio.Redis:
+    """A client that speaks RESP2 and has short time-outs: a server that hangs must not hang us.
+
+    Sentinel URLs take `?sentinel_password=...`; name and password before the '@' are those of the
+    servers. `redis+sentinel` with `?tls=true` connects to both with TLS.
+
+    Raises:
+        InvalidRequest: naming `setting`, without showing passwords.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "redis+sentinel":
+        return _through_sentinel(url, setting)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise InvalidRequest.field(setting, parts.scheme, _FORMS)
+    try:
+        return redis.asyncio.Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            health_check_interval=_HEALTH_CHECK_S,
+        )
+    except ValueError:
+        raise InvalidRequest.field(setting, parts.scheme, _FORMS) from None
+
+
+def _through_sentinel(url: str, setting: str) -> redis.asyncio.Redis:
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = credentials.partition(":")
+    service, _, database = parts.path.strip("/").partition("/")
+    try:
+        nodes = [_node(host) for host in hosts.split(",")]
+        number = int(database or 0)
+    except ValueError:
+        nodes, number = [], 0
+    if not nodes or not service:
+        raise InvalidRequest.field(setting, parts.scheme, _FORMS)
+    shared: dict[str, Any] = {
+        "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
+        "socket_timeout": _TIMEOUT_S,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "protocol": 2,
+    }
+    watched = {**shared, "password": options.get("sentinel_password")}
+    sentinel = Sentinel(nodes, sentinel_kwargs=watched)  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = sentinel.master_for(
+        service,
+        db=number,
+        username=unquote(user) or None,
+        password=unquote(password) or None,
+        health_check_interval=_HEALTH_CHECK_S,
+        **shared,
+    )
+    return client
+
+
+def _node(text: str) -> tuple[str, int]:
+    """HOST or HOST:PORT."""
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(DEFAULT_SENTINEL_PORT)
+    if not host:
+        raise ValueError(text)
+    return host.strip("[]"), int(port)

@@ -1,0 +1,68 @@
+"""Text of flags and variables to values. Each parser raises ValueError saying what it accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def parse_bool(text: str) -> bool:
+    """1/true/yes/on and 0/false/no/off."""
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError("expected true or false")
+
+
+def parse_text(text: str) -> str:
+    """Any text that is not blank."""
+    if not text.strip():
+        raise ValueError("expected some text")
+    return text.strip()
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Comma-separated items without blanks."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def choice(*options: str) -> Callable[[str], str]:
+    """A parser of one of `options`."""
+
+    def parse(text: str) -> str:
+        if text.strip() not in options:
+            raise ValueError(f"expected one of {', '.join(options)}")
+        return text.strip()
+
+    parse.__name__ = "|".join(options)
+    return parse
+
+
+def whole(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds."""
+
+    def parse(text: str) -> int:
+        digits = text.strip()
+        if not digits.isdigit() or not at_least <= int(digits) <= at_most:
+            bound = f" and at most {at_most}" if at_most < math.inf else ""
+            raise ValueError(f"expected a whole number of at least {at_least}{bound}")
+        return int(digits)
+
+    parse.__name__ = "number"
+    return parse
+
+
+def parse_listen(text: str) -> str:
+    """`HOST:PORT`, `[IPV6]:PORT` or `unix:/path`."""
+    address = text.strip()
+    if address.startswith("unix:/"):
+        return address
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("expected HOST:PORT (port 0 = any free one) or unix:/path")
+    return address

@@ -1,0 +1,246 @@
+"""One suite, both stores: what services may rely on when they hold an ObjectStore."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from services.common.objects import (
+    ObjectMissing,
+    ObjectStore,
+    ObjectStoreError,
+    PreconditionFailed,
+    Segment,
+    open_store,
+    read_chunks,
+)
+from services.common.objects.probe import probe
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "s3"])
+async def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ObjectStore]:
+    if request.param == "file":
+        opened = open_store(f"file://{tmp_path}/objects")
+    else:
+        endpoint = request.getfixturevalue("s3_endpoint")
+        bucket = f"b-{secrets.token_hex(6)}"
+        for name, value in {
+            "AWS_ENDPOINT_URL_S3": endpoint,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        opened = open_store(f"s3://{bucket}/some/prefix")
+    yield opened
+    await opened.close()
+
+
+async def _write_blob(store: ObjectStore, key: str, data: bytes, piece: int = 1 << 20) -> None:
+    writer = store.writer()
+    for begin in range(0, len(data), piece):
+        await writer.write(data[begin : begin + piece])
+    await writer.commit(key)
+
+
+async def test_a_safe_store_passes_the_probe_and_is_left_empty(store: ObjectStore) -> None:
+    await probe(store)
+    assert [info async for info in store.list_objects("")] == []
+
+
+async def test_a_missing_object_is_missing_in_every_way_of_reading(store: ObjectStore) -> None:
+    with pytest.raises(ObjectMissing):
+        await store.get("no/such")
+    with pytest.raises(ObjectMissing):
+        await store.get_range("no/such", 0, 1)
+    with pytest.raises(ObjectMissing):
+        await store.compose("x", [Segment("no/such", 0, 1, whole=True)])
+    assert await store.head("no/such") is None
+    assert await store.get_many(["no/such"]) == [None]
+    await store.delete("no/such")
+
+
+async def test_only_the_first_creator_of_a_document_wins(store: ObjectStore) -> None:
+    await store.put_if_absent("docs/a.json", b"first")
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_absent("docs/a.json", b"second")
+    assert (await store.get("docs/a.json")).data == b"first"
+
+
+async def test_of_many_racing_creators_exactly_one_wins(store: ObjectStore) -> None:
+    async def create(racer: int) -> int | None:
+        try:
+            await store.put_if_absent("docs/race.json", b"%d" % racer)
+            return racer
+        except PreconditionFailed:
+            return None
+
+    winners = [w for w in await asyncio.gather(*map(create, range(12))) if w is not None]
+    assert len(winners) == 1
+    assert (await store.get("docs/race.json")).data == b"%d" % winners[0]
+
+
+async def test_a_document_changes_only_under_its_current_etag(store: ObjectStore) -> None:
+    first = await store.put_if_absent("docs/b.json", b"1")
+    second = await store.put_if_match("docs/b.json", b"2", first)
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_match("docs/b.json", b"3", first)
+    stored = await store.get("docs/b.json")
+    assert (stored.data, stored.etag) == (b"2", second)
+
+
+async def test_a_document_that_is_gone_cannot_be_replaced(store: ObjectStore) -> None:
+    etag = await store.put_if_absent("docs/c.json", b"1")
+    await store.delete("docs/c.json")
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_match("docs/c.json", b"2", etag)
+
+
+async def test_concurrent_increments_by_compare_and_set_lose_none(store: ObjectStore) -> None:
+    await store.put_if_absent("docs/counter", b"0 start")
+
+    async def increment() -> None:
+        while True:
+            stored = await store.get("docs/counter")
+            value = int(stored.data.split()[0]) + 1
+            try:
+                data = b"%d %s" % (value, secrets.token_hex(4).encode())
+                await store.put_if_match("docs/counter", data, stored.etag)
+                return
+            except PreconditionFailed:
+                continue
+
+    await asyncio.gather(*(increment() for _ in range(10)))
+    assert (await store.get("docs/counter")).data.split()[0] == b"10"
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (16 << 20) + 3, (32 << 20)])
+async def test_blobs_of_any_size_come_back_as_written(store: ObjectStore, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    await _write_blob(store, "blobs/x", data)
+    info = await store.head("blobs/x")
+    assert info is not None and info.size == size
+    read = b"".join([chunk async for chunk in read_chunks(store, "blobs/x", 0, size)])
+    assert read == data
+    assert await store.get_range("blobs/x", size, 10) == b""
+
+
+async def test_nothing_is_visible_of_a_blob_before_its_commit(store: ObjectStore) -> None:
+    writer = store.writer()
+    await writer.write(b"half")
+    assert await store.head("blobs/y") is None
+    await writer.abort()
+    assert [info async for info in store.list_objects("")] == []
+
+
+async def test_a_short_object_is_noticed_when_read_in_chunks(store: ObjectStore) -> None:
+    await store.put("blobs/short", b"12345")
+    with pytest.raises(ObjectStoreError, match="ends at byte 5"):
+        async for _ in read_chunks(store, "blobs/short", 2, 10):
+            pass
+
+
+async def test_compose_joins_runs_of_several_objects(store: ObjectStore) -> None:
+    await store.put("parts/1", b"abcdef")
+    await store.put("parts/2", b"ghijkl")
+    await store.compose(
+        "blobs/joined",
+        [Segment("parts/1", 0, 6, whole=True), Segment("parts/2", 2, 3, whole=False)],
+    )
+    assert (await store.get("blobs/joined")).data == b"abcdefijk"
+
+
+async def test_composing_a_whole_object_again_survives_its_source(store: ObjectStore) -> None:
+    await store.put("parts/1", b"abcdef")
+    for _ in range(2):
+        await store.compose("blobs/copy", [Segment("parts/1", 0, 6, whole=True)])
+    await store.delete("parts/1")
+    assert (await store.get("blobs/copy")).data == b"abcdef"
+    assert [info.key async for info in store.list_objects("")] == ["blobs/copy"]
+
+
+async def test_listing_is_ordered_by_whole_key_and_resumes_anywhere(store: ObjectStore) -> None:
+    keys = sorted(["a/b/1", "a-b/1", "a.b/1", "a/b-c/2", "a/b", "b/0", "a/bc", "a0"])
+    keys.remove("a/b")  # a folder and a file of one name cannot both be on a disk
+    for key in keys:
+        await store.put(key, b"x")
+    assert [info.key async for info in store.list_objects("")] == keys
+    for prefix in ("a", "a/", "a/b", "a/b/", "zzz"):
+        expected = [key for key in keys if key.startswith(prefix)]
+        assert [info.key async for info in store.list_objects(prefix)] == expected
+        for after in keys:
+            rest = [info.key async for info in store.list_objects(prefix, start_after=after)]
+            assert rest == [key for key in expected if key > after]
+
+
+async def test_listing_pages_through_more_than_one_thousand(store: ObjectStore) -> None:
+    keys = [f"many/{number:05d}" for number in range(1203)]
+    for begin in range(0, len(keys), 100):
+        await asyncio.gather(*(store.put(key, b"x") for key in keys[begin : begin + 100]))
+    assert [info.key async for info in store.list_objects("many/")] == keys
+
+
+async def test_a_rewritten_object_is_not_deleted_for_its_old_age(store: ObjectStore) -> None:
+    await store.put("blobs/z", b"data")
+    info = await store.head("blobs/z")
+    assert info is not None
+    assert not await store.delete_if_older("blobs/z", info.modified_s - 10)
+    assert await store.delete_if_older("blobs/z", info.modified_s)
+    assert await store.head("blobs/z") is None
+
+
+async def test_the_clock_agrees_with_the_times_of_objects(store: ObjectStore) -> None:
+    before = await store.clock_s()
+    await store.put("blobs/t", b"data")
+    info = await store.head("blobs/t")
+    after = await store.clock_s()
+    assert info is not None
+    assert int(before) <= int(info.modified_s) <= int(after) + 1
+
+
+async def test_writing_again_renews_the_age_of_a_blob(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/objects")
+    await store.put("parts/1", b"data")
+    await store.compose("blobs/a", [Segment("parts/1", 0, 4, whole=True)])
+    long_ago = time.time() - 1e6
+    os.utime(tmp_path / "objects/blobs/a", (long_ago, long_ago))
+    await store.compose("blobs/a", [Segment("parts/1", 0, 4, whole=True)])
+    info = await store.head("blobs/a")
+    assert info is not None and info.modified_s > long_ago + 1000
+
+
+@pytest.mark.parametrize("key", ["../x", "a/../b", "/abs", "a//b", ".tmp/x", "a/.hidden", "", "ä"])
+async def test_keys_that_could_leave_the_folder_are_refused(tmp_path: Path, key: str) -> None:
+    store = open_store(f"file://{tmp_path}/objects")
+    with pytest.raises(ObjectStoreError):
+        await store.put(key, b"x")
+
+
+async def test_foreign_files_in_the_folder_are_left_out_of_listings(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "objects" / "my notes.txt").write_bytes(b"x")
+    store = open_store(f"file://{tmp_path}/objects")
+    await store.put("a/b", b"x")
+    assert [info.key async for info in store.list_objects("")] == ["a/b"]

@@ -1,0 +1,42 @@
+"""Addresses of the metadata server: every form that is promised, and clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from services.common.redis_url import connect_redis
+
+
+def test_plain_tls_and_socket_urls_are_understood() -> None:
+    plain = connect_redis("redis://user:secret@meta:6380/3").connection_pool.connection_kwargs
+    assert (plain["host"], plain["port"], plain["db"]) == ("meta", 6380, 3)
+    secure = connect_redis("rediss://meta").connection_pool
+    assert "SSL" in secure.connection_class.__name__
+    socket = connect_redis("unix:///run/meta.sock").connection_pool.connection_kwargs
+    assert socket["path"] == "/run/meta.sock"
+
+
+def test_sentinel_urls_name_nodes_service_and_database() -> None:
+    client = connect_redis("redis+sentinel://me:pa%20ss@a:1,b,[::1]:3/mymaster/2")
+    pool = client.connection_pool
+    kwargs = pool.connection_kwargs
+    assert pool.service_name == "mymaster"
+    nodes = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]
+    assert [(n["host"], n["port"]) for n in nodes] == [("a", 1), ("b", 26379), ("::1", 3)]
+    assert (kwargs["db"], kwargs["username"], kwargs["password"]) == (2, "me", "pa ss")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://meta", "meta:6379", "redis+sentinel://a:1", "redis+sentinel://a:x/mymaster", ""],
+)
+def test_other_addresses_are_refused_naming_the_variable(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA"):
+        connect_redis(url)
+
+
+def test_a_refused_address_does_not_show_its_password() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        connect_redis("redis+sentinel://me:secret@a:1")
+    assert "secret" not in str(refused.value) + refused.value.violations[0].value

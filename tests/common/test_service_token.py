@@ -1,0 +1,42 @@
+"""The door that only services may enter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import InvalidRequest, Unauthenticated
+from services.common.service_token import ServiceTokenAuth, read_service_token
+
+
+async def test_the_right_token_enters() -> None:
+    auth = ServiceTokenAuth("secret")
+    assert (await auth.check("/s/m", {"authorization": "Bearer secret"})).tenant == "default"
+    assert await auth.check("/s/m", {"authorization": "bearer secret"})
+
+
+@pytest.mark.parametrize("shown", ["", "secret", "Bearer ", "Bearer wrong", "Basic secret"])
+async def test_anything_else_stays_out(shown: str) -> None:
+    with pytest.raises(Unauthenticated):
+        await ServiceTokenAuth("secret").check("/s/m", {"authorization": shown})
+
+
+async def test_no_metadata_stays_out() -> None:
+    with pytest.raises(Unauthenticated):
+        await ServiceTokenAuth("secret").check("/s/m", {})
+
+
+def test_the_token_is_read_without_its_line_end(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    assert read_service_token(tmp_path / "token") == "secret"
+    assert read_service_token(None) == ""
+
+
+@pytest.mark.parametrize("content", [None, "", " \n"])
+def test_a_missing_or_empty_file_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    with pytest.raises(InvalidRequest) as caught:
+        read_service_token(tmp_path / "token")
+    assert caught.value.violations[0].field == "LORAPLEX_SERVICE_TOKEN_FILE"

@@ -1,0 +1,23 @@
+"""Text of flags and variables becomes values, or a sentence that says what is accepted."""
+
+import pytest
+
+from services.common.units import parse_listen, whole
+
+
+def test_whole_numbers_have_bounds() -> None:
+    assert whole(1, 4)("4") == 4
+    for text in ("0", "5", "1.5", "-1", "x"):
+        with pytest.raises(ValueError, match="at least 1 and at most 4"):
+            whole(1, 4)(text)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "[::]:8080", "unix:/run/x.sock"])
+def test_listen_addresses(text: str) -> None:
+    assert parse_listen(text) == text
+
+
+@pytest.mark.parametrize("text", ["8080", ":8080", "host:", "host:99999", "unix:relative"])
+def test_other_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_listen(text)
