@@ -1,0 +1,112 @@
+"""`python -m services.registry`: one registry process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, codes_of
+from services.common import env, grpc_server
+from services.common.log import setup_logging
+from services.common.metrics import MetricsServer
+from services.common.objects import ObjectStore, open_store
+from services.common.objects.probe import probe
+from services.common.redis_url import connect_redis
+from services.common.signals import stop_event
+from services.registry import failpoint, layout
+from services.registry.assembly import Registry, assemble
+from services.registry.auth import door_auth
+from services.registry.catalog import Catalog
+from services.registry.config import RegistryConfig, from_env
+from services.registry.metadata_server import MetadataServer
+from services.registry.server import service
+from services.registry.stamp import stamp
+
+logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 1.0
+_START_RETRY_S = 1.0
+
+
+async def run(config: RegistryConfig) -> None:
+    """Serve until a signal. Not ready before the store is proved safe and the index is there."""
+    stopping = stop_event()
+    failpoint.arm(config.failpoints)
+    store = open_store(config.objects_url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        metadata_url = await _metadata_url(config, stack)
+        catalog = Catalog(connect_redis(metadata_url))
+        stack.push_async_callback(catalog.close)
+        registry = assemble(store, catalog)
+        running = await grpc_server.start(
+            [service(registry)],
+            config.listen,
+            auth=door_auth(config, registry.keys),
+            setting="LORAPLEX_REGISTRY_LISTEN",
+        )
+        if config.metrics_listen:
+            metrics = MetricsServer(lambda: running.ready)
+            await metrics.start(config.metrics_listen)
+            stack.push_async_callback(metrics.stop)
+        keeper = asyncio.create_task(_become_ready(config, registry, running))
+        keeper.add_done_callback(lambda _: stopping.set())
+        stack.callback(keeper.cancel)
+        await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
+        if keeper.done():
+            keeper.result()
+
+
+async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack) -> str:
+    if config.metadata_url != "embedded":
+        return config.metadata_url
+    config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    server = MetadataServer(config.state_dir)
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.url
+
+
+async def _become_ready(
+    config: RegistryConfig, registry: Registry, running: grpc_server.RunningServer
+) -> None:
+    """Prove the store, catch up with it, say ready; then keep the index whole."""
+    while True:
+        try:
+            await _prove(registry.store)
+            await registry.indexer.start()
+            if config.admin_key_file is not None:
+                await registry.keys.admit_first_admin(config.admin_key_file)
+            break
+        except Unavailable as error:
+            logger.warning("not ready yet", extra={"problem": error.message})
+            await asyncio.sleep(_START_RETRY_S)
+    await running.set_ready(True)
+    logger.info("ready", extra={"objects": registry.store.url})
+    await registry.indexer.keep(_CHECK_INTERVAL_S)
+
+
+async def _prove(store: ObjectStore) -> None:
+    await probe(store)
+    await stamp(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    try:
+        setup_logging("registry", env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
+        config = from_env(os.environ)
+        for warning in env.unknown_variables(os.environ):
+            logger.warning(warning)
+        asyncio.run(run(config))
+    except LoraplexError as error:
+        print(f"registry: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidRequest) else codes_of(error).exit
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

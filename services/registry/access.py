@@ -1,0 +1,80 @@
+"""Who may do what with whose adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.errors import AdapterNotFound, PermissionDenied
+from services.common.callers import Caller
+from services.registry.records import PUBLIC, SHARED, AdapterRecord
+
+ROOT = "root"
+"""Scope of the first admin key and of callers without auth: every tenant is theirs."""
+SERVICE = "service"
+"""Scope of gateways and workers: they read for everybody."""
+
+_IMPLIED = {"reader": 0, "publisher": 1, "admin": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What one caller may see and change."""
+
+    tenant: str
+    actor: str
+    scopes: frozenset[str]
+
+    @classmethod
+    def of(cls, caller: Caller) -> Access:
+        """Without auth there is no key, and everything on this machine is the caller's."""
+        scopes = caller.scopes if caller.key_id else caller.scopes | {ROOT}
+        return cls(caller.tenant, caller.key_id, scopes)
+
+    @property
+    def is_root(self) -> bool:
+        return ROOT in self.scopes
+
+    @property
+    def sees_all(self) -> bool:
+        return self.is_root or SERVICE in self.scopes
+
+    def may_see(self, tenant: str, adapter: AdapterRecord | None) -> bool:
+        """Own adapters, public ones, and those shared with this tenant."""
+        if self.sees_all or tenant == self.tenant:
+            return True
+        if adapter is None:
+            return False
+        shared = adapter.visibility == SHARED and self.tenant in adapter.shared_with
+        return adapter.visibility == PUBLIC or shared
+
+    def require_pull(self, tenant: str, adapter: AdapterRecord | None) -> None:
+        """Running and pulling are separate grants. Raises PermissionDenied."""
+        granted = adapter is not None and adapter.pullable
+        if not (self.sees_all or tenant == self.tenant or granted):
+            raise PermissionDenied(
+                "its owner lets you run this adapter, not download it; ask for pullable sharing"
+            )
+
+    def require(self, scope: str, tenant: str | None = None) -> None:
+        """Demand `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
+
+        Raises:
+            PermissionDenied: the scope is missing.
+            AdapterNotFound: the tenant is another one; whether it has such an adapter is not told.
+        """
+        if self.is_root:
+            return
+        if not any(_IMPLIED.get(held, -1) >= _IMPLIED[scope] for held in self.scopes):
+            raise PermissionDenied(f"this needs the scope {scope!r}; ask an admin for another key")
+        if tenant is not None and tenant != self.tenant:
+            raise AdapterNotFound(f"{tenant}/...", "it belongs to another tenant")
+
+    def require_root(self) -> None:
+        """Demand rights over the whole registry."""
+        if not self.is_root:
+            raise PermissionDenied("this concerns every tenant and needs the first admin key")
+
+    def require_service_or_root(self) -> None:
+        """Demand to be another service of this house, or its first admin."""
+        if SERVICE not in self.scopes:
+            self.require_root()

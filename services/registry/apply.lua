@@ -1,0 +1,95 @@
+-- Bring changed documents into the index, all or nothing, and tell watchers.
+-- KEYS[1] = prefix of all keys; ARGV = how many events to keep, the epoch to fill while rebuilding
+-- ('' = the current one), JSON {op, scope, items}, then the documents that items and events name by
+-- their place. Keys: see catalog.py.
+-- Returns the epoch, or false where there is no index to change.
+local prefix = KEYS[1]
+local max_events = tonumber(ARGV[1])
+local change = cjson.decode(ARGV[3])
+local epoch = redis.call('GET', prefix .. 'epoch')
+
+if ARGV[2] ~= '' then
+  epoch = ARGV[2]
+elseif redis.call('EXISTS', prefix .. 'rebuild') == 1 then
+  redis.call('SADD', prefix .. 'dirty', change.scope)
+end
+if not epoch then return false end
+local ns = prefix .. epoch .. ':'
+
+local function document(place)
+  return ARGV[3 + place]
+end
+
+local function generation_of(value)
+  if not value then return 0 end
+  return tonumber(string.match(value, '^%d+'))
+end
+
+local function count_use(item, sign)
+  local use = item.use
+  redis.call('HINCRBY', ns .. 'use:' .. use.tenant, 'bytes', sign * use.bytes)
+  redis.call('HINCRBY', ns .. 'use:' .. use.tenant, 'versions', sign)
+  for _, sha in ipairs(use.blobs) do
+    if redis.call('HINCRBY', ns .. 'blobs:' .. use.tenant, sha, sign) <= 0 then
+      redis.call('HDEL', ns .. 'blobs:' .. use.tenant, sha)
+    end
+  end
+end
+
+-- The newest live version leads the list; a scope without any is in no list.
+local function refresh_newest(scope)
+  local key = ns .. 'a:' .. scope
+  local newest = -1
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    local number = tonumber(string.match(field, '^v(%d+)$'))
+    if number and number > newest and generation_of(redis.call('HGET', key, field)) == 1 then
+      newest = number
+    end
+  end
+  if newest < 0 then
+    redis.call('HDEL', key, 'newest')
+    redis.call('ZREM', ns .. 'names', scope)
+  else
+    redis.call('HSET', key, 'newest', newest)
+    redis.call('ZADD', ns .. 'names', 0, scope)
+  end
+end
+
+for _, item in ipairs(change.items) do
+  local key = ns .. item.key
+  local have = generation_of(redis.call('HGET', key, item.field))
+  if item.generation > have then
+    redis.call('HSET', key, item.field, string.format('%d ', item.generation) .. document(item.doc))
+    if item.use then
+      if item.generation == 1 then
+        count_use(item, 1)
+        redis.call('HSET', key, 'd:' .. item.digest, item.number)
+        local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
+        if item.number > newest then
+          redis.call('HSET', key, 'newest', item.number)
+          redis.call('ZADD', ns .. 'names', 0, change.scope)
+        end
+      else
+        if have == 1 then count_use(item, -1) end
+        refresh_newest(change.scope)
+      end
+    end
+    if item.visibility then
+      if item.visibility > 1 then
+        redis.call('ZADD', ns .. 'shared', 0, change.scope)
+      else
+        redis.call('ZREM', ns .. 'shared', change.scope)
+      end
+    end
+    for _, event in ipairs(item.events) do
+      if event.generation > have and max_events > 0 then
+        local sequence = redis.call('INCR', ns .. 'seq')
+        redis.call('XADD', ns .. 'events', 'MAXLEN', '~', max_events,
+          string.format('%d-0', sequence), 'e', document(event.doc))
+      end
+    end
+  end
+end
+
+if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end
+return epoch

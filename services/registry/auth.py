@@ -1,0 +1,79 @@
+"""Who may call the registry's door."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest, Unauthenticated
+from services.common.callers import Auth, Caller
+from services.registry.access import SERVICE
+from services.registry.config import RegistryConfig
+from services.registry.keys import Keys
+
+_BEARER = "bearer "
+SERVICE_CALLER = Caller("default", "service", frozenset({"reader", SERVICE}))
+
+
+class KeyAuth:
+    """Every call brings `authorization: Bearer <token>`: an API key, or the service token."""
+
+    def __init__(self, keys: Keys, service_token: str) -> None:
+        self._check_key: Callable[[str], Awaitable[Caller]] = keys.check
+        self._service_token = service_token
+
+    async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
+        """The caller of one method. Raises Unauthenticated."""
+        value = metadata.get("authorization", "")
+        if not value.lower().startswith(_BEARER):
+            raise Unauthenticated(
+                "this registry wants an API key: set LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE"
+            )
+        token = value[len(_BEARER) :].strip()
+        if self._service_token and hmac.compare_digest(
+            token.encode(), self._service_token.encode()
+        ):
+            return SERVICE_CALLER
+        return await self._check_key(token)
+
+
+def door_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
+    """The check for this configuration; None without auth, which is for loopback.
+
+    Raises:
+        InvalidRequest: an address beyond loopback without auth, or an unreadable token file.
+    """
+    if config.auth == "keys":
+        return KeyAuth(keys, _service_token(config.service_token_file))
+    for address in config.listen:
+        if not is_private(address) and not config.insecure:
+            raise InvalidRequest.field(
+                "LORAPLEX_REGISTRY_LISTEN",
+                address,
+                "others could reach it: set LORAPLEX_AUTH=keys, or LORAPLEX_INSECURE=1 if you "
+                "really want no auth",
+            )
+    return None
+
+
+def is_private(address: str) -> bool:
+    """Whether only this machine reaches an address, HOST:PORT or unix:/path."""
+    host = address.rpartition(":")[0].strip("[]")
+    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _service_token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise InvalidRequest.field(
+            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), f"cannot be read: {error.strerror}"
+        ) from None
+    if len(token) < 16:
+        raise InvalidRequest.field(
+            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), "must hold at least 16 characters"
+        )
+    return token

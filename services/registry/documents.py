@@ -1,0 +1,70 @@
+"""Reading and changing documents in the object store, by create-only and compare-and-set."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed
+from services.registry.records import decode, encode
+
+_MAX_TRIES = 100
+
+R = TypeVar("R")
+
+
+async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
+    """The document under `key`, or None."""
+    try:
+        return decode(cls, (await store.get(key)).data)
+    except ObjectMissing:
+        return None
+
+
+async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]:
+    """The documents under `keys`, leaving out those that are gone by now."""
+    return [decode(cls, data) for data in await store.get_many(keys) if data is not None]
+
+
+async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
+    """Every document under a prefix, ordered by key."""
+    return await read_all(store, [i.key async for i in store.list_objects(prefix)], cls)
+
+
+async def create(store: ObjectStore, key: str, record: object) -> bool:
+    """Write a document where none is; say whether this call did."""
+    try:
+        await store.put_if_absent(key, encode(record))
+        return True
+    except PreconditionFailed:
+        return False
+
+
+async def change(
+    store: ObjectStore, key: str, cls: type[R], step: Callable[[R | None], R | None]
+) -> R | None:
+    """Replace a document by `step(current)`, again and again until no other writer got between.
+
+    `step` gets None where there is no document, returns None to leave things as they are, and may
+    raise. Returns the document as it is now.
+    """
+    for attempt in range(_MAX_TRIES):
+        try:
+            stored = await store.get(key)
+        except ObjectMissing:
+            stored = None
+        current = None if stored is None else decode(cls, stored.data)
+        wanted = step(current)
+        if wanted is None:
+            return current
+        try:
+            if stored is None:
+                await store.put_if_absent(key, encode(wanted))
+            else:
+                await store.put_if_match(key, encode(wanted), stored.etag)
+            return wanted
+        except PreconditionFailed:
+            await asyncio.sleep(random.uniform(0, 0.002 * min(attempt, 20)))
+    raise PreconditionFailed(key)

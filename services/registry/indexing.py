@@ -1,0 +1,215 @@
+"""Keeping the index equal to the objects: repair of what it missed, rebuild where it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.catalog import Catalog, CatalogDown, NoIndex
+from services.registry.items import (
+    BASES_SCOPE,
+    Item,
+    adapter_item,
+    base_item,
+    scope_of,
+    tag_item,
+    version_item,
+)
+from services.registry.publish import Publisher
+from services.registry.records import (
+    AdapterRecord,
+    BaseRecord,
+    TagRecord,
+    VersionRecord,
+    decode,
+)
+from services.registry.uploads import Uploads
+
+logger = logging.getLogger(__name__)
+
+_BATCH_KEYS = 500
+_MAX_TRIES = 3
+_PENDING_AGE_S = 60.0
+"""A change that was noted this long ago and is not applied belongs to a process that died."""
+
+
+class Indexer:
+    """Repairs and rebuilds."""
+
+    def __init__(
+        self, store: ObjectStore, catalog: Catalog, uploads: Uploads, publisher: Publisher
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._uploads = uploads
+        self._publisher = publisher
+        self._rebuilding = asyncio.Lock()
+        self._seen: tuple[str, int] = ("", 0)
+
+    async def start(self) -> None:
+        """Catch up once, before anybody reads: index there, dead publications rolled forward."""
+        await self.ensure()
+        await self.recover()
+        await self.repair(0.0)
+
+    async def keep(self, interval_s: float) -> None:
+        """Check for ever that the index is there and whole."""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self.ensure()
+                await self.repair(_PENDING_AGE_S)
+            except CatalogDown as error:
+                logger.warning("index unavailable", extra={"problem": error.message})
+            except Exception:
+                logger.exception("index check failed")
+
+    async def ensure(self) -> None:
+        """Rebuild where there is no index, or where it went back in time (a lost failover)."""
+        epoch = await self._catalog.epoch()
+        if epoch is not None:
+            sequence = await self._catalog.last_sequence(epoch)
+            seen_epoch, seen_sequence = self._seen
+            if epoch != seen_epoch or sequence >= seen_sequence:
+                self._seen = (epoch, sequence)
+                return
+            logger.warning("index went back in time", extra={"from": seen_sequence, "to": sequence})
+        async with self._rebuilding:
+            if await self._catalog.epoch() != epoch:
+                return
+            for _ in range(_MAX_TRIES):
+                with contextlib.suppress(NoIndex):
+                    await self._rebuild()
+                    return
+            await self._rebuild()
+
+    async def recover(self) -> int:
+        """Roll publications forward that died between becoming visible and being acknowledged."""
+        count = 0
+        for upload_id in await self._uploads.unfinished():
+            count += await self._publisher.recover(upload_id)
+        if count:
+            logger.info("publications rolled forward", extra={"count": count})
+        return count
+
+    async def repair(self, min_age_s: float) -> None:
+        """Read again what was noted to change and never reached the index."""
+        pending = [entry for entry in await self._catalog.pending() if entry[2] >= min_age_s]
+        if not pending:
+            return
+        if min_age_s:
+            await self.recover()
+        for scope in {scope for _, scope, _ in pending}:
+            await self.refresh(scope)
+        # Younger notes stay: their writers may be about to change objects still.
+        dead = [operation for operation, _, age_s in pending if age_s >= _PENDING_AGE_S]
+        await self._catalog.forget_pending(dead)
+
+    async def refresh(self, scope: str) -> None:
+        """Bring one scope up to its objects."""
+        if scope == BASES_SCOPE:
+            bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
+            await self._catalog.apply(scope, [base_item(base) for base in bases])
+            return
+        await self._catalog.apply(scope, await self._items_of(scope))
+
+    async def rebuild(self) -> tuple[str, int, int, int]:
+        """Make a new index from the objects and put it in the place of the old one.
+
+        Returns (epoch, versions, tags, bases). Where another process rebuilds already, waits for
+        it instead and counts nothing.
+        """
+        async with self._rebuilding:
+            return await self._rebuild()
+
+    async def _rebuild(self) -> tuple[str, int, int, int]:
+        before = await self._catalog.epoch()
+        epoch = await self._catalog.begin_rebuild()
+        while epoch is None:
+            await asyncio.sleep(0.2)
+            now = await self._catalog.epoch()
+            if now is not None and now != before:
+                return now, 0, 0, 0
+            epoch = await self._catalog.begin_rebuild()
+        try:
+            counts = await self._fill(epoch)
+            await self._switch(epoch)
+        except BaseException:
+            await self._catalog.release_rebuild(epoch)
+            await self._catalog.drop(epoch)
+            raise
+        self._seen = (epoch, 0)
+        if before is not None:
+            await self._catalog.drop(before)
+        logger.info("index rebuilt", extra={"epoch": epoch, "versions": counts[0]})
+        return (epoch, *counts)
+
+    async def _switch(self, epoch: str) -> None:
+        """Read what changed meanwhile again, until nothing did, and make the index current."""
+        while (left := await self._catalog.switch(epoch)) is not True:
+            if left is False:
+                raise NoIndex("Redis was emptied during the rebuild", retry_after_s=1.0)
+            for scope in left if isinstance(left, list) else ():
+                items = await self._items_of(scope)
+                await self._catalog.apply(scope, items, into_epoch=epoch)
+
+    async def _fill(self, epoch: str) -> tuple[int, int, int]:
+        """Read every document into the index under construction; returns the counts."""
+        bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
+        base_items = [base_item(base) for base in bases]
+        await self._catalog.apply(BASES_SCOPE, base_items, into_epoch=epoch)
+        versions = tags = 0
+        keys: list[str] = []
+        async for info in self._store.list_objects(layout.ADAPTERS):
+            if len(keys) >= _BATCH_KEYS and _folder(info.key) != _folder(keys[-1]):
+                more = await self._fill_batch(epoch, keys)
+                versions, tags, keys = versions + more[0], tags + more[1], []
+            keys.append(info.key)
+        more = await self._fill_batch(epoch, keys)
+        return versions + more[0], tags + more[1], len(bases)
+
+    async def _fill_batch(self, epoch: str, keys: Sequence[str]) -> tuple[int, int]:
+        """Index the documents of whole adapters."""
+        documents_ = await self._store.get_many(keys)
+        scopes: dict[str, dict[str, bytes]] = {}
+        for key, data in zip(keys, documents_, strict=True):
+            place = layout.adapter_of(key)
+            if place is not None and data is not None:
+                scopes.setdefault(scope_of(*place), {})[key] = data
+        changes = [(scope, _items(scope, found)) for scope, found in scopes.items()]
+        await self._catalog.apply_many(epoch, changes)
+        await self._catalog.extend_rebuild()
+        return (
+            sum("/versions/" in key for found in scopes.values() for key in found),
+            sum("/tags/" in key for found in scopes.values() for key in found),
+        )
+
+    async def _items_of(self, scope: str) -> list[Item]:
+        if scope == BASES_SCOPE:
+            bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
+            return [base_item(base) for base in bases]
+        prefix = layout.adapter_folder(*scope.split("/", 1))
+        keys = [info.key async for info in self._store.list_objects(prefix)]
+        found = zip(keys, await self._store.get_many(keys), strict=True)
+        return _items(scope, {key: data for key, data in found if data is not None})
+
+
+def _folder(key: str) -> str:
+    return "/".join(key.split("/")[:3])
+
+
+def _items(scope: str, found: dict[str, bytes]) -> list[Item]:
+    """The documents of one adapter as index items, versions before the tags that name them."""
+    tenant, _, name = scope.partition("/")
+    data = found.get(layout.adapter(tenant, name))
+    adapter = decode(AdapterRecord, data) if data is not None else None
+    versions = [decode(VersionRecord, found[key]) for key in sorted(found) if "/versions/" in key]
+    tags = [decode(TagRecord, found[key]) for key in sorted(found) if "/tags/" in key]
+    live = [version for version in versions if not version.deleted]
+    items = [adapter_item(adapter, live)] if adapter is not None else []
+    items += [version_item(version, adapter) for version in versions]
+    return items + [tag_item(tag) for tag in tags]

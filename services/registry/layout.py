@@ -1,0 +1,131 @@
+"""Where everything lies in the object store. Every key of the registry is made here.
+
+loraplex.json                                   {"layout": 1}
+blobs/sha256/<2>/<hex>                          manifests and files, named by their content
+adapters/<tenant>/<name>/adapter.json           who may see it
+adapters/<tenant>/<name>/versions/<%010d>.json  a version; a tombstone once deleted
+adapters/<tenant>/<name>/signatures/<%010d>-<key sha256>.json
+adapters/<tenant>/<name>/tags/<tag>.json        a tag; without targets once deleted
+bases/<quoted id>.json                          a base and its geometry
+tenants/<tenant>.json                           quotas
+keys/<key id>.json                              an API key, hashed
+audit/<yyyy-mm-dd>/<ulid>.json                  one change by one actor
+uploads/<upload id>/session.json                what will be sent
+uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
+uploads/<upload id>/intent.json                 written before anything becomes visible
+uploads/<upload id>/finished.json               the acknowledgement
+index/snapshot-<ulid>.json.gz                   a copy of the index, to rebuild from faster
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+LAYOUT_KEY = "loraplex.json"
+LAYOUT_NUMBER = 1
+
+BLOBS = "blobs/sha256/"
+ADAPTERS = "adapters/"
+BASES = "bases/"
+TENANTS = "tenants/"
+KEYS = "keys/"
+AUDIT = "audit/"
+UPLOADS = "uploads/"
+SNAPSHOTS = "index/snapshot-"
+
+
+def blob(sha256: str) -> str:
+    """`sha256` is 64 hex characters, or a digest with its prefix."""
+    hex_ = sha256.removeprefix("sha256:")
+    return f"{BLOBS}{hex_[:2]}/{hex_}"
+
+
+def adapter_folder(tenant: str, name: str) -> str:
+    """Prefix of everything about one adapter, with the final slash."""
+    return f"{ADAPTERS}{tenant}/{name}/"
+
+
+def adapter(tenant: str, name: str) -> str:
+    return f"{adapter_folder(tenant, name)}adapter.json"
+
+
+def versions_folder(tenant: str, name: str) -> str:
+    return f"{adapter_folder(tenant, name)}versions/"
+
+
+def version(tenant: str, name: str, number: int) -> str:
+    return f"{versions_folder(tenant, name)}{number:010d}.json"
+
+
+def signatures_of(tenant: str, name: str, number: int) -> str:
+    """Prefix of the signatures of one version."""
+    return f"{adapter_folder(tenant, name)}signatures/{number:010d}-"
+
+
+def signature(tenant: str, name: str, number: int, key_sha256: str) -> str:
+    return f"{signatures_of(tenant, name, number)}{key_sha256}.json"
+
+
+def tags_folder(tenant: str, name: str) -> str:
+    return f"{adapter_folder(tenant, name)}tags/"
+
+
+def tag(tenant: str, name: str, tag_: str) -> str:
+    return f"{tags_folder(tenant, name)}{tag_}.json"
+
+
+def base(base_id: str) -> str:
+    return f"{BASES}{quoted(base_id)}.json"
+
+
+def tenant(tenant_: str) -> str:
+    return f"{TENANTS}{tenant_}.json"
+
+
+def key(key_id: str) -> str:
+    return f"{KEYS}{key_id}.json"
+
+
+def audit(date: str, ulid: str) -> str:
+    return f"{AUDIT}{date}/{ulid}.json"
+
+
+def upload_folder(upload_id: str) -> str:
+    return f"{UPLOADS}{upload_id}/"
+
+
+def upload_session(upload_id: str) -> str:
+    return f"{upload_folder(upload_id)}session.json"
+
+
+def upload_parts(upload_id: str) -> str:
+    return f"{upload_folder(upload_id)}parts/"
+
+
+def upload_part(upload_id: str, file_index: int, offset: int, size: int, sha256: str) -> str:
+    return f"{upload_parts(upload_id)}{file_index:03d}/{offset:016d}-{size}-{sha256}"
+
+
+def upload_intent(upload_id: str) -> str:
+    return f"{upload_folder(upload_id)}intent.json"
+
+
+def upload_finished(upload_id: str) -> str:
+    return f"{upload_folder(upload_id)}finished.json"
+
+
+def adapter_of(key_: str) -> tuple[str, str] | None:
+    """(tenant, name) of a key under `adapters/`."""
+    parts = key_.split("/")
+    return (parts[1], parts[2]) if len(parts) >= 4 and parts[0] == "adapters" else None
+
+
+def quoted(base_id: str) -> str:
+    """A base id as one part of a key, told apart also where case is not: capitals are escaped."""
+    safe = "abcdefghijklmnopqrstuvwxyz0123456789-_"
+    return "".join(c if c in safe else _escaped(c) for c in base_id)
+
+
+def _escaped(character: str) -> str:
+    plain = quote(character, safe="")
+    return plain if plain.startswith("%") else f"%{ord(character):02X}"

@@ -1,0 +1,249 @@
+"""The documents of the registry, as they lie in the object store and in the index.
+
+Each carries `generation`, which rises by one with every change of the same document: the index
+keeps the highest it has seen, whatever order changes arrive in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import secrets
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from loraplex.adapter_format import File, Geometry
+from loraplex.errors import Violation
+
+MAX_TAG_MOVES = 32
+
+PRIVATE, SHARED, PUBLIC = 1, 2, 3
+"""Visibility of an adapter, numbered as on the wire."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """An immutable upload. Generation 1 is live, higher ones are tombstones."""
+
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    base_id: str
+    base_fingerprint: str
+    created_s: float
+    files: tuple[File, ...]
+    creator: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    parent: str = ""
+    max_rank: int = 0
+    num_modules: int = 0
+    warnings: tuple[Violation, ...] = ()
+    peft_version: str = ""
+    signers: tuple[str, ...] = ()
+    upload_id: str = ""
+    generation: int = 1
+    deleted_s: float = 0.0
+    purged: bool = False
+    """Deleted with --purge: the bytes need not be retained."""
+
+    @property
+    def deleted(self) -> bool:
+        return self.generation > 1
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One side of a tag."""
+
+    version: int
+    digest: str
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One past move of a tag."""
+
+    generation: int
+    targets: tuple[Target, ...]
+    moved_s: float
+    mover: str
+    move_id: str
+    """Id of the operation; the same operation never moves a tag twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagRecord:
+    """A movable pointer. No targets = deleted; the generation goes on all the same."""
+
+    tenant: str
+    name: str
+    tag: str
+    targets: tuple[Target, ...]
+    generation: int
+    updated_s: float
+    moves: tuple[Move, ...] = ()
+    """Oldest first, at most 32, the present state included."""
+    pending: tuple[Target, ...] = ()
+    """Targets of a staged move: they wait until workers have them loaded."""
+    pending_reason: str = ""
+    """What it waits for, or why the last staged move failed."""
+    pending_until_s: float = 0.0
+    pending_mover: str = ""
+
+    @property
+    def is_shown(self) -> bool:
+        """A deleted tag is not, unless something is pending or failed."""
+        return bool(self.targets or self.pending or self.pending_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """What belongs to an adapter rather than to a version: who may see it."""
+
+    tenant: str
+    name: str
+    visibility: int
+    """PRIVATE, SHARED or PUBLIC."""
+    shared_with: tuple[str, ...] = ()
+    pullable: bool = False
+    """Whether tenants that may run it may download it too."""
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """A base and its geometry."""
+
+    base_id: str
+    geometry: Geometry
+    weights_sha256: str = ""
+    aliases: tuple[str, ...] = ()
+    max_lora_rank: int = 0
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRecord:
+    """Limits of a tenant; 0 = none."""
+
+    tenant: str
+    max_bytes: int = 0
+    max_versions: int = 0
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    max_concurrent: int = 0
+    fairness_weight: float = 0.0
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """An API key. The secret itself is known to its holder only."""
+
+    key_id: str
+    tenant: str
+    scopes: tuple[str, ...]
+    secret_sha256: str
+    created_s: float
+    expires_s: float = 0.0
+    revoked_s: float = 0.0
+    description: str = ""
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureRecord:
+    """A signature of one version's files."""
+
+    key_sha256: str
+    """Of the signer's public key in PEM."""
+    bundle: str
+    """The sigstore bundle, JSON."""
+    actor: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One change by one actor."""
+
+    time_s: float
+    actor: str
+    tenant: str
+    action: str
+    subject: str
+    digest: str = ""
+    details: dict[str, str] = field(default_factory=dict)
+
+
+def encode(record: Any) -> bytes:
+    """A document with a fresh `write_id`, so that no two writes hold the same bytes."""
+    fields = to_fields(record)
+    fields["write_id"] = secrets.token_hex(8)
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode(cls: type[R], data: bytes | str) -> R:
+    """The inverse of `encode`. Unknown fields are left out, so newer writers can add some."""
+    return build(cls, json.loads(data))
+
+
+def build(cls: type[R], fields: Any) -> R:
+    """A record from parsed JSON."""
+    as_key: Any = cls
+    record: R = _builder(as_key)(fields)
+    return record
+
+
+def to_fields(record: Any) -> dict[str, Any]:
+    """A record as JSON values; several times as fast as `dataclasses.asdict`, which copies."""
+    fields: dict[str, Any] = _plainer(record.__class__)(record)
+    return fields
+
+
+@functools.cache
+def _plainer(cls: Any) -> Callable[[Any], Any]:
+    """What turns a value of the annotated type `cls` into a JSON value, made once per type."""
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        plainers = [(name, _plainer(hint)) for name, hint in typing.get_type_hints(cls).items()]
+        return lambda value: {name: plainer(getattr(value, name)) for name, plainer in plainers}
+    if typing.get_origin(cls) is tuple:
+        element = _plainer(typing.get_args(cls)[0])
+        return lambda value: [element(item) for item in value]
+    if typing.get_origin(cls) is types.UnionType:
+        inner = _plainer(typing.get_args(cls)[0])
+        return lambda value: None if value is None else inner(value)
+    return _unchanged
+
+
+@functools.cache
+def _builder(cls: Any) -> Callable[[Any], Any]:
+    """What turns a JSON value into an instance of the annotated type `cls`, made once per type."""
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        builders = {name: _builder(hint) for name, hint in typing.get_type_hints(cls).items()}
+        return lambda value: cls(
+            **{name: builders[name](item) for name, item in value.items() if name in builders}
+        )
+    if typing.get_origin(cls) is tuple:
+        element = _builder(typing.get_args(cls)[0])
+        return lambda value: tuple([element(item) for item in value])
+    if typing.get_origin(cls) is types.UnionType:
+        inner = _builder(typing.get_args(cls)[0])
+        return lambda value: None if value is None else inner(value)
+    return float if cls is float else _unchanged
+
+
+def _unchanged(value: Any) -> Any:
+    return value

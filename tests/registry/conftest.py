@@ -1,0 +1,78 @@
+"""One metadata server for all tests of the registry, emptied before each."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+from loraplex.registry_client import RegistryClient
+from loraplex.settings import Credentials
+from services.common import grpc_server
+from services.common.objects import open_store
+from services.common.redis_url import connect_redis
+from services.registry import server
+from services.registry.assembly import Registry, assemble
+from services.registry.catalog import Catalog
+from services.registry.metadata_server import find_binary
+from tests.registry.house import tiny_base
+
+
+@pytest.fixture(scope="session")
+def metadata_server() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        socket = f"{folder}/metadata.sock"
+        command = [str(find_binary()), "--port", "0", "--unixsocket", socket, "--save", ""]
+        process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL)
+        while not Path(socket).exists():
+            assert process.poll() is None, "the metadata server must start"
+            time.sleep(0.01)
+        yield f"unix://{socket}"
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def metadata_url(metadata_server: str) -> str:
+    client = redis.Redis.from_url(metadata_server)
+    client.flushall()
+    client.close()
+    return metadata_server
+
+
+@pytest.fixture
+async def registry(tmp_path: Path, metadata_url: str) -> AsyncIterator[Registry]:
+    """A registry that knows one base."""
+    store = open_store(f"file://{tmp_path}/objects")
+    catalog = Catalog(connect_redis(metadata_url))
+    assembled = assemble(store, catalog)
+    await assembled.indexer.start()
+    await assembled.bases.register(tiny_base(), replace=False)
+    yield assembled
+    await catalog.close()
+    await store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A served registry and a client of it."""
+
+    registry: Registry
+    client: RegistryClient
+    address: str
+
+
+@pytest.fixture
+async def door(registry: Registry) -> AsyncIterator[Door]:
+    running = await grpc_server.start([server.service(registry)], ["127.0.0.1:0"])
+    await running.set_ready(True)
+    address = f"127.0.0.1:{running.port}"
+    async with RegistryClient(address, Credentials()) as client:
+        yield Door(registry, client, address)
+    await running.stop(0)
