@@ -1,0 +1,119 @@
+"""`python -m services.worker`: the door process. It answers at once and loads the model beside."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+from loraplex.errors import LoraplexError, codes_of
+from services.common import env, grpc_server
+from services.common.log import setup_logging
+from services.common.metrics import MetricsServer
+from services.common.objects.opening import open_store
+from services.common.service_token import ServiceTokenAuth
+from services.worker.adapters.disk import DiskCache
+from services.worker.adapters.source import AdapterSource
+from services.worker.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.config import WorkerConfig, from_env
+from services.worker.door import Door
+from services.worker.engine_link import EngineLink
+from services.worker.grammars.checker import GrammarChecker
+from services.worker.metrics import AdapterCollector
+from services.worker.server import worker_service
+from services.worker.status import StatusBoard
+
+logger = logging.getLogger("services.worker")
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Run until SIGTERM, then let running requests end. Raises LoraplexError when the worker
+    cannot serve as it is configured."""
+    status = StatusBoard()
+    ready_changed = asyncio.Event()
+    door = Door(status, config.max_request_adapters, lambda _: ready_changed.set())
+    auth = ServiceTokenAuth(config.service_token) if config.service_token else None
+    services = [worker_service(config, door)]
+    server = await grpc_server.start(
+        services, [config.listen], auth=auth, setting=env.WORKER_LISTEN.name
+    )
+    metrics = MetricsServer(ready=lambda: status.is_ready)
+    AdapterCollector(status, config.max_resident).register()
+    if config.metrics_listen:
+        await metrics.start(config.metrics_listen)
+    tasks = [
+        asyncio.create_task(grpc_server.serve(server, drain=door.finish, drain_s=config.drain_s)),
+        asyncio.create_task(_run_engine(config, door)),
+        asyncio.create_task(_report_ready(server, status, ready_changed)),
+    ]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        door.close()
+        await metrics.stop()
+        await server.stop(0)
+
+
+async def _run_engine(config: WorkerConfig, door: Door) -> None:
+    """Find the model, open the caches, keep an engine running. Ends only with an error."""
+    model_dir = await _model_dir(config)
+    bundle = await asyncio.to_thread(read_tokenizer, model_dir)
+    disk = await asyncio.to_thread(
+        DiskCache, config.cache_dir, config.cache_bytes, door.adapter_gone
+    )
+    source = AdapterSource(open_store(config.objects_url), disk, config.max_lora_rank)
+    link = EngineLink(config.engine(model_dir), door, step_timeout_s=config.step_timeout_s)
+    grammars = GrammarChecker(model_dir / "tokenizer.json")
+    door.connect(link, source, disk, bundle, grammars)
+    try:
+        await link.run()
+    finally:
+        await source.close()
+        await grammars.close()
+        disk.close()
+
+
+async def _model_dir(config: WorkerConfig) -> Path:
+    if not config.model.startswith("s3://"):
+        return await asyncio.to_thread(find_model, config.model)
+    store = open_store(config.model)
+    try:
+        name = hashlib.sha256(config.model.encode()).hexdigest()[:16]
+        return await fetch_model(store, config.cache_dir / "models" / name)
+    finally:
+        await store.close()
+
+
+async def _report_ready(
+    server: grpc_server.RunningServer, status: StatusBoard, changed: asyncio.Event
+) -> None:
+    while True:
+        await changed.wait()
+        changed.clear()
+        await server.set_ready(status.is_ready)
+        logger.info("ready" if status.is_ready else "not ready", extra={"epoch": status.epoch})
+
+
+def main() -> int:
+    """Returns the exit code."""
+    setup_logging("worker", env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
+    for warning in env.unknown_variables(os.environ):
+        logger.warning(warning)
+    try:
+        asyncio.run(serve(from_env(os.environ)))
+    except LoraplexError as error:
+        print(f"worker: {error.message}", file=sys.stderr)
+        return codes_of(error).exit
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

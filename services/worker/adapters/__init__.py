@@ -1,0 +1,1 @@
+"""Adapters on their way from the object store to the device."""

@@ -1,0 +1,44 @@
+"""Remember what failed, why, and when to try again. Pure, under the caller's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.errors import LoraplexError
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: LoraplexError
+    attempts: int
+    retry_at_s: float
+
+
+class Backoff:
+    """Failures by key, each with a pause that doubles from `base_s` to `max_s`."""
+
+    def __init__(self, base_s: float = 1.0, max_s: float = 60.0, max_keys: int = 10_000) -> None:
+        self._base_s = base_s
+        self._max_s = max_s
+        self._max_keys = max_keys
+        self._failures: dict[str, _Failure] = {}
+
+    def record(self, key: str, error: LoraplexError, now: float) -> None:
+        """Note a failure; the next try is refused until its pause is over."""
+        past = self._failures.pop(key, None)
+        attempts = past.attempts + 1 if past else 1
+        pause_s = min(self._max_s, self._base_s * 2.0 ** min(attempts - 1, 30))
+        self._failures[key] = _Failure(error, attempts, now + pause_s)
+        while len(self._failures) > self._max_keys:
+            del self._failures[next(iter(self._failures))]
+
+    def blocked(self, key: str, now: float) -> LoraplexError | None:
+        """The error to answer with while the pause lasts; None = try."""
+        failure = self._failures.get(key)
+        if failure is None or now >= failure.retry_at_s:
+            return None
+        return failure.error
+
+    def clear(self, key: str) -> None:
+        """Forget the failures of `key`: it worked."""
+        self._failures.pop(key, None)

@@ -1,0 +1,140 @@
+"""The attention seam, after the attention page of TensorRT-LLM's PyTorch backend.
+
+A backend is one `AttentionBackend` per layer, built with the model, and one `AttentionMetadata` per
+step, filled by the runner and completed by `prepare`. Field names are that page's, so that a reader
+who knows it, and a backend written against it, feel at home.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class AttentionMask(enum.Enum):
+    """Which keys a query sees."""
+
+    CAUSAL = "causal"
+    FULL = "full"
+
+
+class KvCache(Protocol):
+    """What a backend needs of the KV cache's storage."""
+
+    tokens_per_block: int
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each KV group."""
+        ...
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
+        ...
+
+    def group_of(self, layer: int) -> int:
+        """KV group of a layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheParams:
+    """Where each sequence's KV lies."""
+
+    use_cache: bool
+    """False: a pass without cache (pooling); nothing is written, contexts see themselves only."""
+    num_cached_tokens_per_seq: tuple[int, ...] = ()
+    """Positions that are in the cache before this step."""
+    block_tables: tuple[Sequence[Sequence[int]], ...] = ()
+    """Per KV group, per sequence: block ids in position order. Ids behind a window are void."""
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One batch as attention sees it: contexts first, then generations."""
+
+    num_contexts: int
+    num_generations: int
+    num_tokens: int
+    num_ctx_tokens: int
+    """Tokens of the contexts."""
+    seq_lens: Tensor
+    """int64 `[num_requests]` on the CPU: new tokens of each sequence in this step."""
+    prompt_lens: Sequence[int]
+    request_ids: Sequence[str]
+    kv_cache_params: KvCacheParams
+    kv_cache_manager: KvCache | None = None
+    """The cache's storage; None without a cache."""
+    position_ids: Tensor | None = None
+    """int64 `[num_tokens]`, on the device."""
+    max_num_requests: int = 0
+    max_num_tokens: int = 0
+    is_cuda_graph: bool = False
+    is_dummy_attention: bool = False
+    """A profiling run: shapes only, the cache is neither read nor written."""
+    seq_lens_cuda: Tensor | None = None
+    """`seq_lens` on the device."""
+    context_lens: Tensor = field(init=False)
+    """`seq_lens` of the contexts."""
+
+    def __post_init__(self) -> None:
+        self.context_lens = self.seq_lens[: self.num_contexts]
+
+    def prepare(self) -> None:
+        """Complete a backend's own fields; called once a step, before the first layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionalEmbeddingParams:
+    """Asks a backend to apply the rotary embedding itself."""
+
+    dim: int
+    theta: float
+
+
+class AttentionBackend(Protocol):
+    """Attention of one layer."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+    ) -> Tensor:
+        """Write this step's keys and values and attend to everything visible.
+
+        Args:
+            q: `[num_tokens, num_heads * head_dim]`, already rotated.
+            k, v: `[num_tokens, num_kv_heads * head_dim]`.
+
+        Returns:
+            `[num_tokens, num_heads * head_dim]`.
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """A backend that turns queries and keys itself, on their way to the cache."""
+
+    def rotate_and_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """`forward` of rotated q and k, with the causal mask.
+
+        Args:
+            q, k, v: as `forward` takes them, not rotated; q may be mutated.
+            cos_sin: `[num_tokens, 1, dim / 2]` each.
+        """
+        ...

@@ -1,0 +1,129 @@
+"""The base model's files: where they are, and those of them that gateways speak text with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest, Unavailable, Unsupported
+from services.common.objects.store import ObjectStore, read_chunks
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+MAX_TOKENIZER_BYTES = 48 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBundle:
+    """The tokenizer's files and the digest over their names and contents."""
+
+    files: tuple[tuple[str, bytes], ...]
+    digest: str
+    generation_config_json: str
+    """"" where the base has none."""
+    bos_token_id: int | None
+
+
+async def fetch_model(store: ObjectStore, folder: Path) -> Path:
+    """Copy every file of a model in an object store into `folder`, once.
+
+    A file that is there with the right size is kept: an interrupted copy goes on.
+
+    Raises:
+        InvalidRequest: the store holds no config.json.
+        ObjectStoreError: the store cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    async for info in store.list_objects(""):
+        target = folder / info.key
+        if "/" in info.key or (target.is_file() and target.stat().st_size == info.size):
+            continue
+        partial = folder / f".{info.key}.partial"
+        with partial.open("wb") as file:
+            async for chunk in read_chunks(store, info.key, 0, info.size):
+                await asyncio.to_thread(file.write, chunk)
+        partial.replace(target)
+    if not (folder / "config.json").is_file():
+        raise InvalidRequest.field("LORAPLEX_MODEL", store.url, "there is no config.json")
+    return folder
+
+
+def find_model(model: str) -> Path:
+    """The folder of a model, downloading a hub id through the hub's own client and cache.
+
+    Raises:
+        InvalidRequest: neither a folder nor a hub id that can be had.
+        Unavailable: the hub cannot be reached.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidRequest.field("LORAPLEX_MODEL", model, "the folder has no config.json")
+        return path.resolve()
+    if model.startswith(("/", ".")) or model.count("/") != 1:
+        raise InvalidRequest.field("LORAPLEX_MODEL", model, "no such folder, nor a hub id")
+    return _download(model)
+
+
+def read_tokenizer(model_dir: Path) -> TokenizerBundle:
+    """Read the tokenizer's files. Raises InvalidRequest when they are unreasonably large."""
+    names = [name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
+    num_bytes = sum((model_dir / name).stat().st_size for name in names)
+    if num_bytes > MAX_TOKENIZER_BYTES:
+        raise InvalidRequest.field(
+            "LORAPLEX_MODEL",
+            str(model_dir),
+            f"tokenizer files have {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are served",
+        )
+    files = tuple((name, (model_dir / name).read_bytes()) for name in names)
+    hasher = hashlib.sha256()
+    for name, content in files:
+        hasher.update(f"{name} {len(content)}\n".encode())
+        hasher.update(content)
+    generation = dict(files).get("generation_config.json", b"").decode()
+    bos_token_id = _bos_token_id(dict(files))
+    return TokenizerBundle(files, f"sha256:{hasher.hexdigest()}", generation, bos_token_id)
+
+
+def _bos_token_id(files: dict[str, bytes]) -> int | None:
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads(files.get(name, b"{}")).get("bos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise InvalidRequest.field("LORAPLEX_MODEL", name, "must hold a JSON object") from error
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _download(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise Unsupported.field(
+            "LORAPLEX_MODEL", model, "hub ids need the huggingface-hub package; give a folder"
+        ) from None
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise Unavailable(f"model {model!r} is not cached and the hub is away") from error
+    except (HfHubHTTPError, ValueError) as error:
+        raise InvalidRequest.field(
+            "LORAPLEX_MODEL", model, "no such folder, nor a hub id that can be had"
+        ) from error

@@ -1,0 +1,141 @@
+"""What a worker is told by its environment, resolved once."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest, Unsupported
+from services.common import env
+from services.common.service_token import read_service_token
+from services.worker.messages import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything the door process needs to know."""
+
+    listen: str
+    metrics_listen: str
+    worker_id: str
+    model: str
+    """As the user wrote it: folder, hub id or s3:// address."""
+    base_id: str
+    objects_url: str
+    cache_dir: Path
+    cache_bytes: int
+    drain_s: float
+    step_timeout_s: float
+    service_token: str
+    """What callers must show; "" = nothing."""
+    device: str
+    dtype: str
+    load_format: str
+    arena_bytes: int
+    max_lora_rank: int
+    max_resident: int
+    max_loras: int | None
+    max_step_tokens: int
+    max_running: int
+    policy: str
+    prefix_cache: bool
+
+    def engine(self, model_dir: Path) -> EngineConfig:
+        """The part that the engine process gets."""
+        return EngineConfig(
+            model_dir=str(model_dir),
+            device=self.device,
+            dtype=self.dtype,
+            arena_bytes=self.arena_bytes,
+            load_format=self.load_format,
+            max_lora_rank=self.max_lora_rank,
+            max_resident=self.max_resident,
+            max_step_tokens=self.max_step_tokens,
+            max_running=self.max_running,
+            max_loras=self.max_loras,
+            policy=self.policy,
+            prefix_cache=self.prefix_cache,
+        )
+
+    @property
+    def max_request_adapters(self) -> int:
+        """Adapters in one request: a set must fit a step, and leave slots for others."""
+        limits = [max(1, self.max_resident // 2)]
+        return min([*limits, self.max_loras] if self.max_loras else limits)
+
+
+def from_env(environ: Mapping[str, str]) -> WorkerConfig:
+    """Read every knob. Raises InvalidRequest naming the variable that is wrong or missing."""
+    model = env.MODEL.read(environ)
+    if not model:
+        raise InvalidRequest.field("LORAPLEX_MODEL", "", "must name the base model to serve")
+    objects_url = env.OBJECTS.read(environ)
+    if not objects_url:
+        raise InvalidRequest.field(
+            "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
+        )
+    if (ranks := env.TENSOR_PARALLEL.read(environ)) != 1:
+        raise Unsupported.field(
+            "LORAPLEX_TENSOR_PARALLEL", ranks, "this build runs one rank; use 1"
+        )
+    max_step_tokens = env.MAX_NUM_TOKENS.read(environ)
+    return WorkerConfig(
+        listen=env.WORKER_LISTEN.read(environ),
+        metrics_listen=env.METRICS_LISTEN.read(environ),
+        worker_id=env.WORKER_ID.read(environ) or f"worker-{secrets.token_hex(4)}",
+        model=model,
+        base_id=env.SERVED_MODEL_NAME.read(environ) or base_id_of(model),
+        objects_url=objects_url,
+        cache_dir=env.CACHE_DIR.read(environ) or Path(tempfile.mkdtemp(prefix="loraplex-cache-")),
+        cache_bytes=env.CACHE_BYTES.read(environ),
+        drain_s=env.DRAIN_S.read(environ),
+        step_timeout_s=env.STEP_TIMEOUT_S.read(environ),
+        service_token=_service_token(environ),
+        device=env.DEVICE.read(environ),
+        dtype=env.DTYPE.read(environ),
+        load_format=env.LOAD_FORMAT.read(environ),
+        arena_bytes=env.KV_MEMORY.read(environ),
+        max_lora_rank=env.MAX_LORA_RANK.read(environ),
+        max_resident=env.MAX_RESIDENT.read(environ),
+        max_loras=env.MAX_LORAS.read(environ) or None,
+        max_step_tokens=max_step_tokens,
+        max_running=min(env.MAX_BATCH.read(environ), max_step_tokens),
+        policy=env.POLICY.read(environ),
+        prefix_cache=env.PREFIX_CACHE.read(environ),
+    )
+
+
+def _service_token(environ: Mapping[str, str]) -> str:
+    """The token. Raises InvalidRequest for an open door beyond this machine."""
+    token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
+    listen = env.WORKER_LISTEN.read(environ)
+    if not (token or is_local(listen) or env.INSECURE.read(environ)):
+        raise InvalidRequest.field(
+            env.WORKER_LISTEN.name,
+            listen,
+            f"listening beyond loopback needs {env.SERVICE_TOKEN_FILE.name}, or "
+            f"{env.INSECURE.name}=true",
+        )
+    return token
+
+
+def is_local(listen: str) -> bool:
+    """True for addresses that only this machine can reach."""
+    if listen.startswith("unix:"):
+        return True
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def base_id_of(model: str) -> str:
+    """Id of a base by default: the hub id as it is, else the folder's last name."""
+    if Path(model).exists() or model.startswith(("/", ".", "s3://")):
+        return Path(model.removeprefix("s3://")).resolve().name
+    return model

@@ -1,0 +1,117 @@
+"""What a runner on a GPU has besides the model: device tables, workspace and captured graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.worker.cuda_graphs import DecodeGraphs, DecodeInputs
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.tables import DeltaTable
+from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
+from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.layers.operators import Operators
+from services.worker.layers.triton_operators import TritonOperators
+from services.worker.memory.buffer import KvBuffer
+from services.worker.model.decoder import Decoder
+from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
+from services.worker.request import StepPlan
+
+MIN_PLANE_ROWS = 4096
+"""Rows of workspace: 256 generations of 16 partial sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """What sizes tables and workspaces."""
+
+    max_resident: int
+    max_lora_rank: int
+    max_num_tokens: int
+
+
+class GpuPath:
+    """Keeps the device's tables equal to `table` and runs the steps that graphs can."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        operators: Operators,
+        kv: KvBuffer,
+        table: DeltaTable,
+        limits: GpuLimits,
+    ) -> None:
+        """Captures graphs when the device is a GPU, which takes a while."""
+        assert isinstance(operators, TritonOperators), operators.name
+        arena, sites = kv.arena, model.site_weights.table
+        served = [site for site in sites.sites if site.kind in (LINEAR, LM_HEAD)]
+        modules = Counter(place.site_id for place in sites.places.values())
+        self._table = table
+        self._model = model
+        self._served = {site.id for site in served}
+        self._itemsize = kv.groups.itemsize
+        tables = DeviceTables(
+            arena.data.view(-1),
+            [site.in_features for site in sites.sites],
+            aligned_sites(sites),
+            limits.max_resident,
+            record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
+        )
+        max_ranks = limits.max_lora_rank * max(modules[site.id] for site in served)
+        rows = max(MIN_PLANE_ROWS, limits.max_num_tokens)
+        planes = Planes(rows, max_ranks, arena.data.device)
+        self.lora = DeviceLora(tables, planes, max(site.in_features for site in served))
+        operators.lora = self.lora
+        self._graphs: DecodeGraphs | None = None
+        if arena.data.is_cuda:
+            inputs = self.decode_inputs(kv)
+            self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()))
+            self._graphs.capture()
+
+    def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
+        """Static inputs for graphs of this runner."""
+        max_model_len = self._model.config.max_position_embeddings
+        return DecodeInputs(kv, self.lora, max_model_len, self._itemsize)
+
+    def enter(self, slot: int) -> None:
+        """Copy a slot of the table to the device."""
+        sites = range(self.lora.tables.num_sites)
+        found = {site: self._table.get((slot, site)) for site in sites}
+        deltas = {site: delta for site, delta in found.items() if delta is not None}
+        in_torch = {
+            site
+            for site, delta in deltas.items()
+            if site not in self._served or delta.row_ids is not None
+        }
+        self.lora.tables.enter(slot, deltas, in_torch)
+
+    def remove(self, slot: int) -> None:
+        """Take a slot out of the device's tables."""
+        self.lora.tables.remove(slot)
+
+    def forward(self, plan: StepPlan, runs: Sequence[RowRun]) -> Tensor | None:
+        """Hidden states of a step that a graph can compute, else None."""
+        return None if self._graphs is None else self._graphs.forward(plan, runs)
+
+    def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
+        """The adapters of a step; with `num_rows`, their work is on the device already."""
+        works = None
+        if num_rows is not None and runs:
+            works = self.lora.begin(runs, num_rows, self._itemsize)
+        return LoraBatch(runs, self._table, None, self.lora.tables, works)
+
+
+def aligned_sites(sites: SiteTable) -> list[bool]:
+    """By site: whether all its widths are multiples of what kernels load at a time."""
+    widths = {site.id: [site.in_features, site.out_features] for site in sites.sites}
+    for place in sites.places.values():
+        widths[place.site_id] += [place.out_begin, place.out_features]
+    return [all(width % ALIGNED_ELEMENTS == 0 for width in widths[site.id]) for site in sites.sites]
+
+
+def record_capacity(num_modules: int, max_resident: int, arena_bytes: int) -> int:
+    """Records for as many adapters of rank <= 16 as slots or bytes allow, and for higher ranks."""
+    return min(5 * max_resident * num_modules, arena_bytes // 4096) + arena_bytes // 65536 + 1024

@@ -1,0 +1,1 @@
+"""Constrained output: grammars checked by the door, compiled and followed by the engine."""

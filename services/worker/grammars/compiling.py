@@ -1,0 +1,138 @@
+"""From a grammar and a tokenizer to a matcher, within limits on size, time and memory.
+
+The library is llguidance: it reads every form that is served, walks tokens instead of bytes, and
+bounds its own work by fuel. What it cannot bound is the depth of its recursion, which is why the
+door tries a stranger's grammar in a process of its own first (see `check_process`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from loraplex.errors import InvalidRequest, Unsupported
+from services.worker.request import Grammar
+
+FORMS = ("json_schema", "regex", "ebnf", "choice")
+MAX_GRAMMAR_BYTES = 128 << 10
+"""Of all texts of a grammar."""
+MAX_OPTIONS = 4096
+MAX_REASON_CHARS = 240
+
+WHITESPACE = r"[ \t\n\r]{0,16}"
+"""Between the tokens of JSON. Bounded, so that no model fills its context with blanks."""
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+def read_vocabulary(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """The tokens of `tokenizer.json` as the matcher sees them; takes a second for large ones.
+
+    Raises:
+        Unsupported: the base has no tokenizer that grammars can be matched with.
+    """
+    if not path.is_file():
+        _refuse_tokenizer("it has no tokenizer.json")
+    if not eos_ids:
+        _refuse_tokenizer("it has no end-of-sequence token")
+    try:
+        return LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos_ids))
+    except (OSError, ValueError) as error:
+        _refuse_tokenizer(f"its tokenizer.json cannot be read: {_one_line(str(error))}")
+
+
+def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
+    """A matcher at the start of the output, its first mask computed and thus known to work.
+
+    Raises:
+        InvalidRequest: naming the grammar, with the library's reason.
+    """
+    matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=LIMITS)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise bad_grammar(grammar, matcher.get_error())
+    if not any(mask):
+        raise bad_grammar(grammar, "no output belongs to it")
+    return matcher
+
+
+def check_size(grammar: Grammar) -> None:
+    """Cheap checks before any compilation. Raises InvalidRequest naming the grammar."""
+    if grammar.form not in FORMS:
+        raise bad_grammar(grammar, f"set one of {', '.join(FORMS)}")
+    if not grammar.texts:
+        raise bad_grammar(grammar, "it has no options")
+    if len(grammar.texts) > MAX_OPTIONS:
+        raise bad_grammar(grammar, f"at most {MAX_OPTIONS} options")
+    num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in grammar.texts)
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise bad_grammar(grammar, f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES}")
+
+
+def bad_grammar(grammar: Grammar, reason: str) -> InvalidRequest:
+    """The refusal of a grammar; its text is not repeated beyond what the reason quotes."""
+    return InvalidRequest.field(
+        "grammar", grammar.form, f"the {grammar.form} is refused: {_one_line(reason)}"
+    )
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in the library's own notation. Raises InvalidRequest."""
+    match grammar.form:
+        case "json_schema":
+            schema = json.dumps(_schema(grammar))
+            source = LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_pattern": WHITESPACE}
+            )
+        case "regex":
+            source = LLMatcher.grammar_from_regex(grammar.texts[0])
+        case "choice":
+            source = LLMatcher.grammar_from_lark(_one_of(grammar.texts))
+        case _:
+            source = LLMatcher.grammar_from_lark(grammar.texts[0])
+    return source
+
+
+def _schema(grammar: Grammar) -> Any:
+    try:
+        schema = json.loads(grammar.texts[0], parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
+        raise bad_grammar(grammar, f"it is {what}") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise bad_grammar(grammar, "a JSON Schema is an object")
+    return schema
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _one_of(options: Sequence[str]) -> str:
+    return "start: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+
+
+def _one_line(reason: str) -> str:
+    """The line of a multi-line reason that says what is wrong, shortened."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason given"]
+    said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+    line = (said or lines)[0]
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."
+
+
+def _refuse_tokenizer(why: str) -> NoReturn:
+    raise Unsupported.field("grammar", "set", f"this base cannot constrain output: {why}")

@@ -1,0 +1,136 @@
+"""The engine's grammars: compiled in a thread beside the loop, once per grammar, while the request
+waits. Nothing here runs longer than the library's limits allow, and no step waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from services.worker.grammars.constraint import GrammarConstraint, resumed
+from services.worker.request import Grammar, Request
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 256
+"""Grammars kept compiled; the least recently used goes first."""
+MASK_GRACE_S = 0.005
+"""How long a step waits for masks begun in the step before: most take microseconds."""
+STACK_BYTES = 16 << 20
+"""Of the threads here: many times what the door tried the grammar with."""
+
+
+class Grammars:
+    """Requests whose grammar is being compiled, and constraints of those that run."""
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Reads the vocabulary at once: later it would stop all threads for a second."""
+        self._vocabulary: LLTokenizer | Unsupported
+        try:
+            self._vocabulary = read_vocabulary(tokenizer_json, vocab_size, eos_ids)
+        except Unsupported as error:
+            self._vocabulary = error
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._opening: dict[str, tuple[Request, Future[GrammarConstraint]]] = {}
+        self._followed: dict[str, tuple[Request, GrammarConstraint]] = {}
+        self._fresh: list[Future[bytes]] = []
+        self._compilers, self._maskers = _executors()
+
+    @property
+    def num_opening(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._opening)
+
+    @property
+    def has_held(self) -> bool:
+        """True while a request waits for its next mask."""
+        return any(request.is_held for request, _ in self._followed.values())
+
+    def open(self, request: Request, grammar: Grammar) -> None:
+        """Begin to compile; `opened` returns the request later."""
+        future = self._compilers.submit(self._constraint, grammar, tuple(request.output_ids))
+        self._opening[request.request_id] = (request, future)
+
+    def opened(self) -> list[tuple[Request, LoraplexError | None]]:
+        """Requests that may be scheduled now, their constraint set, or the error that ends them."""
+        done = [pair for pair in self._opening.values() if pair[1].done()]
+        return [(request, self._settle(request, future)) for request, future in done]
+
+    def advance(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Follow a request's new tokens. Raises InvalidRequest."""
+        pair = self._followed.get(request.request_id)
+        if pair is not None and token_ids:
+            pair[1].advance(token_ids)
+            self._fresh.append(pair[1].mask)
+
+    def hold_back(self) -> None:
+        """Mark the requests that the next step must leave out. Mutates them."""
+        if self._fresh:
+            wait(self._fresh, MASK_GRACE_S)
+            self._fresh.clear()
+        for request, constraint in self._followed.values():
+            request.is_held = not constraint.is_ready
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._followed.pop(request_id, None)
+        if (pair := self._opening.pop(request_id, None)) is not None:
+            pair[1].cancel()
+
+    def _settle(self, request: Request, future: Future[GrammarConstraint]) -> LoraplexError | None:
+        del self._opening[request.request_id]
+        try:
+            constraint = future.result()
+        except LoraplexError as error:
+            return error
+        except Exception as failure:
+            logger.error("a grammar could not be compiled", exc_info=failure)
+            return LoraplexError("the grammar could not be compiled", reason="GRAMMAR_FAILED")
+        request.constraint = constraint
+        self._followed[request.request_id] = (request, constraint)
+        return None
+
+    def _constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> GrammarConstraint:
+        """On the compiling thread, which alone touches `_compiled`."""
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            if isinstance(self._vocabulary, Unsupported):
+                raise self._vocabulary
+            matcher = self._compiled[grammar] = compile_grammar(grammar, self._vocabulary)
+        self._compiled.move_to_end(grammar)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        constraint = GrammarConstraint(
+            grammar, resumed(matcher, grammar, output_ids), self._maskers
+        )
+        constraint.bitmask()
+        return constraint
+
+
+def no_way_on() -> InvalidRequest:
+    """What a request is told whose grammar and other settings leave no token."""
+    return InvalidRequest.field(
+        "grammar",
+        "",
+        "no token may follow the output so far: the grammar, allowed_token_ids, bad_token_ids, "
+        "stop_token_ids and min_tokens leave none",
+    )
+
+
+def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """One thread that compiles and one that computes masks, both with deep stacks."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pools = ThreadPoolExecutor(1, "compile"), ThreadPoolExecutor(1, "masks")
+        for pool in pools:
+            pool.submit(int).result()  # starts its thread while the stack size holds
+    finally:
+        threading.stack_size(before)
+    return pools

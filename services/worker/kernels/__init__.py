@@ -1,0 +1,1 @@
+"""One folder per operation: the slow truth, and backends compared with it."""

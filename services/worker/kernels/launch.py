@@ -1,0 +1,28 @@
+"""What Triton launches need to know of the place they run in."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run as numpy on the CPU; Triton reads the variable when it decorates them."""
+
+_INTERPRETED_PROGRAMS = 3
+"""Programs of a fixed grid under the interpreter: more than one, to test that they share work."""
+
+
+@functools.cache
+def num_programs(device: torch.device, per_processor: int) -> int:
+    """Size of a fixed grid: so many programs for each of the device's multiprocessors."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def must_widen(dtype: torch.dtype) -> bool:
+    """Whether operands become float32 right after each load: the interpreter keeps bfloat16 as
+    raw bits, which only loads, stores and conversions understand."""
+    return INTERPRETING and dtype is torch.bfloat16

@@ -1,0 +1,1 @@
+"""Low-rank updates of a batch whose rows use different adapters."""

@@ -1,0 +1,27 @@
+"""The low-rank update in C++ (`native/src/lora.cpp`): all runs of a site in one call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.native.library import Native
+
+
+class NativeLora:
+    """`add_lora` of one loaded library, at the sites of one kind."""
+
+    def __init__(self, native: Native, may_replace_rows: bool) -> None:
+        """`may_replace_rows`: adapters may bring rows of their own (the head), which is rare."""
+        self._native = native
+        self._may_replace_rows = may_replace_rows
+
+    def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """As `torch.add_lora`; y and x float32 or bfloat16, tiles of any float dtype."""
+        if not lora.runs:
+            return
+        if self._may_replace_rows and lora.replaces_rows(site_id):
+            portable.add_lora(y, x, site_id, lora)
+        else:
+            self._native.add_lora(y, x, site_id, lora.packed_runs)

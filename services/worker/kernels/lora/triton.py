@@ -1,0 +1,241 @@
+"""The low-rank update on GPUs: three launches a step and site, nothing on the host in between.
+
+`StepWork` holds a step's runs at fixed addresses and counts its work once for all sites;
+`add_lora` shrinks and expands one site. Counts stay on the device and grids are fixed, so a
+captured graph serves any mix of adapters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from services.worker.kernels.launch import must_widen, num_programs
+from services.worker.kernels.lora import triton_kernels as kernels
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.plan import WHOLE, LoraPlan, choose_plan
+from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+
+MIN_RUNS = 16
+ALIGNED_ELEMENTS = 16
+
+
+class StepWork:
+    """Room for the runs of one step and for what kernels compute from them.
+
+    Runs of one `StepWork` cover disjoint rows: rows that combine adapters take several.
+    """
+
+    def __init__(self, tables: DeviceTables, max_runs: int, plan: LoraPlan) -> None:
+        """`max_runs` is rounded up to a power of two."""
+        device = tables.arena.device
+        self.tables = tables
+        self.plan = plan
+        self.max_runs = max(MIN_RUNS, power_of_two(max(1, max_runs)))
+        self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
+        self.ends = torch.zeros(
+            (2, tables.num_sites, self.max_runs), dtype=torch.int32, device=device
+        )
+
+    def fill(self, runs: Sequence[RowRun]) -> None:
+        """Copy a step's runs to the device; `count` must follow."""
+        assert len(runs) <= self.max_runs, (len(runs), self.max_runs)
+        self.runs.copy_(runs_tensor(runs, self.max_runs), non_blocking=True)
+
+    def count(self, first_site: int = 0, num_sites: int | None = None) -> None:
+        """Count the items of these sites (all by default) in one launch."""
+        tables, plan = self.tables, self.plan
+        grid = (tables.num_sites if num_sites is None else num_sites,)
+        kernels.count_work[grid](
+            self.runs,
+            tables.index,
+            tables.records,
+            tables.in_features,
+            self.ends,
+            first_site,
+            tables.num_sites,
+            plan.split_inputs,
+            MAX_RUNS=self.max_runs,
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_OUTPUTS=plan.block_outputs,
+        )
+
+
+def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
+    """int32 `[max_runs, 4]` on the host: slot, begin, end, float32 bits of the coefficient."""
+    words = [(run.slot, run.begin, run.end, _float_bits(run.coef)) for run in runs]
+    words += [(0, 0, 0, 0)] * (max_runs - len(words))
+    table = torch.tensor(words, dtype=torch.int32)
+    return table.pin_memory() if torch.cuda.is_available() else table
+
+
+def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
+    """Split runs, sorted by first row, into as few lists as cover no row twice."""
+    passes: list[list[RowRun]] = []
+    for run in runs:
+        home = next((done for done in passes if done[-1].end <= run.begin), None)
+        if home is None:
+            passes.append(home := [])
+        home.append(run)
+    return passes
+
+
+class Planes:
+    """Float32 workspace for the rank-sized intermediate, `[planes, rows, ranks]`; one for all."""
+
+    def __init__(self, max_rows: int, max_ranks: int, device: torch.device) -> None:
+        """`max_ranks`: the widest stacked A, over all sites."""
+        self.max_ranks = max_ranks
+        self.data = torch.empty(max_rows * max_ranks, dtype=torch.float32, device=device)
+
+    def holds(self, num_planes: int, num_rows: int) -> bool:
+        """Whether that many fit."""
+        return num_planes * num_rows * self.max_ranks <= len(self.data)
+
+
+def plan_step(
+    runs: Sequence[RowRun], num_rows: int, itemsize: int, planes: Planes, max_inputs: int
+) -> LoraPlan:
+    """`choose_plan`, with one plane where the workspace has no room for more."""
+    longest = max((run.end - run.begin for run in runs), default=1)
+    plan = choose_plan(longest, num_rows, itemsize)
+    if planes.holds(plan.num_planes(max_inputs), num_rows):
+        return plan
+    return unsplit(plan)
+
+
+def unsplit(plan: LoraPlan) -> LoraPlan:
+    """The same plan with one plane."""
+    return replace(plan, split_inputs=WHOLE)
+
+
+class DeviceLora:
+    """Tables and workspace of one runner; makes the work of each step."""
+
+    def __init__(self, tables: DeviceTables, planes: Planes, max_inputs: int) -> None:
+        """`max_inputs`: the widest site that kernels serve."""
+        self.tables = tables
+        self.planes = planes
+        self._max_inputs = max_inputs
+
+    def begin(self, runs: Sequence[RowRun], num_rows: int, itemsize: int) -> tuple[StepWork, ...]:
+        """Upload a step's runs and count the items of every site."""
+        works = []
+        for part in disjoint_passes(runs):
+            plan = plan_step(part, num_rows, itemsize, self.planes, self._max_inputs)
+            work = StepWork(self.tables, len(part), plan)
+            work.fill(part)
+            work.count()
+            works.append(work)
+        return tuple(works)
+
+    def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """As `torch.add_lora`; a batch without works of its own (chosen rows) gets them here."""
+        if lora.works is None and not self.touches(lora.runs, site_id):
+            return
+        works = lora.works
+        if works is None:
+            works = self.begin(lora.runs, len(x), x.itemsize)
+        for work in works:
+            add_lora(y, x, site_id, work, self.planes)
+
+    def holds(self, plan: LoraPlan, num_rows: int) -> bool:
+        """Whether the workspace has room for a plan's planes at every site."""
+        return self.planes.holds(plan.num_planes(self._max_inputs), num_rows)
+
+    def touches(self, runs: Sequence[RowRun], site_id: int) -> bool:
+        """Whether kernels have anything to add at a site."""
+        return any(site_id in self.tables.sites_of(run.slot) for run in runs)
+
+
+def add_lora(y: Tensor, x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
+    """Semantics: y[t] = gain * (y[t] + coef * (scale * B (A x[t]) + lora bias)) + bias delta.
+
+    Args:
+        y: `[T, out]`, the base's product, contiguous rows. Mutated.
+        x: `[T, in]`, same dtype as y and the tiles, contiguous rows.
+        site_id: which entries of the tables apply.
+        work: runs over the T rows, counted for this site.
+        planes: workspace; its contents are void afterwards.
+    """
+    shrink(x, site_id, work, planes)
+    expand(y, x.shape[1], site_id, work, planes)
+
+
+def shrink(x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
+    """planes[p, t, r] = partial sums of A x[t]; see `add_lora`."""
+    tables, plan = work.tables, work.plan
+    num_rows, num_inputs = x.shape
+    assert x.stride(1) == 1, x.stride()
+    assert planes.holds(plan.num_planes(num_inputs), num_rows), (plan, x.shape)
+    kernels.shrink[(num_programs(x.device, plan.programs_per_processor),)](
+        x,
+        planes.data,
+        tables.arena,
+        work.runs,
+        tables.index,
+        tables.records,
+        work.ends,
+        site_id,
+        tables.num_sites,
+        num_inputs,
+        x.stride(0),
+        num_rows * planes.max_ranks,
+        planes.max_ranks,
+        MAX_RUNS=work.max_runs,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK_INPUTS=plan.block_inputs,
+        SPLIT_INPUTS=plan.split_inputs,
+        USES_DOT=plan.uses_dot,
+        WIDEN=must_widen(x.dtype),
+        ALIGN=_alignment(tables, site_id),
+        STAGES=plan.num_stages,
+        num_warps=plan.num_warps,
+    )
+
+
+def expand(y: Tensor, num_inputs: int, site_id: int, work: StepWork, planes: Planes) -> None:
+    """Add B times the intermediate in place; see `add_lora`."""
+    tables, plan = work.tables, work.plan
+    assert y.stride(1) == 1, y.stride()
+    kernels.expand[(num_programs(y.device, plan.programs_per_processor),)](
+        y,
+        planes.data,
+        tables.arena,
+        work.runs,
+        tables.index,
+        tables.records,
+        work.ends,
+        site_id,
+        tables.num_sites,
+        y.stride(0),
+        len(y) * planes.max_ranks,
+        planes.max_ranks,
+        MAX_RUNS=work.max_runs,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK_OUTPUTS=plan.block_outputs,
+        PLANES=plan.num_planes(num_inputs),
+        USES_DOT=plan.uses_dot,
+        WIDEN=must_widen(y.dtype),
+        ALIGN=_alignment(tables, site_id),
+        STAGES=plan.num_stages,
+        num_warps=plan.num_warps,
+    )
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
+def _alignment(tables: DeviceTables, site_id: int) -> int:
+    return ALIGNED_ELEMENTS if tables.is_aligned[site_id] else 1
+
+
+def _float_bits(value: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits

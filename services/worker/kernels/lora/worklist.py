@@ -1,0 +1,93 @@
+"""Which adapters each row of a batch uses, and the row runs that kernels walk.
+
+Rows come in the fixed batch order (contexts, then generations; inside each by first slot, base rows
+last), so an adapter has at most two runs unless requests combine several. Rows are never regrouped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.records import Records, pack_runs
+from services.worker.kernels.lora.tables import DeltaTable
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from services.worker.kernels.lora.triton import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Token rows [begin, end) that use `slot` with one coefficient."""
+
+    slot: int
+    coef: float
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class LoraBatch:
+    """The adapters of one step."""
+
+    runs: tuple[RowRun, ...]
+    table: DeltaTable
+    records: Records | None = None
+    """The table as C++ reads it; None where torch computes."""
+    tables: DeviceTables | None = None
+    """The table as Triton reads it; None elsewhere."""
+    works: tuple[StepWork, ...] | None = None
+    """The runs on the device, counted for every site; None = to be made where they are needed."""
+
+    @cached_property
+    def packed_runs(self) -> Tensor:
+        """The runs as C++ reads them."""
+        assert self.records is not None, "C++ kernels need records"
+        address = self.records.address
+        return pack_runs([(address(r.slot), r.begin, r.end, r.coef) for r in self.runs])
+
+    @cached_property
+    def trains_norms(self) -> bool:
+        """Whether some adapter brings a norm's weight."""
+        facts = self.tables or self.records
+        return facts is not None and any(facts.trains_norms(run.slot) for run in self.runs)
+
+    def replaces_rows(self, site_id: int) -> bool:
+        """Whether some adapter brings rows of the site's weight of its own."""
+        deltas = (self.table.get((run.slot, site_id)) for run in self.runs)
+        return any(delta is not None and delta.row_ids is not None for delta in deltas)
+
+    def select(self, token_rows: Sequence[int]) -> LoraBatch:
+        """The same batch for some of its token rows, ascending, renumbered from 0."""
+        runs = []
+        for run in self.runs:
+            begin, end = bisect_left(token_rows, run.begin), bisect_left(token_rows, run.end)
+            if begin < end:
+                runs.append(RowRun(run.slot, run.coef, begin, end))
+        return LoraBatch(tuple(runs), self.table, self.records, self.tables)
+
+
+def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
+    """Merge neighbours into runs.
+
+    Args:
+        rows: in batch order, (number of token rows, [(slot, coefficient), ...]) of each request.
+    """
+    begins: dict[tuple[int, float], int] = {}
+    runs: list[RowRun] = []
+    row = 0
+    for num_tokens, adapters in rows:
+        used = set(adapters)
+        for key in [key for key in begins if key not in used]:
+            runs.append(RowRun(*key, begins.pop(key), row))
+        for key in adapters:
+            begins.setdefault(key, row)
+        row += num_tokens
+    runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
+    return tuple(sorted(runs, key=lambda run: (run.begin, run.slot)))

@@ -1,0 +1,1 @@
+"""Root-mean-square normalisation with the residual added on the way."""

@@ -1,0 +1,1 @@
+"""Rotary embedding, and the cache write that follows it."""

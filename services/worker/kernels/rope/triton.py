@@ -1,0 +1,111 @@
+"""Rotary embedding on GPUs: queries turned in place, keys and values written to the cache, in one
+launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _turn(at, cos, sin, half, mask, HALF: tl.constexpr, OUT: tl.constexpr):
+    """Both rotated halves of one head, rounded where the plain product would round."""
+    first = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF + half, mask=mask, other=0.0).to(tl.float32)
+    return (first * cos - second * sin).to(OUT), (second * cos + first * sin).to(OUT)
+
+
+@triton.jit
+def rotate_and_append_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    k_plane,
+    v_plane,
+    places,
+    q_stride,
+    k_stride,
+    v_stride,
+    plane_stride,
+    NUM_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Grid: (token, query head or, after those, KV head)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half = tl.arange(0, BLOCK_HALF)
+    mask = half < HALF
+    cos_row = tl.load(cos + token * HALF + half, mask=mask, other=0.0).to(tl.float32)
+    sin_row = tl.load(sin + token * HALF + half, mask=mask, other=0.0).to(tl.float32)
+    if head < NUM_HEADS:
+        at = q + token * q_stride + head * HEAD_DIM
+        first, second = _turn(at, cos_row, sin_row, half, mask, HALF, q.dtype.element_ty)
+        tl.store(at + half, first, mask=mask)
+        tl.store(at + HALF + half, second, mask=mask)
+    else:
+        kv_head = head - NUM_HEADS
+        place = tl.load(places + token)
+        if place >= 0:
+            at = k + token * k_stride + kv_head * HEAD_DIM
+            to = (place // TOKENS) * plane_stride + (kv_head * TOKENS + place % TOKENS) * HEAD_DIM
+            first, second = _turn(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
+            tl.store(k_plane + to + half, first, mask=mask)
+            tl.store(k_plane + to + HALF + half, second, mask=mask)
+            dim = tl.arange(0, BLOCK_DIM)
+            is_rest = (dim >= 2 * HALF) & (dim < HEAD_DIM)
+            tl.store(k_plane + to + dim, tl.load(at + dim, mask=is_rest), mask=is_rest)
+            values = v + token * v_stride + kv_head * HEAD_DIM + dim
+            is_dim = dim < HEAD_DIM
+            tl.store(v_plane + to + dim, tl.load(values, mask=is_dim), mask=is_dim)
+
+
+def rotate_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    planes: tuple[Tensor, Tensor],
+    places: Tensor,
+) -> None:
+    """Semantics: q[t, h] = R(t) q[t, h]; cache[places[t]] = R(t) k[t], v[t].
+
+    R(t) turns the pairs (i, i + dim / 2) of the leading dim components of each head.
+
+    Args:
+        q: `[T, Hq * D]`, rows contiguous. Mutated.
+        k, v: `[T, Hkv * D]`, rows contiguous; not changed.
+        cos_sin: contiguous `[T, 1, dim / 2]` each.
+        planes: K and V of the layer, each `[num_blocks, Hkv, T, D]`. Mutated.
+        places: int64 `[T]`: block * T + slot, or -1 for padding rows.
+    """
+    _, num_kv_heads, num_tokens, head_dim = planes[0].shape
+    cos, sin = cos_sin
+    assert cos.is_contiguous() and sin.is_contiguous(), (cos.stride(), sin.stride())
+    assert q.stride(1) == k.stride(1) == v.stride(1) == 1, (q.stride(), k.stride(), v.stride())
+    num_heads, half = q.shape[1] // head_dim, cos.shape[-1]
+    rotate_and_append_kernel[(len(q), num_heads + num_kv_heads)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        *planes,
+        places,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        planes[0].stride(0),
+        NUM_HEADS=num_heads,
+        TOKENS=num_tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        num_warps=1,
+    )

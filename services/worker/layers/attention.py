@@ -1,0 +1,55 @@
+"""Self-attention of one decoder layer: project, normalise heads, rotate, attend, project."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.attention.backend import AttentionBackend, RotatingBackend
+from services.worker.layers.lora_linear import LoraLinear
+from services.worker.layers.norm import Norm
+from services.worker.layers.rotary import CosSin, Rotate
+from services.worker.model.batch import ForwardBatch
+
+
+class SelfAttention:
+    """`qkv` and `o` sites around a backend."""
+
+    def __init__(
+        self,
+        qkv: LoraLinear,
+        o: LoraLinear,
+        backend: AttentionBackend,
+        sizes: tuple[int, int, int],
+        head_norms: tuple[Norm, Norm] | None,
+        rotate: Rotate,
+    ) -> None:
+        """`sizes` = widths of all query heads, of all key heads, and of one head."""
+        self._qkv = qkv
+        self._o = o
+        self._backend = backend
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._q_size, self._kv_size, self._head_dim = sizes
+        self._head_norms = head_norms
+        self._rotate = rotate
+
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        qkv = self._qkv.forward(x, batch.lora)
+        sizes = (self._q_size, self._kv_size)
+        qk, v = qkv.split((sum(sizes), self._kv_size), dim=-1)
+        if self._head_norms is not None:
+            parts = zip(qk.split(sizes, dim=-1), self._head_norms, strict=True)
+            qk = torch.cat([self._normed(x, norm, batch) for x, norm in parts], dim=-1)
+        if self._rotating is not None:
+            q, k = qk.split(sizes, dim=-1)
+            attended = self._rotating.rotate_and_forward(q, k, v, cos_sin, batch.attention)
+        else:
+            q, k = self._rotate(qk, cos_sin, self._head_dim).split(sizes, dim=-1)
+            attended = self._backend.forward(q, k, v, batch.attention)
+        return self._o.forward(attended, batch.lora)
+
+    def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
+        """Each head by itself; `[T, heads * D]`."""
+        heads = x.view(len(x), -1, self._head_dim)
+        return norm.forward(heads, batch.lora).flatten(1)

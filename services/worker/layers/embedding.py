@@ -1,0 +1,22 @@
+"""The embedding, with the adapters of the batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from services.worker.kernels.lora.torch import add_lora_embedding
+from services.worker.kernels.lora.worklist import LoraBatch
+
+
+class LoraEmbedding:
+    """Rows of a table by token id: `weight` is `[vocabulary, hidden]`."""
+
+    def __init__(self, site_id: int, weight: Tensor) -> None:
+        self.site_id = site_id
+        self.weight = weight
+
+    def forward(self, token_ids: Tensor, lora: LoraBatch) -> Tensor:
+        """int64 `[T]` -> `[T, hidden]`."""
+        y = self.weight[token_ids]
+        add_lora_embedding(y, token_ids, self.site_id, lora)
+        return y

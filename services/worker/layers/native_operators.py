@@ -1,0 +1,121 @@
+"""Layers' pieces over the compiled kernels: float32 or bfloat16 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from services.worker.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.attention.cpu import NativeAttention, NativeAttentionMetadata
+from services.worker.kernels.lora.cpu import NativeLora
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.layers.linear import BaseLinear, DenseLinear
+from services.worker.layers.mlp import Gate
+from services.worker.layers.norm import Norm, NormWeight, RmsNorm
+from services.worker.layers.operators import AddLora, TorchOperators
+from services.worker.layers.rotary import CosSin
+from services.worker.model.config import ModelConfig
+from services.worker.native.isa import has_amx
+from services.worker.native.library import Native
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class NativeOperators:
+    """Implements `operators.Operators`."""
+
+    def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        self.name = f"native-{native.isa}"
+        self.native = native
+        self.make_metadata: Callable[..., AttentionMetadata] = partial(
+            NativeAttentionMetadata, task_queries=native.task_queries
+        )
+        # oneDNN's products on AMX tiles outrun vector units several times.
+        self.products_in_torch = dtype is torch.bfloat16 and has_amx()
+        self._torch = TorchOperators()
+
+    def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
+        """In place."""
+        self.native.rotate(x, *cos_sin, head_dim)
+        return x
+
+    def linear(self, weight: Tensor) -> BaseLinear:
+        """See Operators."""
+        if self.products_in_torch:
+            return DenseLinear(weight)
+        return PackedLinear(self.native, as_published(weight))
+
+    def add_lora(self, may_replace_rows: bool) -> AddLora:
+        """See Operators."""
+        return NativeLora(self.native, may_replace_rows).add_lora
+
+    def norm(self, site_id: int, weight: NormWeight) -> Norm:
+        """See Operators."""
+        return NativeNorm(self.native, site_id, weight)
+
+    def gate(self, activation: str) -> Gate:
+        """See Operators."""
+        return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
+
+    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+        """See Operators."""
+        return NativeAttention(
+            self.native,
+            layer,
+            config.num_heads,
+            config.head_dim,
+            config.num_kv_heads,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            window=config.windows[layer],
+        )
+
+
+def as_published(weight: Tensor) -> Tensor:
+    """The weight in a half-precision type when that holds it exactly: half the bytes to read.
+
+    Checkpoints are mostly published in half precision; widened to float32 they lose it again here,
+    and the kernels widen in registers.
+    """
+    for dtype in HALF_DTYPES:
+        narrow = weight.to(dtype)
+        if narrow.to(weight.dtype).equal(weight):
+            return narrow
+    return weight
+
+
+class PackedLinear:
+    """A base weight in the order that the kernel reads."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = native.pack(weight)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._native.linear(x, self._packed, self.out_features)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
+
+
+class NativeNorm:
+    """A norm in one pass; batches whose adapters train norms take the torch way."""
+
+    def __init__(self, native: Native, site_id: int, weight: NormWeight) -> None:
+        self._native = native
+        self._portable = RmsNorm(site_id, weight)
+        self._weight = self._portable.weight.float()
+        self._eps = weight.eps
+        self._in_float32 = weight.in_float32
+
+    def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
+        """See `Norm`."""
+        if x.dim() != 2 or lora.trains_norms:
+            return self._portable.forward(x, lora, update)
+        return self._native.norm(x, update, self._weight, self._eps, self._in_float32)

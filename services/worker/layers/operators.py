@@ -1,0 +1,100 @@
+"""What layers compute with, chosen once a runner: plain torch here, C++ in `native_operators`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from services.worker.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
+from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.layers.linear import BaseLinear, DenseLinear
+from services.worker.layers.mlp import ACTIVATIONS, Gate
+from services.worker.layers.norm import Norm, NormWeight, RmsNorm
+from services.worker.layers.rotary import Rotate, rotate_heads
+from services.worker.model.config import ModelConfig
+
+AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
+"""(y, x, site id, batch): see `kernels/lora`."""
+
+
+class Operators(Protocol):
+    """Makers of the pieces that layers are put together from."""
+
+    name: str
+    """For logs and the numerics fingerprint."""
+
+    @property
+    def make_metadata(self) -> Callable[..., AttentionMetadata]:
+        """Takes the predefined fields of AttentionMetadata."""
+        ...
+
+    @property
+    def rotate(self) -> Rotate:
+        """Rotates the heads of queries and keys, in place or not."""
+        ...
+
+    def linear(self, weight: Tensor) -> BaseLinear:
+        """A base product; the weight `[out, in]` is not needed afterwards."""
+        ...
+
+    def add_lora(self, may_replace_rows: bool) -> AddLora:
+        """The low-rank update; at the head adapters may replace rows."""
+        ...
+
+    def norm(self, site_id: int, weight: NormWeight) -> Norm:
+        """A root-mean-square norm."""
+        ...
+
+    def gate(self, activation: str) -> Gate:
+        """act(first half) * second half."""
+        ...
+
+    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+        """The layer's backend."""
+        ...
+
+
+class TorchOperators:
+    """Plain torch, on any device and in any dtype."""
+
+    name = "torch"
+    make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
+    rotate: Rotate = staticmethod(rotate_heads)
+
+    def linear(self, weight: Tensor) -> BaseLinear:
+        """See Operators."""
+        return DenseLinear(weight)
+
+    def add_lora(self, may_replace_rows: bool) -> AddLora:
+        """See Operators."""
+        return portable.add_lora
+
+    def norm(self, site_id: int, weight: NormWeight) -> Norm:
+        """See Operators."""
+        return RmsNorm(site_id, weight)
+
+    def gate(self, activation: str) -> Gate:
+        """See Operators."""
+        activate = ACTIVATIONS[activation]
+
+        def gate(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return activate(first) * second
+
+        return gate
+
+    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+        """See Operators."""
+        return VanillaAttention(
+            layer,
+            config.num_heads,
+            config.head_dim,
+            config.num_kv_heads,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            window=config.windows[layer],
+        )

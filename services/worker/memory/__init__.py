@@ -1,0 +1,1 @@
+"""The device arena: accounting without torch, and the buffer it accounts for."""

@@ -1,0 +1,1 @@
+"""Base models: one short file per family, built from shared layers."""

@@ -1,0 +1,124 @@
+"""The decoder that all families share: embedding, layers, head. Families fill in a ModelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.layers.attention import SelfAttention
+from services.worker.layers.embedding import LoraEmbedding
+from services.worker.layers.linear import BaseLinear
+from services.worker.layers.lora_linear import LoraLinear
+from services.worker.layers.norm import Norm
+from services.worker.layers.rotary import CosSin, Rotary
+from services.worker.model.batch import ForwardBatch
+from services.worker.model.config import ModelConfig
+from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
+
+
+class Mlp(Protocol):
+    """Dense or sparse MLP."""
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        ...
+
+
+class DecoderLayer:
+    """Attention and MLP, each normalised before and, in some families, after."""
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        mlp: Mlp,
+        norms: tuple[Norm, Norm],
+        post_norms: tuple[Norm, Norm] | None,
+    ) -> None:
+        self._attention = attention
+        self._mlp = mlp
+        self._norms = norms
+        self._post_norms = post_norms
+
+    def forward(
+        self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
+    ) -> Tensor:
+        """What this layer's MLP adds to the residual stream, `[T, H]`.
+
+        Args:
+            x: `[T, H]`, the residual stream. Mutated: `update`, then the attention's, is added.
+            update: what the layer before adds; None before the first.
+        """
+        lora = batch.lora
+        normed = self._norms[0].forward(x, lora, update)
+        update = self._attention.forward(normed, cos_sin, batch)
+        if self._post_norms is not None:
+            update = self._post_norms[0].forward(update, lora)
+        update = self._mlp.forward(self._norms[1].forward(x, lora, update), batch)
+        if self._post_norms is not None:
+            update = self._post_norms[1].forward(update, lora)
+        return update
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """The site table, and what the base has at each site."""
+
+    table: SiteTable
+    linears: Mapping[int, BaseLinear]
+    """By site id; none for norms. At the embedding its table, whose rows are tokens."""
+    biases: Mapping[int, Tensor]
+    """By site id, where the base has one."""
+    norm_offset: float
+    """Added to every norm weight, trained ones included."""
+
+
+class Decoder:
+    """A causal language model over a paged cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: LoraEmbedding,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        head: LoraLinear,
+        site_weights: SiteWeights,
+    ) -> None:
+        self.config = config
+        self.site_weights = site_weights
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+        ropes = {rope: Rotary(rope, embedding.weight.device) for rope in config.ropes}
+        self._rotaries = tuple(ropes[rope] for rope in config.ropes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that products read; the head counts even when it is tied."""
+        sites = self.site_weights.table.sites
+        products = [site for site in sites if site.kind in (LINEAR, LM_HEAD)]
+        num_items = sum(site.in_features * site.out_features for site in products)
+        return num_items * self._embedding.weight.itemsize
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states `[T, H]` after the last norm."""
+        x = self._embedding.forward(batch.input_ids, batch.lora)
+        if self.config.embed_scale != 1.0:
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
+        angles = {r: r.cos_sin(batch.positions, x.dtype) for r in set(self._rotaries)}
+        update = None
+        for layer, rotary in zip(self._layers, self._rotaries, strict=True):
+            update = layer.forward(x, update, angles[rotary], batch)
+        return self._norm.forward(x, batch.lora, update)
+
+    def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
+        """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows."""
+        logits = self._head.forward(hidden, lora).float()
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap

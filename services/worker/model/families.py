@@ -1,0 +1,66 @@
+"""Which file serves which `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import Unsupported
+from services.worker.layers.operators import Operators
+from services.worker.model import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+)
+from services.worker.model.config import ConfigReader, ModelConfig, eos_token_ids, read_json_object
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read a config and build a model."""
+
+    read_config: Callable[[ConfigReader, tuple[int, ...]], ModelConfig]
+    build: Callable[[ModelConfig, Weights, Operators], Decoder]
+
+
+FAMILIES = {
+    "gemma2": Family(gemma2.read_config, gemma2.build),
+    "gemma3_text": Family(gemma3.read_config, gemma3.build),
+    "llama": Family(llama.read_config, llama.build),
+    "mistral": Family(mistral.read_config, mistral.build),
+    "mixtral": Family(mixtral.read_config, mixtral.build),
+    "phi3": Family(phi3.read_config, phi3.build),
+    "qwen2": Family(qwen2.read_config, qwen2.build),
+    "qwen2_moe": Family(qwen_moe.read_qwen2_config, qwen_moe.build),
+    "qwen3": Family(qwen3.read_config, qwen3.build),
+    "qwen3_moe": Family(qwen_moe.read_qwen3_config, qwen_moe.build),
+}
+
+
+def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
+    """Read `config.json`.
+
+    Raises:
+        Unsupported: naming the family or field that this build does not serve.
+        InvalidRequest: when the file is damaged.
+    """
+    raw = read_json_object(folder / "config.json")
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        description = f"is not served by this build; known: {known}"
+        raise Unsupported.field("config.json:model_type", model_type, description)
+    reader = ConfigReader({k: v for k, v in raw.items() if k != "model_type"})
+    config = family.read_config(reader, eos_token_ids(folder))
+    reader.finish()
+    return family, config

@@ -1,0 +1,53 @@
+"""Gemma 3, text: five window layers to each full one, a rotary embedding each, head norms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder
+from services.worker.model.config import ConfigReader, ModelConfig, RopeConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.gemma2 import DEFAULTS, NAMES, read_gemma
+from services.worker.model.load import Weights
+from services.worker.model.plain import FULL, SLIDING, read_layer_types, windows_of
+from services.worker.model.rope_config import rope_from_params
+
+GLOBAL_THETA = 1_000_000.0
+LOCAL_THETA = 10_000.0
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of the text model."""
+    ropes = _read_ropes(reader)
+    defaults = replace(DEFAULTS, max_position_embeddings=131072)
+    config = read_gemma(reader.without("rope_parameters"), "gemma3_text", eos_token_ids, defaults)
+    period = int(reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6)))
+    default = [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(config.num_layers)]
+    types = read_layer_types(reader, config.num_layers, default)
+    return replace(
+        config,
+        qk_norm=True,
+        windows=windows_of(types, reader.integer("sliding_window", 4096)),
+        ropes=tuple(replace(ropes[name], dim=config.head_dim) for name in types),
+        logit_softcap=reader.optional_number("final_logit_softcapping", None),
+    )
+
+
+def _read_ropes(reader: ConfigReader) -> dict[str, RopeConfig]:
+    """Rotary embedding per layer type; older files scale the full layers' only."""
+    theta = reader.number("rope_theta", GLOBAL_THETA)
+    local_theta = reader.number("rope_local_base_freq", LOCAL_THETA)
+    scaling = reader.get("rope_scaling", {})
+    params = reader.get("rope_parameters", {FULL: scaling, SLIDING: {}})
+    if SLIDING not in params or FULL not in params:
+        raise reader.refuse("rope_parameters", params, f"must have {FULL} and {SLIDING}")
+    return {
+        FULL: rope_from_params(reader, params[FULL] or {}, 1, theta),
+        SLIDING: rope_from_params(reader, params[SLIDING] or {}, 1, local_theta),
+    }
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators, NAMES).build()

@@ -1,0 +1,28 @@
+"""Llama 2, 3 and 3.x: grouped queries, rotary scaling, optional biases, tied or own head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder
+from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+from services.worker.model.plain import read_plain
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    has_bias = reader.flag("attention_bias", False)
+    return replace(
+        read_plain(reader, "llama", eos_token_ids),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=reader.flag("mlp_bias", False),
+    )
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build()

@@ -1,0 +1,129 @@
+"""Weights by name: from safetensors files, memory-mapped, or made up.
+
+A model takes what it needs by name and shape and then calls `finish`; what is missing, of another
+shape or left over is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from loraplex.errors import InvalidRequest
+from services.worker.model.config import read_json_object
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+"""Buffers that old files carry and that are computed here."""
+
+
+class Weights(Protocol):
+    """Where a model gets its tensors from."""
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor, in the model's dtype, on the model's device."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold it."""
+        ...
+
+    def finish(self) -> None:
+        """Refuse tensors that were never taken; release the files."""
+        ...
+
+
+def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
+    """Tensors `[rows, *columns]` stacked by rows: (name, rows) each."""
+    taken = [weights.take(name, (rows, *columns)) for name, rows in parts]
+    return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+
+class Checkpoint:
+    """safetensors files of a folder, one or sharded with `model.safetensors.index.json`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._stack = ExitStack()
+        self._files = {path: self._open(path) for path in _weight_files(folder)}
+        self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
+
+    def _open(self, path: Path) -> safe_open:
+        try:
+            file: safe_open = self._stack.enter_context(safe_open(str(path), framework="pt"))
+        except Exception as error:
+            raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+        return file
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold it."""
+        return name in self._file_of
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            InvalidRequest: when it is missing or its shape is another.
+        """
+        path = self._file_of.get(name)
+        if path is None:
+            raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
+        tensor: Tensor = self._files[path].get_tensor(name)
+        if tensor.shape != torch.Size(shape):
+            got, wanted = list(tensor.shape), list(shape)
+            raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
+        self._left.discard(name)
+        return tensor.to(self._device, self._dtype)
+
+    def finish(self) -> None:
+        """Close the files.
+
+        Raises:
+            InvalidRequest: naming the first tensor that the model did not take.
+        """
+        self._stack.close()
+        if self._left:
+            name = min(self._left)
+            description = f"is unknown to this model family ({len(self._left)} such tensors)"
+            raise InvalidRequest.field(name, "left over", description)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = read_json_object(index).get("weight_map", {})
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+class DummyWeights:
+    """Random weights of any geometry: seeded, scaled so that activations keep their size."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, optional: bool = False) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._optional = optional
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def has(self, name: str) -> bool:
+        """Whether optional tensors are pretended to be there."""
+        return self._optional
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Ones for norms, zeros for biases, normal numbers for the rest."""
+        if len(shape) == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(tuple(shape), fill, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+        return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
+
+    def finish(self) -> None:
+        """Nothing is left over."""

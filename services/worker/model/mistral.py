@@ -1,0 +1,30 @@
+"""Mistral: Llama with one sliding window for every layer, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder
+from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+from services.worker.model.plain import Defaults, read_plain
+
+WINDOW_WHEN_ABSENT = 4096
+"""An absent key means the first Mistral's window; later files say null."""
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    defaults = Defaults(max_position_embeddings=4096 * 32)
+    config = read_plain(reader, "mistral", eos_token_ids, defaults)
+    window: int | None = None
+    if not reader.is_null("sliding_window"):
+        window = reader.integer("sliding_window", WINDOW_WHEN_ABSENT)
+    return replace(config, windows=(window,) * config.num_layers)
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build()

@@ -1,0 +1,35 @@
+"""Mixtral: Mistral with eight experts a layer, two of them active."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder
+from services.worker.model.config import ConfigReader, ModelConfig, MoeConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+from services.worker.model.plain import Defaults, read_plain
+from services.worker.model.sparse import ExpertNames, sparse_mlp
+
+NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096 * 32, rope_theta=1e6)
+    config = read_plain(reader, "mixtral", eos_token_ids, defaults)
+    moe = MoeConfig(
+        num_experts=reader.integer("num_local_experts", 8),
+        num_active=reader.integer("num_experts_per_tok", 2),
+        intermediate_size=config.intermediate_size,
+        renormalise=True,
+    )
+    window = reader.get("sliding_window")
+    return replace(config, moe=moe, windows=(window,) * config.num_layers)
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    builder = Builder(config, weights, operators)
+    return builder.build(lambda builder, layer: sparse_mlp(builder, layer, NAMES))

@@ -1,0 +1,28 @@
+"""Phi 3: qkv and gate_up are single modules in the files; part of each head may rotate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder, LayerNames
+from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+from services.worker.model.plain import Defaults, read_plain
+
+NAMES = LayerNames(fused_qkv=True)
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096)
+    config = read_plain(reader, "phi3", eos_token_ids, defaults)
+    reader.get("original_max_position_embeddings")  # only long rotary scaling uses it
+    window = reader.get("sliding_window")
+    return replace(config, windows=(window,) * config.num_layers)
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators, NAMES).build()

@@ -1,0 +1,78 @@
+"""The fields that all families spell alike; each family starts here and changes what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.worker.layers.mlp import ACTIVATIONS
+from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.rope_config import read_rope
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What an absent key means in a family."""
+
+    head_dim: int | None = None
+    """None = hidden_size / num_attention_heads."""
+    tied_embeddings: bool = False
+    norm_eps: float = 1e-6
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+
+
+def read_plain(
+    reader: ConfigReader,
+    model_type: str,
+    eos_token_ids: tuple[int, ...],
+    defaults: Defaults | None = None,
+) -> ModelConfig:
+    """A decoder without biases, windows or other specialities; one rotary embedding."""
+    absent = defaults or Defaults()
+    num_heads = reader.integer("num_attention_heads")
+    hidden_size = reader.integer("hidden_size")
+    head_dim = reader.integer("head_dim", absent.head_dim or hidden_size // num_heads)
+    num_layers = reader.integer("num_hidden_layers")
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=reader.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=reader.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        norm_eps=reader.number("rms_norm_eps", absent.norm_eps),
+        activation=reader.expect(absent.activation_key, tuple(ACTIVATIONS), absent.activation),
+        max_position_embeddings=reader.integer(
+            "max_position_embeddings", absent.max_position_embeddings
+        ),
+        tied_embeddings=reader.flag("tie_word_embeddings", absent.tied_embeddings),
+        eos_token_ids=eos_token_ids,
+        windows=(None,) * num_layers,
+        ropes=(read_rope(reader, head_dim, absent.rope_theta),) * num_layers,
+        attention_scale=head_dim**-0.5,
+    )
+
+
+def read_layer_types(
+    reader: ConfigReader, num_layers: int, default: Sequence[str]
+) -> tuple[str, ...]:
+    """`layer_types`, each full or sliding attention."""
+    types = reader.get("layer_types", list(default))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise reader.refuse("layer_types", types, f"must be a list of {num_layers} names")
+    for name in types:
+        if name not in (FULL, SLIDING):
+            raise reader.refuse("layer_types", name, f"is not served; known: {FULL}, {SLIDING}")
+    return tuple(types)
+
+
+def windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer."""
+    return tuple(window if name == SLIDING else None for name in types)

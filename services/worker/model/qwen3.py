@@ -1,0 +1,34 @@
+"""Qwen 3: normalised query and key heads, head size of its own, no biases by default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model.build import Builder
+from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.load import Weights
+from services.worker.model.plain import Defaults, read_plain
+from services.worker.model.qwen2 import read_windows
+
+
+def read_config(
+    reader: ConfigReader, eos_token_ids: tuple[int, ...], default_head_dim: int | None = 128
+) -> ModelConfig:
+    """Translate config.json."""
+    defaults = Defaults(head_dim=default_head_dim, max_position_embeddings=32768)
+    config = read_plain(reader, "qwen3", eos_token_ids, defaults)
+    has_bias = reader.flag("attention_bias", False)
+    return replace(
+        config,
+        qk_norm=True,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        windows=read_windows(reader, config.num_layers),
+    )
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build()

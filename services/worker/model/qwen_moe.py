@@ -1,0 +1,60 @@
+"""Qwen 2 and 3 mixtures of experts: sparse and dense layers, in Qwen 2 a shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.worker.layers.operators import Operators
+from services.worker.model import qwen2, qwen3
+from services.worker.model.build import Builder, dense_mlp
+from services.worker.model.config import ConfigReader, ModelConfig, MoeConfig
+from services.worker.model.decoder import Decoder, Mlp
+from services.worker.model.load import Weights
+from services.worker.model.sparse import ExpertNames, sparse_mlp
+
+NAMES = ExpertNames()
+
+
+def read_qwen2_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of Qwen 2 MoE."""
+    config = qwen2.read_config(reader, eos_token_ids)
+    shared = reader.integer("shared_expert_intermediate_size", 5632)
+    moe = replace(_read_moe(reader, config, 4, 60), shared_intermediate_size=shared)
+    has_bias = reader.flag("qkv_bias", True)
+    return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe)
+
+
+def read_qwen3_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of Qwen 3 MoE."""
+    config = qwen3.read_config(reader, eos_token_ids, default_head_dim=None)
+    return replace(config, model_type="qwen3_moe", moe=_read_moe(reader, config, 8, 128))
+
+
+def _read_moe(
+    reader: ConfigReader, config: ModelConfig, num_active: int, num_experts: int
+) -> MoeConfig:
+    """Files spell the number of experts in two ways."""
+    step = reader.integer("decoder_sparse_step", 1)
+    dense = reader.get("mlp_only_layers", [])
+    count = reader.integer("num_experts", reader.integer("num_local_experts", num_experts))
+    return MoeConfig(
+        num_experts=count,
+        num_active=reader.integer("num_experts_per_tok", num_active),
+        intermediate_size=reader.integer("moe_intermediate_size"),
+        renormalise=reader.flag("norm_topk_prob", False),
+        dense_layers=tuple(
+            layer for layer in range(config.num_layers) if layer in dense or (layer + 1) % step != 0
+        ),
+    )
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+
+    def make_mlp(builder: Builder, layer: int) -> Mlp:
+        assert config.moe is not None
+        if layer in config.moe.dense_layers:
+            return dense_mlp(builder, layer)
+        return sparse_mlp(builder, layer, NAMES)
+
+    return Builder(config, weights, operators).build(make_mlp)

@@ -1,0 +1,69 @@
+"""Places of the model that an adapter can change, as one flat table. Plain data.
+
+A site is where one input meets stacked projections (`qkv`, `o`, `gate_up`, `down`), the
+embedding, the head, or a norm. Modules by their Hugging Face names are row ranges of sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LINEAR = "linear"
+EMBEDDING = "embedding"
+LM_HEAD = "lm_head"
+NORM = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One row of the table; `id` is its index."""
+
+    id: int
+    layer: int
+    """-1 outside the decoder layers."""
+    kind: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module lies: rows [out_begin, out_begin + out_features) of its site's weight."""
+
+    site_id: int
+    out_begin: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteTable:
+    """All sites, and the places of all modules that adapters may name."""
+
+    sites: tuple[Site, ...]
+    places: Mapping[str, Place]
+
+
+class SiteTableBuilder:
+    """Collects sites while a model is built."""
+
+    def __init__(self) -> None:
+        self._sites: list[Site] = []
+        self._places: dict[str, Place] = {}
+
+    def add(
+        self, layer: int, kind: str, in_features: int, modules: Sequence[tuple[str, int]]
+    ) -> int:
+        """Add a site of stacked modules, (name, out_features) each, and return its id."""
+        site_id = len(self._sites)
+        begin = 0
+        for name, out_features in modules:
+            assert name not in self._places, name
+            self._places[name] = Place(site_id, begin, out_features)
+            begin += out_features
+        self._sites.append(Site(site_id, layer, kind, in_features, begin))
+        return site_id
+
+    def build(self) -> SiteTable:
+        """The finished table."""
+        return SiteTable(tuple(self._sites), self._places)

@@ -1,0 +1,63 @@
+"""Small sums against torch when a library is loaded: one that computes wrong is not used.
+
+Compilers and processors are many, and a wrong answer is worse than a slow one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOLERANCE = 1e-4
+
+
+class Kernels(Protocol):
+    """What is checked of a library."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See Native."""
+        ...
+
+    def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
+        """See Native."""
+        ...
+
+    def norm(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, in_float32: bool
+    ) -> Tensor:
+        """See Native."""
+        ...
+
+    def silu_multiply(self, x: Tensor) -> Tensor:
+        """See Native."""
+        ...
+
+
+def computes_right(kernels: Kernels) -> bool:
+    """Whether products, norms and gates agree with torch on odd shapes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(13, 37, generator=generator)
+    weight = torch.randn(70, 37, generator=generator)
+    pairs = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        stored = weight.to(dtype)
+        product = kernels.linear(x, kernels.pack(stored), len(weight))
+        pairs.append((product, F.linear(x, stored.float())))
+    half = x.bfloat16()
+    product = kernels.linear(half, kernels.pack(weight), len(weight)).float()
+    pairs.append((product, F.linear(half.float(), weight).bfloat16().float()))
+    scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
+    pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
+    gated = torch.cat((product, product), dim=1)
+    pairs.append((kernels.silu_multiply(gated), F.silu(product) * product))
+    return all(_agree(actual, expected) for actual, expected in pairs)
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    """Within rounding; the bfloat16 product may differ by a last place here and there."""
+    error = (actual - expected).abs()
+    is_close = error <= TOLERANCE + expected.abs() / 100
+    return bool(is_close.all()) and bool(error.median() <= TOLERANCE)

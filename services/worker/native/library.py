@@ -1,0 +1,234 @@
+"""The compiled kernels as Python functions over tensors.
+
+Every call releases the GIL and returns when the work is done. Shapes and dtypes are asserted here:
+C++ trusts what it is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.worker.native.build import BuildFailed, build_library, find_library
+from services.worker.native.check import computes_right
+from services.worker.native.isa import TORCH, choose_isa
+
+logger = logging.getLogger(__name__)
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+
+_I, _P = ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "lpx_set_threads": (None, (_I,)),
+    "lpx_packed_items": (_I, (_I, _I)),
+    "lpx_pack": (None, (_P, _I, _I, _I, _P)),
+    "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
+    "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
+    "lpx_task_queries": (_I, ()),
+    "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
+    "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
+    "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
+    "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+}
+
+
+class Native:
+    """One loaded library."""
+
+    def __init__(self, isa: str, path: Path) -> None:
+        self.isa = isa
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        self._linear = self._library.lpx_linear
+        self._add_lora = self._library.lpx_add_lora
+        self._attend = self._library.lpx_attend
+        self._norm = self._library.lpx_norm
+        self._rotate = self._library.lpx_rotate
+        self._silu_multiply = self._library.lpx_silu_multiply
+        self.panel: int = self._library.lpx_packed_items(1, 1)
+        """Outputs that a packed weight holds side by side."""
+        self.task_queries: int = self._library.lpx_task_queries()
+        """Queries of one attention task."""
+
+    def set_threads(self, num_threads: int) -> None:
+        """Threads of every later call, the caller included."""
+        self._library.lpx_set_threads(num_threads)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """`[out, in]` in the order that `linear` reads; a vector of the same dtype."""
+        weight = weight.contiguous()
+        num_items = self._library.lpx_packed_items(*weight.shape)
+        packed = torch.empty(num_items, dtype=weight.dtype)
+        code = DTYPE_CODES[weight.dtype]
+        self._library.lpx_pack(weight.data_ptr(), code, *weight.shape, packed.data_ptr())
+        return packed
+
+    def unpack_rows(self, packed: Tensor, num_inputs: int, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a packed weight, `[end - begin, in]`."""
+        first = begin // self.panel
+        panels = packed.view(-1, num_inputs, self.panel)[first : -(-end // self.panel)]
+        places = torch.arange(self.panel)
+        if packed.dtype is torch.bfloat16:  # pairs lanes: see gemm.cpp
+            places = places.view(-1, 2).T.flatten().argsort().argsort()
+            places = torch.cat((places[: self.panel // 2], places[self.panel // 2 :]))
+        rows = panels[:, :, places].transpose(1, 2).reshape(-1, num_inputs)
+        return rows[begin - first * self.panel : end - first * self.panel]
+
+    def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
+        """`[T, in]` times a packed weight: fresh `[T, out]`."""
+        num_rows, num_inputs = x.shape
+        y = torch.empty(num_rows, num_outputs, dtype=x.dtype)
+        self._linear(
+            x.data_ptr(),
+            row_stride(x),
+            packed.data_ptr(),
+            DTYPE_CODES[packed.dtype],
+            y.data_ptr(),
+            num_outputs,
+            DTYPE_CODES[x.dtype],
+            num_rows,
+            num_inputs,
+            num_outputs,
+        )
+        return y
+
+    def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
+        """See `kernels/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
+        self._add_lora(
+            x.data_ptr(),
+            row_stride(x),
+            x.shape[1],
+            y.data_ptr(),
+            row_stride(y),
+            y.shape[1],
+            DTYPE_CODES[y.dtype],
+            site_id,
+            runs.data_ptr(),
+            len(runs),
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        planes: tuple[Tensor, Tensor],
+        layout: Tensor,
+        sequences: Tensor,
+        task_ends: Tensor,
+    ) -> Tensor:
+        """Write k and v into the planes and attend; fresh `[T, Hq * D]`.
+
+        Args:
+            q, k, v: `[T, heads * D]`, any row stride.
+            layout: int64 `[12]`, as `attention/cpu.py` makes it.
+            sequences, task_ends: int64 `[N, 4]` and `[N]`, likewise.
+        """
+        y = torch.empty(q.shape, dtype=q.dtype)
+        self._attend(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            planes[0].data_ptr(),
+            planes[1].data_ptr(),
+            y.data_ptr(),
+            DTYPE_CODES[q.dtype],
+            layout.data_ptr(),
+            sequences.data_ptr(),
+            task_ends.data_ptr(),
+            len(task_ends),
+        )
+        return y
+
+    def norm(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, in_float32: bool
+    ) -> Tensor:
+        """Root-mean-square norm of `[T, H]` rows: fresh; x += update first where one is given."""
+        assert weight.dtype is torch.float32, weight.dtype
+        y = torch.empty(x.shape, dtype=x.dtype)
+        self._norm(
+            x.data_ptr(),
+            row_stride(x),
+            None if update is None else update.data_ptr(),
+            0 if update is None else row_stride(update),
+            weight.data_ptr(),
+            y.data_ptr(),
+            y.shape[1],
+            DTYPE_CODES[x.dtype],
+            *x.shape,
+            eps,
+            in_float32,
+        )
+        return y
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+        """Rotate every head of `[T, heads * head_dim]` in place; cos, sin `[T, dim / 2]` dense."""
+        num_rows, width = x.shape
+        self._rotate(
+            x.data_ptr(),
+            row_stride(x),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            num_rows,
+            width // head_dim,
+            head_dim,
+            cos.shape[-1],
+        )
+
+    def silu_multiply(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of `[T, 2 * width]`: fresh `[T, width]`."""
+        num_rows, width = x.shape[0], x.shape[1] // 2
+        y = torch.empty(num_rows, width, dtype=x.dtype)
+        self._silu_multiply(
+            x.data_ptr(),
+            row_stride(x),
+            y.data_ptr(),
+            width,
+            DTYPE_CODES[x.dtype],
+            num_rows,
+            width,
+        )
+        return y
+
+
+def row_stride(x: Tensor) -> int:
+    """Items between the rows of a matrix whose columns are dense."""
+    assert x.dtype in ACTIVATION_DTYPES and x.stride(1) == 1, (x.dtype, x.stride())
+    return x.stride(0)
+
+
+_loaded: dict[str, Native] = {}
+
+
+def load_native(wanted: str = "auto") -> Native | None:
+    """The library for `wanted` (see `choose_isa`), built if need be; None = use torch.
+
+    Raises:
+        InvalidRequest: when this machine lacks the instruction set.
+    """
+    isa = choose_isa(wanted)
+    if isa == TORCH:
+        logger.info("cpu kernels: torch")
+        return None
+    if isa not in _loaded:
+        if find_library(isa) is None:
+            logger.info("cpu kernels: compiling for %s, once", isa)
+        try:
+            native = Native(isa, build_library(isa))
+        except (BuildFailed, OSError) as error:
+            logger.warning("cpu kernels: torch, since the native ones are missing: %s", error)
+            return None
+        if not computes_right(native):
+            logger.error("cpu kernels: torch, since those for %s compute wrong here", isa)
+            return None
+        _loaded[isa] = native
+    logger.info("cpu kernels: %s", isa)
+    return _loaded[isa]

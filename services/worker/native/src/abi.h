@@ -1,0 +1,40 @@
+// What every exported function has in common. Python calls them through ctypes with raw pointers
+// and 64-bit integers; `library.py` holds the signatures.
+#pragma once
+#include <cstdint>
+
+#define LPX_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace lpx {
+
+// Element types as Python numbers them.
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+struct bf16 {
+    uint16_t bits;
+};
+struct half {
+    uint16_t bits;
+};
+
+// Calls f(T()) with the C++ type of an activation, which is float32 or bfloat16.
+template <class F>
+void with_activation(int64_t dtype, const F& f) {
+    if (dtype == kBfloat16) {
+        f(bf16());
+    } else {
+        f(float());
+    }
+}
+
+// Calls f(T()) with the C++ type of a stored weight.
+template <class F>
+void with_weight(int64_t dtype, const F& f) {
+    if (dtype == kFloat16) {
+        f(half());
+    } else {
+        with_activation(dtype, f);
+    }
+}
+
+}  // namespace lpx

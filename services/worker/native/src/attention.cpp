@@ -1,0 +1,243 @@
+// Paged causal attention: writes a step's keys and values into the cache, then attends.
+//
+// A task is one sequence, one KV head and a few queries; the G query heads that share the KV head
+// go through each block of keys together. The softmax is kept as a running maximum and sum, block by
+// block from the first visible one, so a query's result depends neither on its neighbours nor on how
+// its prompt was cut into chunks. Blocks begin at multiples of the block length, and hidden places
+// are skipped, never multiplied by zero: they may hold any bytes.
+#include <cmath>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace lpx {
+namespace {
+
+constexpr int64_t kTaskQueries = 8;
+constexpr int64_t kMaxBlockTokens = 64;
+
+struct Sequence {
+    int64_t row, num_tokens, start, blocks;  // blocks: address of int64 ids from position 0 on
+};
+
+struct Layout {
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t block_tokens, block_stride;  // items from a plane's block to the next
+    int64_t ldq, ldk, ldv, ldy;
+    double scale, softcap;  // softcap 0 = none
+    int64_t window;         // 0 = none
+};
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 12 * 8, "library.py writes these");
+
+template <class T>
+struct Call {
+    const Layout& layout;
+    const T* q;
+    const T* k;
+    const T* v;
+    T* keys;    // plane of the layer, [num_blocks, Hkv, block_tokens, D]
+    T* values;
+    T* y;
+};
+
+inline int64_t block_of(const Sequence& sequence, int64_t index) {
+    return reinterpret_cast<const int64_t*>(sequence.blocks)[index];
+}
+
+template <class T>
+void write_token(const Call<T>& call, const Sequence& sequence, int64_t token) {
+    const Layout& l = call.layout;
+    const int64_t position = sequence.start + token, row = sequence.row + token;
+    const int64_t block = block_of(sequence, position / l.block_tokens);
+    for (int64_t head = 0; head < l.num_kv_heads; ++head) {
+        const int64_t place = block * l.block_stride +
+                              (head * l.block_tokens + position % l.block_tokens) * l.head_dim;
+        const int64_t from = head * l.head_dim;
+        std::memcpy(call.keys + place, call.k + row * l.ldk + from, l.head_dim * sizeof(T));
+        std::memcpy(call.values + place, call.v + row * l.ldv + from, l.head_dim * sizeof(T));
+    }
+}
+
+// Running softmax of one query: what was summed so far, relative to the maximum.
+struct Running {
+    float maximum, sum;
+};
+
+// scores[j] = q . keys[j] for j in [begin, end).
+template <class T>
+void score(const float* q, const T* keys, int64_t head_dim, int64_t begin, int64_t end,
+           float* scores) {
+    int64_t j = begin;
+    for (; j + 4 <= end; j += 4) {
+        Vec sums[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t d = 0; d < head_dim; d += kLanes) {
+            const Vec query = load(q + d);
+            const int64_t n = head_dim - d;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                sums[i] = fma(query, load_n(keys + (j + i) * head_dim + d, n), sums[i]);
+            }
+        }
+        for (int i = 0; i < 4; ++i) scores[j + i] = sum(sums[i]);
+    }
+    for (; j < end; ++j) {
+        Vec total = zero();
+        for (int64_t d = 0; d < head_dim; d += kLanes) {
+            total = fma(load(q + d), load_n(keys + j * head_dim + d, head_dim - d), total);
+        }
+        scores[j] = sum(total);
+    }
+}
+
+// Turns scores [begin, end) into weights relative to the running maximum; rescales what was summed.
+void weigh(const Layout& l, int64_t begin, int64_t end, float* scores, Running& running, float* out,
+           int64_t padded_dim) {
+    float maximum = running.maximum;
+    for (int64_t j = begin; j < end; ++j) {
+        float s = scores[j] * static_cast<float>(l.scale);
+        if (l.softcap != 0) {
+            const float cap = static_cast<float>(l.softcap);
+            s = std::tanh(s / cap) * cap;
+        }
+        scores[j] = s;
+        if (s > maximum) maximum = s;
+    }
+    if (maximum > running.maximum) {
+        const float factor = std::exp(running.maximum - maximum);
+        running.sum *= factor;
+        for (int64_t d = 0; d < padded_dim; d += kLanes) {
+            store(out + d, mul(load(out + d), set1(factor)));
+        }
+        running.maximum = maximum;
+    }
+    for (int64_t j = begin; j < end; j += kLanes) {
+        const int64_t n = end - j;
+        store_n(scores + j, exp(sub(load_n(scores + j, n), set1(maximum))), n);
+    }
+    for (int64_t j = begin; j < end; ++j) running.sum += scores[j];
+}
+
+// out += sum of weights[j] * values[j] for j in [begin, end).
+template <class T>
+void gather(const float* weights, const T* values, int64_t head_dim, int64_t begin, int64_t end,
+            float* out) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+        Vec sums[4];
+        for (int i = 0; i < 4; ++i) sums[i] = load(out + d + i * kLanes);
+        for (int64_t j = begin; j < end; ++j) {
+            const Vec weight = set1(weights[j]);
+            const T* value = values + j * head_dim + d;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sums[i] = fma(weight, load(value + i * kLanes), sums[i]);
+        }
+        for (int i = 0; i < 4; ++i) store(out + d + i * kLanes, sums[i]);
+    }
+    for (; d < head_dim; d += kLanes) {
+        Vec total = load(out + d);
+        for (int64_t j = begin; j < end; ++j) {
+            const Vec value = load_n(values + j * head_dim + d, head_dim - d);
+            total = fma(set1(weights[j]), value, total);
+        }
+        store(out + d, total);
+    }
+}
+
+// Queries [first, last) of a sequence with the query heads of one KV head.
+template <class T>
+void attend(const Call<T>& call, const Sequence& sequence, int64_t head, int64_t first,
+            int64_t last) {
+    const Layout& l = call.layout;
+    const int64_t group = l.num_heads / l.num_kv_heads;
+    const int64_t num_rows = (last - first) * group;
+    const int64_t padded = (l.head_dim + kLanes - 1) / kLanes * kLanes;
+    float* queries = scratch(0, num_rows * padded);
+    float* outputs = scratch(1, num_rows * padded);
+    Running* running = reinterpret_cast<Running*>(scratch(2, 2 * num_rows));
+    std::memset(outputs, 0, num_rows * padded * sizeof(float));
+    for (int64_t row = 0; row < num_rows; ++row) {
+        running[row] = {-INFINITY, 0.0f};
+        const T* q = call.q + (sequence.row + first + row / group) * l.ldq +
+                     (head * group + row % group) * l.head_dim;
+        for (int64_t d = 0; d < padded; d += kLanes) {
+            store(queries + row * padded + d, load_n(q + d, l.head_dim - d));
+        }
+    }
+    const int64_t low = sequence.start + first, high = sequence.start + last;
+    const int64_t oldest = l.window == 0 || low < l.window ? 0 : low - l.window + 1;
+    for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
+        const int64_t begin = block * l.block_tokens;
+        const int64_t place = block_of(sequence, block) * l.block_stride +
+                              head * l.block_tokens * l.head_dim;
+        for (int64_t row = 0; row < num_rows; ++row) {
+            const int64_t now = low + row / group;
+            const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
+            const int64_t from = seen > begin ? seen - begin : 0;
+            const int64_t to = now + 1 - begin < l.block_tokens ? now + 1 - begin : l.block_tokens;
+            if (from >= to) continue;
+            float scores[kMaxBlockTokens];
+            float* out = outputs + row * padded;
+            score(queries + row * padded, call.keys + place, l.head_dim, from, to, scores);
+            weigh(l, from, to, scores, running[row], out, padded);
+            gather(scores, call.values + place, l.head_dim, from, to, out);
+        }
+    }
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Vec factor = set1(1.0f / running[row].sum);
+        T* y = call.y + (sequence.row + first + row / group) * l.ldy +
+               (head * group + row % group) * l.head_dim;
+        for (int64_t d = 0; d < l.head_dim; d += kLanes) {
+            store_n(y + d, mul(load(outputs + row * padded + d), factor), l.head_dim - d);
+        }
+    }
+}
+
+template <class T>
+void run(const Call<T>& call, const Sequence* sequences, int64_t num_sequences,
+         const int64_t* task_ends) {
+    const int64_t num_kv_heads = call.layout.num_kv_heads;
+    parallel_for(num_sequences, [&](int64_t i) {
+        for (int64_t t = 0; t < sequences[i].num_tokens; ++t) write_token(call, sequences[i], t);
+    });
+    parallel_for(task_ends[num_sequences - 1] * num_kv_heads, [&](int64_t index) {
+        const int64_t task = index / num_kv_heads;
+        int64_t i = 0, end = num_sequences - 1;
+        while (i < end) {
+            const int64_t middle = (i + end) / 2;
+            if (task_ends[middle] > task) {
+                end = middle;
+            } else {
+                i = middle + 1;
+            }
+        }
+        const int64_t first = (task - (i ? task_ends[i - 1] : 0)) * kTaskQueries;
+        const int64_t left = sequences[i].num_tokens - first;
+        attend(call, sequences[i], index % num_kv_heads, first,
+               first + (left < kTaskQueries ? left : kTaskQueries));
+    });
+}
+
+}  // namespace
+}  // namespace lpx
+
+// Queries of one task: a sequence of n tokens takes ceil(n / this) tasks a KV head.
+LPX_EXPORT int64_t lpx_task_queries() { return lpx::kTaskQueries; }
+
+// `task_ends[i]`: tasks, per KV head, of sequences 0 to i.
+LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* keys, void* values,
+                           void* y, int64_t dtype, const void* layout, const void* sequences,
+                           const void* task_ends, int64_t num_sequences) {
+    using namespace lpx;
+    with_activation(dtype, [&](auto t) {
+        using T = decltype(t);
+        const Call<T> call{*static_cast<const Layout*>(layout),
+                           static_cast<const T*>(q),
+                           static_cast<const T*>(k),
+                           static_cast<const T*>(v),
+                           static_cast<T*>(keys),
+                           static_cast<T*>(values),
+                           static_cast<T*>(y)};
+        run(call, static_cast<const Sequence*>(sequences), num_sequences,
+            static_cast<const int64_t*>(task_ends));
+    });
+}

@@ -1,0 +1,165 @@
+// y = x W^T for a few to a few thousand rows, W packed once at load.
+//
+// A panel holds kPanel = 2 * kLanes outputs: for each input k, the panel's weights side by side, so
+// a step of the inner loop is one load, one broadcast per row, two multiply-adds per row. Weights
+// stay in the type they were published in and widen in registers: float32 arithmetic at half the
+// bytes. bfloat16 pairs lanes (low half of word i = output i, high half = output kLanes + i), so one
+// shift and one mask widen a whole panel row.
+//
+// Every output is summed in the order of k in one accumulator, whatever the number of rows: a row's
+// result does not depend on its neighbours.
+#include "pool.h"
+#include "vec.h"
+
+namespace lpx {
+namespace {
+
+constexpr int kPanel = 2 * kLanes;
+constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
+// Outputs and rows of one task: enough work to outweigh claiming it, few enough to share out.
+constexpr int64_t kTaskPanels = 4;
+constexpr int64_t kTaskRows = 16 * kMaxRows;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+inline int place_in_panel(int output) {
+    return output;
+}
+template <>
+inline int place_in_panel<bf16>(int output) {
+    return output < kLanes ? 2 * output : 2 * (output - kLanes) + 1;
+}
+
+template <class W>
+void pack(const W* weight, int64_t num_outputs, int64_t num_inputs, W* packed) {
+    parallel_for(ceil_div(num_outputs, kPanel), [&](int64_t panel) {
+        W* out = packed + panel * kPanel * num_inputs;
+        for (int i = 0; i < kPanel; ++i) {
+            const int64_t row = panel * kPanel + i;
+            const int place = place_in_panel<W>(i);
+            for (int64_t k = 0; k < num_inputs; ++k) {
+                out[k * kPanel + place] = row < num_outputs ? weight[row * num_inputs + k] : W();
+            }
+        }
+    });
+}
+
+struct Product {
+    const float* x;
+    int64_t ldx;
+    int64_t num_rows;
+    int64_t num_inputs;
+    int64_t num_outputs;
+    int64_t ldy;
+};
+
+template <class W, class T, int R, int P>
+void multiply_block(const Product& g, const W* packed, T* y, int64_t row, int64_t panel) {
+    const float* x = g.x + row * g.ldx;
+    const W* weights = packed + panel * kPanel * g.num_inputs;
+    const int64_t stride = kPanel * g.num_inputs;
+    Vec sums[R][P][2];
+    for (int r = 0; r < R; ++r) {
+        for (int p = 0; p < P; ++p) sums[r][p][0] = sums[r][p][1] = zero();
+    }
+    for (int64_t k = 0; k < g.num_inputs; ++k) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            Vec low, high;
+            load_pair(weights + p * stride + k * kPanel, low, high);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; ++r) {
+                const Vec input = set1(x[r * g.ldx + k]);
+                sums[r][p][0] = fma(input, low, sums[r][p][0]);
+                sums[r][p][1] = fma(input, high, sums[r][p][1]);
+            }
+        }
+    }
+    for (int p = 0; p < P; ++p) {
+        const int64_t first = (panel + p) * kPanel;
+        const int64_t n = g.num_outputs - first;
+        for (int r = 0; r < R; ++r) {
+            T* out = y + (row + r) * g.ldy + first;
+            store_n(out, sums[r][p][0], n);
+            if (n > kLanes) store_n(out + kLanes, sums[r][p][1], n - kLanes);
+        }
+    }
+}
+
+template <class W, class T, int R>
+void multiply_rows(const Product& g, const W* packed, T* y, int64_t row, int64_t begin,
+                   int64_t end) {
+    // One row alone needs several panels at a time to hide the latency of its additions.
+    constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    int64_t panel = begin;
+    for (; panel + P <= end; panel += P) multiply_block<W, T, R, P>(g, packed, y, row, panel);
+    for (; panel < end; ++panel) multiply_block<W, T, R, 1>(g, packed, y, row, panel);
+}
+
+template <class W, class T, int R = kMaxRows>
+void multiply_n_rows(int64_t n, const Product& g, const W* packed, T* y, int64_t row, int64_t begin,
+                     int64_t end) {
+    if constexpr (R > 1) {
+        if (n < R) return multiply_n_rows<W, T, R - 1>(n, g, packed, y, row, begin, end);
+    }
+    multiply_rows<W, T, R>(g, packed, y, row, begin, end);
+}
+
+template <class W, class T>
+void multiply(const Product& g, const W* packed, T* y) {
+    const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
+        const int64_t begin = task / num_row_tasks * kTaskPanels;
+        const int64_t end = smaller(begin + kTaskPanels, num_panels);
+        int64_t row = task % num_row_tasks * kTaskRows;
+        const int64_t last = smaller(row + kTaskRows, g.num_rows);
+        for (int64_t blocks = ceil_div(last - row, kMaxRows); blocks > 0; --blocks) {
+            const int64_t n = ceil_div(last - row, blocks);
+            multiply_n_rows<W, T>(n, g, packed, y, row, begin, end);
+            row += n;
+        }
+    });
+}
+
+}  // namespace
+}  // namespace lpx
+
+// Items that `lpx_pack` writes for a weight [num_outputs, num_inputs].
+LPX_EXPORT int64_t lpx_packed_items(int64_t num_outputs, int64_t num_inputs) {
+    return lpx::ceil_div(num_outputs, lpx::kPanel) * lpx::kPanel * num_inputs;
+}
+
+LPX_EXPORT void lpx_pack(const void* weight, int64_t dtype, int64_t num_outputs, int64_t num_inputs,
+                         void* packed) {
+    using namespace lpx;
+    with_weight(dtype, [&](auto w) {
+        using W = decltype(w);
+        pack(static_cast<const W*>(weight), num_outputs, num_inputs, static_cast<W*>(packed));
+    });
+}
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Strides are in items; columns are dense.
+LPX_EXPORT void lpx_linear(const void* x, int64_t ldx, const void* packed, int64_t weight_dtype,
+                           void* y, int64_t ldy, int64_t activation_dtype, int64_t num_rows,
+                           int64_t num_inputs, int64_t num_outputs) {
+    using namespace lpx;
+    with_activation(activation_dtype, [&](auto t) {
+        using T = decltype(t);
+        const T* inputs = static_cast<const T*>(x);
+        const bool copies = sizeof(T) != sizeof(float);
+        float* buffer = copies ? scratch(3, num_rows * num_inputs) : nullptr;
+        const Product g{widen(inputs, ldx, num_rows, num_inputs, buffer),
+                        widened_stride(inputs, ldx, num_inputs),
+                        num_rows,
+                        num_inputs,
+                        num_outputs,
+                        ldy};
+        with_weight(weight_dtype, [&](auto w) {
+            using W = decltype(w);
+            multiply(g, static_cast<const W*>(packed), static_cast<T*>(y));
+        });
+    });
+}

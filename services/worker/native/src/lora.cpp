@@ -1,0 +1,294 @@
+// y[t] = gain * (y[t] + sum over t's adapters of coef * (scale * B (A x[t]) + lora bias)) + bias
+// delta, in place.
+//
+// The batch is cut into segments, rows that the same runs cover, and segments into tasks of a few
+// rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
+// from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
+// one order whatever the segments are, so a row's result does not depend on the batch.
+#include <vector>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace lpx {
+namespace {
+
+constexpr int64_t kTaskRows = 16;
+
+// As `records.py` writes them, in int64 words.
+struct Tile {
+    int64_t address, row_begin, row_end, col_begin, col_end, dtype;
+};
+struct Entry {
+    int64_t rank, scales, num_a, num_b, num_lora_biases, num_gains, num_biases;
+    const float* scale() const { return reinterpret_cast<const float*>(scales); }
+    const Tile* a() const { return reinterpret_cast<const Tile*>(this + 1); }
+    const Tile* b() const { return a() + num_a; }
+    const Tile* lora_biases() const { return b() + num_b; }
+    const Tile* gains() const { return lora_biases() + num_lora_biases; }
+    const Tile* biases() const { return gains() + num_gains; }
+};
+struct Run {
+    int64_t record, begin, end;
+    double coef;
+};
+static_assert(sizeof(Entry) == 7 * 8 && sizeof(Tile) == 6 * 8 && sizeof(Run) == 4 * 8, "layout");
+
+// Word 0 of a record is its number of sites; words 1.. are each site's entry as a word offset, or 0.
+inline const Entry* entry_of(const Run& run, int64_t site) {
+    const int64_t* record = reinterpret_cast<const int64_t*>(run.record);
+    if (site >= record[0] || record[1 + site] == 0) return nullptr;
+    return reinterpret_cast<const Entry*>(record + record[1 + site]);
+}
+
+struct Use {
+    const Entry* entry;
+    int64_t begin, end;
+    float coef;
+};
+
+// Rows [begin, end) and the adapters that all of them use: uses[first, first + count).
+struct Segment {
+    int64_t begin, end, first, count;
+};
+
+struct Work {
+    std::vector<Use> uses;
+    std::vector<Use> used;
+    std::vector<Segment> segments;
+};
+
+// Cuts at every begin and end of a run, in order, so each segment has one set of adapters.
+void cut(Work& work) {
+    work.used.clear();
+    work.segments.clear();
+    int64_t row = 0;
+    for (;;) {
+        int64_t next = INT64_MAX;
+        const int64_t first = static_cast<int64_t>(work.used.size());
+        for (const Use& use : work.uses) {
+            if (use.begin > row) {
+                if (use.begin < next) next = use.begin;
+            } else if (use.end > row) {
+                work.used.push_back(use);
+                if (use.end < next) next = use.end;
+            }
+        }
+        if (next == INT64_MAX) return;
+        const int64_t count = static_cast<int64_t>(work.used.size()) - first;
+        for (int64_t begin = row; count > 0 && begin < next; begin += kTaskRows) {
+            const int64_t end = begin + kTaskRows < next ? begin + kTaskRows : next;
+            work.segments.push_back({begin, end, first, count});
+        }
+        row = next;
+    }
+}
+
+// out[x row][A row] += x . A over n columns, for X rows of x and R rows of A.
+template <int X, int R, class W>
+void dot_block(const float* x, int64_t ldx, const W* a, int64_t lda, int64_t n, float* out,
+               int64_t ldout) {
+    Vec sums[X][R];
+    for (int i = 0; i < X; ++i) {
+        for (int r = 0; r < R; ++r) sums[i][r] = zero();
+    }
+    const auto step = [&](auto load_x, auto load_a) {
+        Vec inputs[X];
+#pragma GCC unroll 8
+        for (int i = 0; i < X; ++i) inputs[i] = load_x(x + i * ldx);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const Vec weights = load_a(a + r * lda);
+#pragma GCC unroll 8
+            for (int i = 0; i < X; ++i) sums[i][r] = fma(inputs[i], weights, sums[i][r]);
+        }
+    };
+    int64_t k = 0;
+    for (; k + kLanes <= n; k += kLanes) {
+        const auto whole = [k](const auto* p) { return load(p + k); };
+        step(whole, whole);
+    }
+    if (k < n) {
+        const auto part = [k, n](const auto* p) { return load_n(p + k, n - k); };
+        step(part, part);
+    }
+    for (int i = 0; i < X; ++i) {
+        for (int r = 0; r < R; ++r) out[i * ldout + r] += sum(sums[i][r]);
+    }
+}
+
+template <int X, class W>
+void dot_rows(const float* x, int64_t ldx, const W* a, int64_t num_a, int64_t n, float* out,
+              int64_t ldout) {
+    constexpr int R = 8 / X;
+    int64_t r = 0;
+    for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, n, out + r, ldout);
+    for (; r < num_a; ++r) dot_block<X, 1>(x, ldx, a + r * n, n, n, out + r, ldout);
+}
+
+// shrunk[row][rank] += x[row] . A[rank] over the tile.
+template <class W>
+void shrink_tile(const float* x, int64_t ldx, int64_t num_rows, const Tile& tile, float* shrunk,
+                 int64_t ld) {
+    const W* a = reinterpret_cast<const W*>(tile.address);
+    const int64_t num_a = tile.row_end - tile.row_begin, n = tile.col_end - tile.col_begin;
+    const float* in = x + tile.col_begin;
+    float* out = shrunk + tile.row_begin;
+    int64_t row = 0;
+    for (; row + 4 <= num_rows; row += 4) {
+        dot_rows<4>(in + row * ldx, ldx, a, num_a, n, out + row * ld, ld);
+    }
+    for (; row + 2 <= num_rows; row += 2) {
+        dot_rows<2>(in + row * ldx, ldx, a, num_a, n, out + row * ld, ld);
+    }
+    if (row < num_rows) dot_rows<1>(in + row * ldx, ldx, a, num_a, n, out + row * ld, ld);
+}
+
+// y[row] += sum over R rank rows of shrunk * B, over n columns.
+template <int R, class W>
+void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n,
+                  const float* shrunk, int64_t ld) {
+    const auto step = [&](int64_t column, auto load_at, auto store_at) {
+        Vec weights[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) weights[r] = load_at(b + r * n + column);
+        for (int64_t row = 0; row < num_rows; ++row) {
+            float* out = y + row * ldy + column;
+            Vec total = load_at(out);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                total = fma(set1(shrunk[row * ld + r]), weights[r], total);
+            }
+            store_at(out, total);
+        }
+    };
+    int64_t column = 0;
+    for (; column + kLanes <= n; column += kLanes) {
+        step(column, [](const auto* p) { return load(p); }, [](float* p, Vec v) { store(p, v); });
+    }
+    if (column < n) {
+        const int64_t left = n - column;
+        step(
+            column, [left](const auto* p) { return load_n(p, left); },
+            [left](float* p, Vec v) { store_n(p, v, left); });
+    }
+}
+
+template <class W>
+void expand_tile(float* y, int64_t ldy, int64_t num_rows, const Tile& tile, const float* shrunk,
+                 int64_t ld) {
+    const W* b = reinterpret_cast<const W*>(tile.address);
+    const int64_t num_b = tile.row_end - tile.row_begin, n = tile.col_end - tile.col_begin;
+    float* out = y + tile.col_begin;
+    const float* in = shrunk + tile.row_begin;
+    int64_t r = 0;
+    for (; r + 8 <= num_b; r += 8) expand_block<8>(out, ldy, num_rows, b + r * n, n, in + r, ld);
+    for (; r < num_b; ++r) expand_block<1>(out, ldy, num_rows, b + r * n, n, in + r, ld);
+}
+
+void add_product(const Use& use, const float* x, int64_t ldx, float* y, int64_t ldy,
+                 int64_t num_rows) {
+    const Entry& entry = *use.entry;
+    const int64_t rank = entry.rank;
+    float* shrunk = scratch(0, num_rows * rank);
+    std::memset(shrunk, 0, num_rows * rank * sizeof(float));
+    for (int64_t i = 0; i < entry.num_a; ++i) {
+        const Tile& tile = entry.a()[i];
+        with_weight(tile.dtype, [&](auto w) {
+            shrink_tile<decltype(w)>(x, ldx, num_rows, tile, shrunk, rank);
+        });
+    }
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t r = 0; r < rank; ++r) shrunk[row * rank + r] *= entry.scale()[r] * use.coef;
+    }
+    for (int64_t i = 0; i < entry.num_b; ++i) {
+        const Tile& tile = entry.b()[i];
+        with_weight(tile.dtype, [&](auto w) {
+            expand_tile<decltype(w)>(y, ldy, num_rows, tile, shrunk, rank);
+        });
+    }
+}
+
+// Calls f(y, value) for each output that the one-row float32 tiles cover, in every row.
+template <class F>
+void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, int64_t num_rows,
+                 const F& f) {
+    for (int64_t i = 0; i < num_tiles; ++i) {
+        const Tile& tile = tiles[i];
+        const float* values = reinterpret_cast<const float*>(tile.address);
+        const int64_t n = tile.col_end - tile.col_begin;
+        for (int64_t row = 0; row < num_rows; ++row) {
+            float* out = y + row * ldy + tile.col_begin;
+            for (int64_t c = 0; c < n; ++c) f(out[c], values[c]);
+        }
+    }
+}
+
+void add_segment(const Segment& segment, const Use* used, const float* x, int64_t ldx, float* y,
+                 int64_t ldy) {
+    const int64_t num_rows = segment.end - segment.begin;
+    const Use* begin = used + segment.first;
+    const Use* end = begin + segment.count;
+    for (const Use* use = begin; use < end; ++use) {
+        add_product(*use, x, ldx, y, ldy, num_rows);
+        each_output(use->entry->lora_biases(), use->entry->num_lora_biases, y, ldy, num_rows,
+                    [use](float& out, float bias) { out += use->coef * bias; });
+    }
+    for (const Use* use = begin; use < end; ++use) {
+        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, num_rows,
+                    [](float& out, float gain) { out *= gain; });
+    }
+    for (const Use* use = begin; use < end; ++use) {
+        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, num_rows,
+                    [](float& out, float bias) { out += bias; });
+    }
+}
+
+void add_rows(const Segment& segment, const Use* used, const float* x, int64_t ldx, int64_t,
+              float* y, int64_t ldy, int64_t) {
+    add_segment(segment, used, x + segment.begin * ldx, ldx, y + segment.begin * ldy, ldy);
+}
+
+// bfloat16 rows are summed as floats and rounded once.
+void add_rows(const Segment& segment, const Use* used, const bf16* x, int64_t ldx, int64_t num_inputs,
+              bf16* y, int64_t ldy, int64_t num_outputs) {
+    const int64_t num_rows = segment.end - segment.begin;
+    float* in = scratch(1, num_rows * num_inputs);
+    float* out = scratch(2, num_rows * num_outputs);
+    widen(x + segment.begin * ldx, ldx, num_rows, num_inputs, in);
+    widen(y + segment.begin * ldy, ldy, num_rows, num_outputs, out);
+    add_segment(segment, used, in, num_inputs, out, num_outputs);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t c = 0; c < num_outputs; c += kLanes) {
+            const int64_t n = num_outputs - c;
+            store_n(y + (segment.begin + row) * ldy + c, load_n(out + row * num_outputs + c, n), n);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace lpx
+
+LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
+                             int64_t num_outputs, int64_t activation_dtype, int64_t site,
+                             const void* runs, int64_t num_runs) {
+    using namespace lpx;
+    static thread_local Work work;
+    work.uses.clear();
+    for (int64_t i = 0; i < num_runs; ++i) {
+        const Run& run = static_cast<const Run*>(runs)[i];
+        const Entry* entry = entry_of(run, site);
+        if (entry == nullptr) continue;
+        work.uses.push_back({entry, run.begin, run.end, static_cast<float>(run.coef)});
+    }
+    if (work.uses.empty()) return;
+    cut(work);
+    const Work& plan = work;
+    with_activation(activation_dtype, [&](auto t) {
+        using T = decltype(t);
+        parallel_for(static_cast<int64_t>(plan.segments.size()), [&](int64_t i) {
+            add_rows(plan.segments[i], plan.used.data(), static_cast<const T*>(x), ldx, num_inputs,
+                     static_cast<T*>(y), ldy, num_outputs);
+        });
+    });
+}

@@ -1,0 +1,242 @@
+// One register of floats: 8 lanes with AVX2, 16 with AVX-512 and in portable C++. Half types widen on
+// load and round to nearest even on store.
+#pragma once
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+
+#include "abi.h"
+
+namespace lpx {
+
+#if defined(__AVX512F__)
+
+constexpr int kLanes = 16;
+struct Vec {
+    __m512 v;
+};
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec set1(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Vec load(const bf16* p) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, Vec a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec round(Vec a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a * 2^n for integral n.
+inline Vec scale2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+// Two neighbouring vectors of a weight panel in the panel's order (see gemm.cpp).
+inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+    const __m512i raw = _mm512_loadu_si512(p);
+    low = {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))};
+    high = {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(0xffff0000)))};
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kLanes = 8;
+struct Vec {
+    __m256 v;
+};
+inline Vec zero() { return {_mm256_setzero_ps()}; }
+inline Vec set1(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Vec load(const half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Vec load(const bf16* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
+}
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+inline void store(bf16* p, Vec a) {
+    const __m256i bits = _mm256_castps_si256(a.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+    const __m256i packed = _mm256_packus_epi32(rounded, rounded);
+    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Vec round(Vec a) {
+    return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a * 2^n for integral n in [-126, 127].
+inline Vec scale2(Vec a, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(
+        _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+    return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
+}
+inline float sum(Vec a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+// Two neighbouring vectors of a weight panel in the panel's order (see gemm.cpp).
+inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    low = {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))};
+    high = {_mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000))))};
+}
+
+#else
+
+constexpr int kLanes = 16;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+struct Vec {
+    Lanes v;
+};
+inline float widened(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+inline float widened(half x) {
+    _Float16 value;
+    std::memcpy(&value, &x, sizeof value);
+    return static_cast<float>(value);
+}
+inline Vec zero() { return {Lanes{}}; }
+inline Vec set1(float x) { return {x - Lanes{}}; }
+inline Vec load(const float* p) {
+    Vec a;
+    std::memcpy(&a.v, p, sizeof a.v);
+    return a;
+}
+template <class T>
+inline Vec load(const T* p) {
+    Vec a;
+    for (int i = 0; i < kLanes; ++i) a.v[i] = widened(p[i]);
+    return a;
+}
+inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
+inline void store(bf16* p, Vec a) {
+    for (int i = 0; i < kLanes; ++i) {
+        const float value = a.v[i];
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        bits = std::isnan(value) ? 0x7fc0u << 16 : bits + 0x7fff + (bits >> 16 & 1);
+        p[i].bits = static_cast<uint16_t>(bits >> 16);
+    }
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+inline Vec add(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec div(Vec a, Vec b) { return {a.v / b.v}; }
+inline Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+inline Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
+inline Vec round(Vec a) {
+    for (int i = 0; i < kLanes; ++i) a.v[i] = std::nearbyint(a.v[i]);
+    return a;
+}
+// a * 2^n for integral n.
+inline Vec scale2(Vec a, Vec n) {
+    for (int i = 0; i < kLanes; ++i) a.v[i] = std::ldexp(a.v[i], static_cast<int>(n.v[i]));
+    return a;
+}
+inline float sum(Vec a) {
+    float total = 0.0f;
+    for (int i = 0; i < kLanes; ++i) total += a.v[i];
+    return total;
+}
+// Two neighbouring vectors of a weight panel in the panel's order (see gemm.cpp).
+inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+    for (int i = 0; i < kLanes; ++i) {
+        low.v[i] = widened(p[2 * i]);
+        high.v[i] = widened(p[2 * i + 1]);
+    }
+}
+
+#endif
+
+template <class T>
+inline void load_pair(const T* p, Vec& low, Vec& high) {
+    low = load(p);
+    high = load(p + kLanes);
+}
+
+// The first n lanes, 0 < n <= kLanes; the rest are zeros (load) or left as they are (store).
+template <class T>
+inline Vec load_n(const T* p, int64_t n) {
+    if (n >= kLanes) return load(p);
+    T lanes[kLanes] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return load(lanes);
+}
+template <class T>
+inline void store_n(T* p, Vec a, int64_t n) {
+    if (n >= kLanes) return store(p, a);
+    T lanes[kLanes];
+    store(lanes, a);
+    std::memcpy(p, lanes, n * sizeof(T));
+}
+
+// e^x to 2 ulp, for x <= 88; about 1e-38 below -87.
+inline Vec exp(Vec x) {
+    x = max(min(x, set1(88.0f)), set1(-87.3f));
+    const Vec n = round(mul(x, set1(1.44269504f)));
+    Vec r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    Vec p = set1(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f}) {
+        p = fma(p, r, set1(c));
+    }
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    return scale2(p, n);
+}
+
+// Rows of activations as floats: x itself when it is float32, else a copy in `buffer`.
+inline const float* widen(const float* x, int64_t, int64_t, int64_t, float*) { return x; }
+inline const float* widen(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_columns,
+                          float* buffer) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t i = 0; i < num_columns; i += kLanes) {
+            const int64_t n = num_columns - i;
+            store_n(buffer + row * num_columns + i, load_n(x + row * ldx + i, n), n);
+        }
+    }
+    return buffer;
+}
+// Distance between the rows that `widen` returns.
+inline int64_t widened_stride(const float*, int64_t ldx, int64_t) { return ldx; }
+inline int64_t widened_stride(const bf16*, int64_t, int64_t num_columns) { return num_columns; }
+
+}  // namespace lpx

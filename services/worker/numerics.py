@@ -1,0 +1,80 @@
+"""Which device and dtype a worker computes in, and the name of the arithmetic that follows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+from loraplex.errors import InvalidRequest
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` = CUDA where it works, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise InvalidRequest.field("device", name, "must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        description = "this torch finds no CUDA device; use cpu, or install a CUDA build of torch"
+        raise InvalidRequest.field("device", name, description)
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` = bfloat16 on CUDA, float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        known = ", ".join(("auto", *_DTYPES))
+        raise InvalidRequest.field("dtype", name, f"must be one of {known}")
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the `torch.` prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+WEIGHT_BYTES_PER_THREAD = 32 * 1024 * 1024
+"""Below this a thread spends longer at barriers than in products. Measured on two shared cores: a
+1.6M-parameter base with 32 rows of ten adapters took 49 ms a step with one thread, 783 ms with two.
+"""
+
+
+def choose_threads(weight_bytes: int, num_cores: int) -> int:
+    """Threads of one operation: one for each 32 MiB of weights, at most one for each core."""
+    return max(1, min(num_cores, weight_bytes // WEIGHT_BYTES_PER_THREAD))
+
+
+def set_threads(weight_bytes: int) -> None:
+    """Apply `choose_threads` to this process, unless OMP_NUM_THREADS says what to do."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(choose_threads(weight_bytes, _num_cores()))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def fingerprint(
+    base_fingerprint: str, device: torch.device, dtype: torch.dtype, operators: str
+) -> str:
+    """Names everything that decides a float32 result; equal ones give equal tokens.
+
+    `operators` is `Operators.name`.
+    """
+    chip = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    parts = (base_fingerprint, torch.__version__, device.type, chip, dtype_name(dtype), operators)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

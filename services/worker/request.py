@@ -1,0 +1,245 @@
+"""The plain types that pass between the rooms of the worker. No torch, no grpc.
+
+`Request` is the state machine of one sequence. `StepPlan` is what the scheduler decided for one
+step. `TokenOutput` and `StepOutput` are what comes back.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+RELEASED_BLOCK = -1
+"""Stands in a block table for a block behind the group's window: never to be read."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; numbers equal the wire enum."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, every default resolved. All counts are in tokens of the output."""
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """Alternatives per output token; None = no logprobs at all."""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """The adapters of a request: sorted (digest, weight) pairs; empty = the base."""
+
+    adapters: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert tuple(sorted(self.adapters)) == self.adapters, "adapters must be sorted by digest"
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests in order."""
+        return tuple(digest for digest, _ in self.adapters)
+
+    def key(self) -> str:
+        """Hash that keys the prefix cache and accounting."""
+        text = ";".join(f"{digest}*{weight!r}" for digest, weight in self.adapters)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the whole output must belong to."""
+
+    form: str
+    """`json_schema`, `regex`, `ebnf` (Lark's notation) or `choice`."""
+    texts: tuple[str, ...]
+    """The grammar's one text, or the options of a choice."""
+
+
+class Constraint(Protocol):
+    """A grammar that has followed a request's output so far; a pure function of both."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True when `bitmask` would not wait."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """True when nothing but the end may follow."""
+        ...
+
+    def bitmask(self) -> bytes:
+        """The tokens that may come next: one bit each, lowest bit first; ids beyond it may not."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way through the engine.
+
+    Fresh, preempted and migrated requests differ only in `output_ids`: everything the sampler
+    needs is a pure function of this object.
+
+    Lengths, in tokens: 0 <= num_computed <= num_tokens = len(prompt_ids) + len(output_ids).
+    KV of positions [0, num_computed) is in the request's blocks.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    adapters: AdapterSet = AdapterSet()
+    tenant: str = "default"
+    priority: int = 0
+    fairness_weight: float = 1.0
+    cache_salt: str = ""
+    sample_index: int = 0
+    deadline_s: float | None = None
+    """Absolute, on the engine's clock."""
+    arrival_s: float = 0.0
+    output_ids: list[int] = field(default_factory=list)
+    pools: bool = False
+    """Ends with the hidden state of its last prompt token instead of output."""
+    constraint: Constraint | None = None
+    """Set where the request has a grammar, before it is scheduled."""
+    is_held: bool = False
+    """Left out of steps while its next tokens are not known to the constraint yet."""
+
+    num_computed: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
+    prefix_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain over its full blocks, as far as anyone has asked (see `PrefixCache`)."""
+    num_cached: int = 0
+    """Tokens that it did not have to compute when it first started."""
+    first_scheduled_s: float | None = None
+    adapters_ready_s: float | None = None
+    """When all its adapters were on the device for the first time."""
+    first_token_s: float | None = None
+    num_emitted_before: int = 0
+    """Output tokens that an earlier placement already sent (len(output_ids) at arrival)."""
+
+    def __post_init__(self) -> None:
+        self.num_emitted_before = len(self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is not computed yet; 1 while decoding."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens whose KV this request can ever hold."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    def token_at(self, position: int) -> int:
+        """Token id at an absolute position."""
+        num_prompt = len(self.prompt_ids)
+        if position < num_prompt:
+            return self.prompt_ids[position]
+        return self.output_ids[position - num_prompt]
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens of positions [start, end)."""
+        num_prompt = len(self.prompt_ids)
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One request in a step: compute `num_tokens` positions from `start`."""
+
+    request: Request
+    start: int
+    """First position to compute; equals the request's num_computed."""
+    num_tokens: int
+    needs_logits: bool
+    """True when the last of these positions is the last known token: a token is sampled."""
+    slots: tuple[tuple[int, float], ...]
+    """(slot, coefficient) of each adapter; empty = base row."""
+
+    @property
+    def is_context(self) -> bool:
+        """Context rows compute prompt positions; generation rows exactly one output position."""
+        return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes, in batch order: contexts, then generations; inside each by first
+    slot, rows of the base last."""
+
+    step: int
+    rows: tuple[PlannedRow, ...]
+
+    @property
+    def num_contexts(self) -> int:
+        """Rows in the context phase; they come first."""
+        return sum(row.is_context for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed by the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_distinct_adapters(self) -> int:
+        """Distinct slots that the step reads."""
+        return len({slot for row in self.rows for slot, _ in row.slots})
+
+
+def batch_order(row: PlannedRow) -> tuple[bool, bool, int]:
+    """Sort key of the fixed batch order."""
+    first_slot = row.slots[0][0] if row.slots else 0
+    return (not row.is_context, not row.slots, first_slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprob of one token and of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What the runner returns for one planned row."""
+
+    request_id: str
+    token_id: int | None
+    """None when the row needed no logits."""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """One entry per prompt position computed in this step, when asked for."""
+    pooled: tuple[float, ...] = ()
+    """Hidden state of the last token, after the last norm, where the request pools."""

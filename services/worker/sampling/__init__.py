@@ -1,0 +1,1 @@
+"""Choosing tokens: counter-based noise and the sampler."""

@@ -1,0 +1,110 @@
+"""What changes or removes logits before a token is chosen.
+
+Everything here is a function of the request alone: penalties look at the output tokens, never at
+the prompt, so a request that was preempted or moved continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.worker.request import Request, SamplingParams
+
+MINUS_INF = float("-inf")
+
+
+def edit_logits(logits: Tensor, requests: Sequence[Request], eos_ids: Sequence[int]) -> None:
+    """Apply grammar, bias, penalties and token masks, in this order, row by row where asked.
+
+    Args:
+        logits: `[N, V]` float32. Mutated.
+    """
+    for row, request in zip(logits, requests, strict=True):
+        params = request.sampling
+        if request.constraint is not None:
+            _constrain(row, request.constraint.bitmask())
+        if params.logit_bias:
+            _add_bias(row, params.logit_bias)
+        if request.output_ids and _has_penalties(params):
+            _penalise(row, params, request.output_ids)
+        _mask_tokens(row, request, eos_ids)
+
+
+def _constrain(row: Tensor, bitmask: bytes) -> None:
+    """Forbid every token whose bit is not set, and those that the mask does not reach."""
+    words = torch.frombuffer(bytearray(bitmask), dtype=torch.uint8)
+    bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    allowed = bits.flatten()[: row.shape[0]].bool().to(row.device)
+    row[: allowed.shape[0]].masked_fill_(~allowed, MINUS_INF)
+    row[allowed.shape[0] :] = MINUS_INF
+
+
+def _add_bias(row: Tensor, bias: Sequence[tuple[int, float]]) -> None:
+    ids = torch.tensor([token_id for token_id, _ in bias], device=row.device)
+    values = torch.tensor([value for _, value in bias], dtype=row.dtype, device=row.device)
+    row.index_add_(0, ids, values)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def _penalise(row: Tensor, params: SamplingParams, output_ids: Sequence[int]) -> None:
+    """Repetition scales a seen token's logit towards less likely; the others subtract."""
+    ids, counts = torch.tensor(output_ids, device=row.device).unique(return_counts=True)
+    seen = row[ids]
+    factor = params.repetition_penalty
+    seen = torch.where(seen > 0, seen / factor, seen * factor)
+    row[ids] = seen - params.frequency_penalty * counts - params.presence_penalty
+
+
+def _mask_tokens(row: Tensor, request: Request, eos_ids: Sequence[int]) -> None:
+    params = request.sampling
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+        kept = row[allowed]
+        row.fill_(MINUS_INF)
+        row[allowed] = kept
+    masked = list(params.bad_token_ids)
+    if len(request.output_ids) < params.min_tokens:
+        masked += [*params.stop_token_ids, *eos_ids]
+    if masked:
+        row[torch.tensor(masked, device=row.device)] = MINUS_INF
+
+
+def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Apply top_k, then top_p, then min_p to logits already divided by the temperature.
+
+    Tokens are ordered by (logit descending, id ascending). top_k keeps the first k. top_p keeps
+    the shortest prefix whose probability, among what top_k kept, reaches p. min_p keeps tokens at
+    least min_p times as likely as the first. The first token always stays.
+
+    Args:
+        scaled: `[N, V]` float32. Mutated: removed tokens become -inf.
+    """
+    num_tokens = scaled.shape[-1]
+    top_k = [p.top_k if 0 < p.top_k < num_tokens else num_tokens for p in params]
+    rows = [
+        i for i, p in enumerate(params) if top_k[i] < num_tokens or p.top_p < 1.0 or p.min_p > 0.0
+    ]
+    if not rows:
+        return
+    device = scaled.device
+    limits = torch.tensor([[top_k[i], params[i].top_p, params[i].min_p] for i in rows]).to(device)
+    ordered, ids = scaled[rows].sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(num_tokens, device=device)
+    ordered.masked_fill_(ranks >= limits[:, :1], MINUS_INF)
+    probs = ordered.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    drop = (before >= limits[:, 1:2]) & (limits[:, 1:2] < 1.0)
+    drop |= probs < limits[:, 2:3] * probs[:, :1]
+    drop[:, 0] = False
+    ordered.masked_fill_(drop, MINUS_INF)
+    scaled[rows] = torch.empty_like(ordered).scatter_(-1, ids, ordered)

@@ -1,0 +1,1 @@
+"""What the next step computes: admission, order, preemption. No torch."""

@@ -1,0 +1,125 @@
+"""Giving up at once what cannot make its deadline, so that the step's tokens go to what can.
+
+A waiting request is hopeless when it could not have its first token before its deadline even if
+it started now: what remains is less than loading and prefill take, as measured here lately. Work
+that has begun is never thrown away.
+
+Source: S-LoRA section 4.3 (early abort), with deadlines of the requests' own and measured times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.worker.request import Request
+
+NUM_SAMPLES = 256
+MIN_SWEPT = 256
+"""Alarms of ended requests are swept out when there are more than this and than twice the rest."""
+CONTENDED_QUANTILE = 0.99
+"""Among others a request must be nearly sure to make it; alone, it may try its luck."""
+
+
+class Samples:
+    """The last `NUM_SAMPLES` durations, in seconds."""
+
+    def __init__(self) -> None:
+        self._in_order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """One measurement more; the oldest goes."""
+        self._in_order.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._in_order) > NUM_SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
+
+    def quantile(self, share: float) -> float:
+        """From 0 = the fastest to 1 = the slowest; 0 seconds before anything was measured."""
+        if not self._sorted:
+            return 0.0
+        return self._sorted[min(len(self._sorted) - 1, int(share * len(self._sorted)))]
+
+
+@dataclass(slots=True)
+class ServiceTimes:
+    """How long the ways to a first token took lately."""
+
+    prefills: dict[int, Samples] = field(default_factory=dict)
+    """From first step to first token, by bit length of the number of tokens."""
+    copies: Samples = field(default_factory=Samples)
+    """Of adapters from disk to the device."""
+    fetches: Samples = field(default_factory=Samples)
+    """Of adapters from the object store to disk."""
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """A request had its first token `seconds` after its first step."""
+        self.prefills.setdefault(num_tokens.bit_length(), Samples()).add(seconds)
+
+    def prefill_s(self, num_tokens: int, share: float) -> float:
+        """Quantile for prompts of about this size, or of the nearest smaller size measured."""
+        sizes = [size for size in self.prefills if size <= num_tokens.bit_length()]
+        return self.prefills[max(sizes)].quantile(share) if sizes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What stands between a waiting request and its first token."""
+
+    num_tokens: int
+    """To compute."""
+    num_copies: int = 0
+    """Adapters to copy to the device."""
+    fetched_for_s: float | None = None
+    """How long adapters have been fetched for it; None = all are on disk."""
+
+
+def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
+    """Seconds to the first token from now, at a quantile of what was measured."""
+    seconds = times.prefill_s(outlook.num_tokens, share)
+    seconds += outlook.num_copies * times.copies.quantile(share)
+    if outlook.fetched_for_s is not None:
+        seconds += max(0.0, times.fetches.quantile(share) - outlook.fetched_for_s)
+    return seconds
+
+
+def latest_start_s(
+    deadline_s: float, outlook: Outlook, times: ServiceTimes, is_contended: bool
+) -> float:
+    """When a request that has not started can no longer make its deadline."""
+    share = CONTENDED_QUANTILE if is_contended else 0.0
+    return deadline_s - needed_s(outlook, times, share)
+
+
+class Alarms:
+    """Moments at which requests must be looked at again, soonest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._count = 0
+        self._sweep_at = MIN_SWEPT
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, when_s: float, request: Request) -> None:
+        """Look at `request` at `when_s`."""
+        self._count += 1
+        heapq.heappush(self._heap, (when_s, self._count, request))
+
+    def due(self, now: float, is_live: Callable[[Request], bool]) -> list[Request]:
+        """Those whose moment has come. Requests that ended meanwhile are dropped."""
+        if len(self._heap) > self._sweep_at:
+            self._heap = [alarm for alarm in self._heap if is_live(alarm[-1])]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(MIN_SWEPT, 2 * len(self._heap))
+        requests = []
+        while self._heap and self._heap[0][0] <= now:
+            request = heapq.heappop(self._heap)[-1]
+            if is_live(request):
+                requests.append(request)
+        return requests

@@ -1,0 +1,150 @@
+"""In which order waiting requests are tried. Pure functions; the scheduler injects one.
+
+A policy maps a request to a sort key, least first. It orders, it never drops: whatever comes
+first is admitted first if there is room. Within a tenant and adapter set the order is always by
+priority, then arrival, and keys must agree with that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+
+from services.worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """What a policy may look at besides the request."""
+
+    now: float
+    in_use: Collection[str]
+    """Digests of the adapters that running requests use."""
+
+
+SortKey = tuple[float, ...]
+Policy = Callable[[Request, QueueView], SortKey]
+
+
+def arrival_key(request: Request) -> tuple[int, float]:
+    """Lower priority numbers first, then the oldest."""
+    return (request.priority, request.arrival_s)
+
+
+def first_come(request: Request, view: QueueView) -> SortKey:
+    """By priority, then by arrival."""
+    return arrival_key(request)
+
+
+def clustered(max_distinct: int, max_age_s: float) -> Policy:
+    """Prefer requests whose adapters already run, once `max_distinct` adapters do.
+
+    Fewer distinct adapters a step read fewer bytes. A request that has waited `max_age_s` comes
+    before any preferred one, which bounds how often it can be overtaken.
+
+    Source: S-LoRA section 4.2 (adapter clustering), with the age bound added.
+    """
+
+    def key(request: Request, view: QueueView) -> SortKey:
+        if len(view.in_use) < max_distinct:
+            return (request.priority, 0, request.arrival_s)
+        aged = view.now - request.arrival_s >= max_age_s
+        here = all(digest in view.in_use for digest in request.adapters.digests)
+        return (request.priority, 0 if aged else 1 if here else 2, request.arrival_s)
+
+    return key
+
+
+INPUT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0
+MAX_ABSENT = 1000
+"""Names without a request whose counters are remembered."""
+
+
+@dataclass(slots=True)
+class VirtualCounters:
+    """Weighted service received, by name; only differences mean something.
+
+    Source: Sheng et al., Fairness in Serving Large Language Models (VTC), algorithm 2.
+    """
+
+    served: dict[Hashable, float] = field(default_factory=dict)
+    present: Counter[Hashable] = field(default_factory=Counter)
+    """Live requests by name."""
+    departed: float = 0.0
+    """Counter of the name that was last served when nobody was left."""
+
+    def arrive(self, name: Hashable) -> None:
+        """A request comes. A name that had none is lifted to the least-served present one.
+
+        Idle time earns no credit.
+        """
+        if name not in self.present:
+            floor = min((self.served[other] for other in self.present), default=self.departed)
+            self.served[name] = max(self.served.get(name, 0.0), floor)
+        self.present[name] += 1
+
+    def leave(self, name: Hashable) -> None:
+        """A request has ended."""
+        self.present[name] -= 1
+        if not self.present[name]:
+            del self.present[name]
+            if len(self.served) > len(self.present) + MAX_ABSENT:
+                self._forget()
+
+    def charge(self, name: Hashable, cost: float) -> None:
+        """Count service received."""
+        self.served[name] += cost
+        self.departed = self.served[name]
+
+    def _forget(self) -> None:
+        """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""
+        floor = min((self.served[name] for name in self.present), default=float("inf"))
+        self.served = {
+            name: value
+            for name, value in self.served.items()
+            if name in self.present or value > floor
+        }
+
+
+class ServiceCounters:
+    """Service by tenant, and inside a tenant by adapter set, for `fair`."""
+
+    def __init__(self) -> None:
+        self.tenants = VirtualCounters()
+        self._adapters: dict[str, VirtualCounters] = {}
+
+    def arrive(self, request: Request) -> None:
+        """A live request more."""
+        self.tenants.arrive(request.tenant)
+        of_tenant = self._adapters.setdefault(request.tenant, VirtualCounters())
+        of_tenant.arrive(request.adapters)
+
+    def leave(self, request: Request) -> None:
+        """A live request less."""
+        self.tenants.leave(request.tenant)
+        self._adapters[request.tenant].leave(request.adapters)
+        if request.tenant not in self.tenants.present:
+            del self._adapters[request.tenant]
+
+    def charge(self, request: Request, num_input: int, num_output: int) -> None:
+        """Count tokens computed for `request`, divided by its weight."""
+        cost = num_input * INPUT_TOKEN_COST + num_output * OUTPUT_TOKEN_COST
+        cost /= request.fairness_weight
+        self.tenants.charge(request.tenant, cost)
+        self._adapters[request.tenant].charge(request.adapters, cost)
+
+    def served(self, request: Request) -> tuple[float, float]:
+        """What its tenant has received, and inside the tenant its adapter set."""
+        of_tenant = self._adapters[request.tenant]
+        return self.tenants.served[request.tenant], of_tenant.served[request.adapters]
+
+
+def fair(counters: ServiceCounters) -> Policy:
+    """The least-served tenant first, then its least-served adapter set, then by arrival."""
+
+    def key(request: Request, view: QueueView) -> SortKey:
+        return (request.priority, *counters.served(request), request.arrival_s)
+
+    return key

@@ -1,0 +1,87 @@
+"""A runner that writes down what each step and each copy held and how long it took.
+
+One JSON object a line. A first line describes the arena; `{"step_s": ...}` lines are steps,
+`{"load_s": ...}` lines copies of adapters. No prompt, token or name is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapter_format import CONFIG_FILE
+from services.worker.request import SampledRow, StepPlan
+from services.worker.runner_protocol import ModelInfo, Runner
+
+
+class TracedRunner:
+    """Passes everything on to a runner, and appends to a file."""
+
+    def __init__(self, runner: Runner, path: Path) -> None:
+        """Raises OSError when `path` cannot be written."""
+        self.arena_blocks = runner.arena_blocks
+        self.block_bytes = runner.block_bytes
+        self.tokens_per_block = runner.tokens_per_block
+        self.num_kv_groups = runner.num_kv_groups
+        self.kv_group_windows = runner.kv_group_windows
+        self._runner = runner
+        self._file = path.open("a", buffering=1)
+        self._slot_bytes: dict[int, int] = {}
+        self._last_ids: set[str] = set()
+        self._last_end_s = 0.0
+        self._write(
+            arena_blocks=self.arena_blocks,
+            block_bytes=self.block_bytes,
+            tokens_per_block=self.tokens_per_block,
+        )
+
+    def adapter_blocks(self, path: Path) -> int:
+        """The runner's answer."""
+        return self._runner.adapter_blocks(path)
+
+    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
+        """Let the runner copy; the time does not count for the step around it."""
+        begin_s = time.monotonic()
+        self._runner.load_adapter(slot, path, blocks)
+        elapsed_s = time.monotonic() - begin_s
+        self._last_end_s += elapsed_s
+        self._slot_bytes[slot] = num_bytes = len(blocks) * self.block_bytes
+        rank = json.loads((path / CONFIG_FILE).read_bytes()).get("r", 0)
+        self._write(load_s=elapsed_s, bytes=num_bytes, rank=rank)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Let the runner forget a slot."""
+        self._slot_bytes.pop(slot, None)
+        self._runner.unload_adapter(slot)
+
+    def execute(self, plan: StepPlan) -> list[SampledRow]:
+        """Let the runner compute.
+
+        A step that continues requests of the one before counts from that one's end: planning and
+        passing tokens on belong to it. Any other counts from its own beginning.
+        """
+        begin_s = time.monotonic()
+        ids = {row.request.request_id for row in plan.rows}
+        if not ids.isdisjoint(self._last_ids):
+            begin_s = self._last_end_s
+        rows = self._runner.execute(plan)
+        self._last_end_s, self._last_ids = time.monotonic(), ids
+        slots = {slot for row in plan.rows for slot, _ in row.slots}
+        self._write(
+            step_s=self._last_end_s - begin_s,
+            rows=len(plan.rows),
+            tokens=plan.num_tokens,
+            kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
+            adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
+        )
+        return rows
+
+    def model_info(self) -> ModelInfo:
+        """The runner's answer."""
+        return self._runner.model_info()
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps(fields) + "\n")

@@ -1,0 +1,110 @@
+"""AdapterWeights: bytes go where they were told to, tables hold views, failures leave no trace."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.worker.adapters import weights as weights_module
+from services.worker.adapters.weights import dora_gain
+from services.worker.layers.linear import DenseLinear
+from services.worker.runner import build_runner
+from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.bases import make_base
+
+FEATURES = ["rank-64-all-linear", "dora", "saved-tables", "saved-norms", "token-rows", "embedding"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base("llama", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(base, name, root / name) for name in FEATURES}
+
+
+@pytest.fixture
+def runner(base):
+    torch.set_num_threads(1)
+    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=4 << 20)
+    runner.arena.data.fill_(0xFF)
+    return runner
+
+
+def scattered(runner, count):
+    return random.Random(1).sample(range(runner.arena_blocks), count)
+
+
+def tiles_of(delta):
+    return [*delta.a, *delta.b, *delta.gains, *delta.norm, *delta.rows]
+
+
+def table_of(runner):
+    return runner._adapters.table
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_only_the_given_blocks_are_written(runner, folders, feature):
+    blocks = scattered(runner, runner.adapter_blocks(folders[feature]))
+    runner.load_adapter(3, folders[feature], blocks)
+    others = [b for b in range(runner.arena_blocks) if b not in set(blocks)]
+    assert (runner.arena.data[others] == 0xFF).all()
+    assert (runner.arena.data[blocks] != 0xFF).any(dim=1).all()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_tables_hold_views_of_the_arena(runner, folders, feature):
+    blocks = scattered(runner, runner.adapter_blocks(folders[feature]))
+    runner.load_adapter(3, folders[feature], blocks)
+    begin = runner.arena.data.data_ptr()
+    tiles = [tile for delta in table_of(runner).values() for tile in tiles_of(delta)]
+    assert tiles
+    for tile in tiles:
+        first, last = tile.data.data_ptr() - begin, tile.data.data_ptr() - begin + tile.data.nbytes
+        assert first % 64 == 0
+        inside = set(range(first // runner.block_bytes, (last - 1) // runner.block_bytes + 1))
+        assert inside <= set(blocks)
+        assert not tile.data.isnan().any()
+
+
+def test_a_damaged_file_enters_nothing(runner, folders, tmp_path):
+    for file in folders["dora"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    blocks = scattered(runner, runner.adapter_blocks(tmp_path))
+    tensors = tmp_path / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"adapter_model\.safetensors|[Ii]ncomplete|[Hh]eader"):
+        runner.load_adapter(0, tmp_path, blocks)
+    assert not table_of(runner)
+
+
+def test_equal_copies_of_the_base_cost_no_rows(runner, folders):
+    """PEFT saves the table under LoRA on the embedding; it is the base's own."""
+    assert "base_model.model.model.embed_tokens.base_layer.weight" in load_file(
+        folders["embedding"] / "adapter_model.safetensors"
+    )
+    runner.load_adapter(0, folders["embedding"], range(runner.adapter_blocks(folders["embedding"])))
+    assert all(delta.row_ids is None for delta in table_of(runner).values())
+
+
+def test_single_trained_rows_are_kept_alone(runner, folders):
+    runner.load_adapter(
+        0, folders["token-rows"], range(runner.adapter_blocks(folders["token-rows"]))
+    )
+    found = [d.row_ids.tolist() for d in table_of(runner).values() if d.row_ids is not None]
+    assert found == [[3, 7, 200, 299]]
+
+
+def test_gains_do_not_depend_on_their_chunks(monkeypatch):
+    torch.manual_seed(0)
+    base = DenseLinear(torch.randn(50, 12))
+    a, b, magnitude = torch.randn(3, 12), torch.randn(40, 3), torch.rand(40, 1) + 0.5
+    whole = dora_gain(base, 7, a, b, 0.5, magnitude)
+    monkeypatch.setattr(weights_module, "GAIN_CHUNK_ROWS", 9)
+    assert dora_gain(base, 7, a, b, 0.5, magnitude).equal(whole)
+    merged = base.weight_rows(7, 47) + 0.5 * b @ a
+    torch.testing.assert_close(whole, magnitude[:, 0] / merged.norm(dim=1))

@@ -1,0 +1,24 @@
+"""The compiled kernels as test parameters: one for each instruction set, skipped where missing."""
+
+import pytest
+
+from services.worker.native.build import BuildFailed, build_library
+from services.worker.native.isa import ISA_FLAGS, host_isas
+from services.worker.native.library import Native
+
+ISAS = [
+    pytest.param(
+        isa, marks=() if isa in host_isas() else pytest.mark.skip(f"this processor lacks {isa}")
+    )
+    for isa in ISA_FLAGS
+]
+
+
+def native(isa: str) -> Native:
+    """The library with two threads, so that tasks really run beside each other."""
+    try:
+        library = Native(isa, build_library(isa))
+    except BuildFailed as error:
+        pytest.skip(str(error))
+    library.set_threads(2)
+    return library

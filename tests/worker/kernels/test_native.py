@@ -1,0 +1,131 @@
+"""Compiled products and elementwise operators against torch; dispatch and building."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from loraplex.errors import InvalidRequest
+from services.worker.layers.rotary import rotate
+from services.worker.native import build, library
+from services.worker.native.check import computes_right
+from services.worker.native.isa import ISA_FLAGS, choose_isa, host_isas
+from tests.worker.kernels.native_isas import ISAS, native
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(params=ISAS)
+def compiled(request):
+    return native(request.param)
+
+
+def close(actual, expected):
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 13, 32, 200])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64)], ids=str)
+def test_a_packed_product_equals_torch(compiled, shape, num_rows, dtype, stored):
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) / shape[1] ** 0.5).to(stored)
+    x = torch.full((num_rows, shape[1] + 3), float("nan"), dtype=dtype)[:, : shape[1]]
+    x.copy_(torch.randn(num_rows, shape[1]))
+    y = compiled.linear(x, compiled.pack(weight), shape[0])
+    close(y, F.linear(x.double(), weight.double()).to(dtype))
+
+
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled):
+    torch.manual_seed(1)
+    packed, x = compiled.pack(torch.randn(300, 90)), torch.randn(77, 90)
+    together = compiled.linear(x, packed, 300)
+    for row in range(77):
+        assert compiled.linear(x[row : row + 1], packed, 300).equal(together[row : row + 1])
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("width", [1, 24, 64, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norm_adds_the_update_first(compiled, dtype, width, in_float32):
+    torch.manual_seed(2)
+    x, update = torch.randn(21, width).to(dtype), torch.randn(21, width).to(dtype)
+    weight = torch.rand(width) + 0.5
+    summed = x + update
+    wide = summed.float()
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    close(compiled.norm(x, update, weight, 1e-5, in_float32), expected)
+    assert x.equal(summed)
+    close(compiled.norm(x, None, weight, 1e-5, in_float32), expected)
+    assert x.equal(summed)
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (24, 12), (10, 5), (32, 8)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotation_in_place_equals_torch(compiled, dtype, head_dim, half):
+    torch.manual_seed(3)
+    qkv = torch.randn(20, 5 * head_dim).to(dtype)
+    angles = torch.rand(20, 1, half) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected, rest = qkv[:, : 3 * head_dim].clone(), qkv[:, 3 * head_dim :].clone()
+    expected = rotate(expected.view(20, 3, head_dim), (cos, sin)).flatten(1)
+    compiled.rotate(qkv[:, : 3 * head_dim], cos, sin, head_dim)
+    close(qkv[:, : 3 * head_dim], expected)
+    assert qkv[:, 3 * head_dim :].equal(rest)
+
+
+@pytest.mark.parametrize("width", [1, 24, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_silu_equals_torch_over_the_whole_range(compiled, dtype, width):
+    torch.manual_seed(4)
+    x = (torch.randn(19, 2 * width) * 30).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = 1000.0, -1000.0, 0.0
+    gate, up = x.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    close(compiled.silu_multiply(x), expected)
+
+
+def test_torch_is_the_path_that_can_always_be_forced():
+    assert choose_isa("torch") == "torch"
+    assert choose_isa("auto") != "generic"
+    assert library.load_native("torch") is None
+
+
+def test_an_instruction_set_that_is_missing_is_refused_with_those_that_are_not():
+    missing = {"amx", *ISA_FLAGS} - {*host_isas()}
+    for isa in missing - {"amx"}:
+        with pytest.raises(InvalidRequest, match=r"cpu_isa.*auto"):
+            choose_isa(isa)
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_path, caplog):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert library.load_native("auto") is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, monkeypatch):
+    assert computes_right(compiled)
+    product = compiled.linear
+    monkeypatch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
+    assert not computes_right(compiled)
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    folder = tmp_path / "libraries"
+    monkeypatch.setattr(build, "library_dirs", lambda: [folder])
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.BuildFailed, match="no such luck"):
+        build.build_library(choose_isa("auto"))
+    assert list(folder.iterdir()) == []

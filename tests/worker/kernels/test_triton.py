@@ -1,0 +1,91 @@
+"""Runs the kernel tests under Triton's interpreter, and compiles the kernels for GPUs.
+
+Both in processes of their own: Triton reads TRITON_INTERPRET when it is first imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+FOLDER = Path(__file__).parent / "triton"
+ROOT = FOLDER.parents[3]
+COMPILE = """
+import json, sys
+from services.worker.kernels.compiled import resources, variants
+def wanted(variant, target):
+    kernel, dtype = variant.name.rsplit(".", 1)
+    shapes = ("tile", "decode", "context", "rms_norm", "append", "count_work")
+    is_typical = any(shape in kernel for shape in shapes)
+    if target != 90:
+        return is_typical and dtype == "bf16"
+    return is_typical or dtype != "fp16"
+rows = []
+for variant in variants():
+    for target in (80, 90, 100):
+        if wanted(variant, target):
+            compiled = variant.compile(target)
+            ptx, used = compiled.asm["ptx"], resources(compiled)
+            rows.append({
+                "name": variant.name, "target": target, "spills": used.spill_bytes,
+                "registers": used.num_registers, "shared": used.shared_bytes,
+                "tf32": "tf32" in ptx,
+                "narrow": ptx.count("ld.global.b16") + ptx.count("ld.global.u16"),
+                "wide": ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
+            })
+json.dump(rows, sys.stdout)
+"""
+
+
+def run(arguments, interpret):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_kernels_are_right_under_the_interpreter(file):
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "400"]
+    done = run(["-m", "pytest", *options, str(FOLDER / file)], True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    done = run(["-c", COMPILE], False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(400)
+def test_every_kernel_compiles_for_three_generations_of_gpus(compiled):
+    assert {row["target"] for row in compiled} == {80, 90, 100}
+    assert len([row for row in compiled if row["target"] == 90]) >= 30
+
+
+def test_float32_kernels_use_no_tf32(compiled):
+    assert [row["name"] for row in compiled if row["tf32"]] == []
+
+
+def test_no_kernel_spills_more_than_four_words(compiled):
+    spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > 16]
+    assert spilling == []
+
+
+def test_shared_memory_leaves_room_for_two_programs_on_a_multiprocessor(compiled):
+    assert [row["name"] for row in compiled if row["shared"] > 82 * 1024] == []
+
+
+def test_half_precision_adapters_are_read_sixteen_bytes_at_a_time(compiled):
+    lora = [row for row in compiled if row["name"].startswith(("lora.shrink", "lora.expand"))]
+    half = [row for row in lora if not row["name"].endswith("fp32")]
+    assert len(half) >= 12
+    assert [row["name"] for row in half if row["narrow"] or not row["wide"]] == []

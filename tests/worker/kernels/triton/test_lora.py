@@ -1,0 +1,132 @@
+"""Shrink and expand against the naive truth: odd shapes, named mixes, poisoned workspaces."""
+
+import random
+
+import pytest
+import torch
+
+from services.worker.kernels.lora import naive
+from services.worker.kernels.lora import triton as fast
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.plan import LoraPlan
+from services.worker.kernels.lora.tables import SiteDelta
+from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
+from tests.worker.kernels.triton.adapters import (
+    TOLERANCE,
+    PackedArena,
+    random_delta,
+    slots_of_mix,
+)
+
+SITE, NUM_SITES, NUM_ADAPTERS = 1, 3, 3
+PLANS = {
+    "row": LoraPlan(False, 1, 64, 64, 64),
+    "rows": LoraPlan(False, 2, 32, 64, 64),
+    "tile": LoraPlan(True, 16, 32, 32, 32),
+    "prefill": LoraPlan(True, 16, 64, 1 << 20, 64),
+}
+SHAPES = [(1, 1, 1), (3, 33, 5), (9, 40, 70)]
+
+
+def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64)):
+    """Tables with adapters of random shapes at SITE."""
+    _, num_inputs, num_outputs = shape
+    arena = PackedArena(400, block_bytes, device, rng)
+    deltas = {
+        slot: random_delta(rng, arena, num_inputs, num_outputs, dtype, ranks)
+        for slot in range(NUM_ADAPTERS)
+    }
+    tables = DeviceTables(arena.data.view(-1), [8, num_inputs, 8], [False] * NUM_SITES, 8, 4000)
+    for slot, delta in deltas.items():
+        tables.enter(slot, {SITE: delta}, set())
+    return tables, {(slot, SITE): delta for slot, delta in deltas.items()}
+
+
+def apply(y, x, runs, tables, plan, num_ranks=256):
+    planes = fast.Planes(16 * len(x), num_ranks, x.device)
+    for part in fast.disjoint_passes(runs):
+        work = fast.StepWork(tables, len(part), plan)
+        work.fill(part)
+        work.count()
+        fast.add_lora(y, x, SITE, work, planes)
+
+
+def check(shape, dtype, device, mix, plan, block_bytes=1024, ranks=(1, 3, 16, 17, 64)):
+    num_rows, num_inputs, num_outputs = shape
+    rng = random.Random(f"{mix}{shape}{plan}")
+    torch.manual_seed(rng.randrange(1 << 30))
+    tables, table = build(rng, shape, dtype, device, block_bytes, ranks)
+    slots = slots_of_mix(mix, num_rows, NUM_ADAPTERS, rng)
+    slots.sort(key=lambda slot: (slot is None, slot or 0))
+    runs = row_runs((1, [] if slot is None else [(slot, 0.5)]) for slot in slots)
+    x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
+    base = torch.randn(num_rows, num_outputs, device=device).to(dtype)
+    expected, actual = base.clone(), base.clone()
+    naive.add_lora(expected, x, SITE, LoraBatch(runs, table))
+    apply(actual, x, runs, tables, plan)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "mix", ["distinct", "uniform", "zipf", "identical", "skewed", "none", "half-base"]
+)
+def test_named_mixes_equal_the_naive_truth(mix, device):
+    check((9, 40, 70), torch.float32, device, mix, PLANS["tile"])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-I{s[1]}-O{s[2]}")
+@pytest.mark.parametrize("family", PLANS)
+def test_every_family_equals_the_naive_truth_on_odd_shapes(shape, family, device):
+    check(shape, torch.float32, device, "uniform", PLANS[family])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["rows", "tile"])
+def test_half_precision_equals_the_naive_truth(dtype, family, device):
+    check((5, 33, 34), dtype, device, "zipf", PLANS[family])
+
+
+def test_rows_wider_than_a_block_are_read_in_pieces(device):
+    check((3, 70, 90), torch.float32, device, "distinct", PLANS["tile"], 128, (1, 5))
+
+
+def test_rows_that_combine_adapters_add_up(device):
+    rng = random.Random(5)
+    tables, table = build(rng, (4, 20, 20), torch.float32, device, 1024)
+    runs = (RowRun(0, 0.5, 0, 3), RowRun(1, -2.0, 1, 4), RowRun(2, 1.0, 3, 4))
+    assert [len(part) for part in fast.disjoint_passes(runs)] == [2, 1]
+    plain = {key: SiteDelta(d.slices, d.a, d.b, d.scales) for key, d in table.items()}
+    for slot in range(NUM_ADAPTERS):
+        tables.remove(slot)
+        tables.enter(slot, {SITE: plain[slot, SITE]}, set())
+    x, y = torch.randn(4, 20, device=device), torch.zeros(4, 20, device=device)
+    expected = y.clone()
+    naive.add_lora(expected, x, SITE, LoraBatch(runs, plain))
+    apply(y, x, runs, tables, PLANS["tile"])
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_outside_of_every_run_and_absent_sites_stay_as_they_are(device):
+    tables, _ = build(random.Random(6), (4, 8, 8), torch.float32, device, 1024)
+    x = torch.ones(4, 8, device=device)
+    y = torch.full((4, 8), float("nan"), device=device)
+    y[1:3] = 0.0
+    runs = [RowRun(0, 1.0, 1, 3)]
+    apply(y, x, runs, tables, PLANS["tile"])
+    assert y[[0, 3]].isnan().all()
+    assert not y[1:3].isnan().any()
+    tables.remove(0)
+    before = y.clone()
+    apply(y, x, runs, tables, PLANS["tile"])
+    assert y.equal(before) or torch.equal(y[1:3], before[1:3])
+
+
+def test_the_result_does_not_depend_on_the_neighbours_in_the_batch(device):
+    tables, _ = build(random.Random(7), (6, 70, 40), torch.float32, device, 1024, (3, 17))
+    x = torch.randn(6, 70, device=device)
+    alone, together = torch.zeros(1, 40, device=device), torch.zeros(6, 40, device=device)
+    apply(alone, x[4:5].contiguous(), [RowRun(1, 1.0, 0, 1)], tables, PLANS["row"])
+    runs = [RowRun(0, 1.0, 0, 4), RowRun(1, 1.0, 4, 5), RowRun(2, 1.0, 5, 6)]
+    apply(together, x, runs, tables, PLANS["row"])
+    assert together[4].equal(alone[0])

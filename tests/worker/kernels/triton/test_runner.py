@@ -1,0 +1,96 @@
+"""A whole model over the kernels against the same model in torch, adapters mixed in one batch."""
+
+import pytest
+import torch
+
+from services.worker.cuda_graphs import forward_static
+from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.runner import build_runner
+from services.worker.step_batch import runs_of
+from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.tiny import write_adapter, write_base
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPTS = [[5, 6, 7, 8, 9], [11] * 18, [3, 2]]
+SLOTS = [((0, 1.0),), ((1, 0.5),), ()]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+    base = write_base(root / "base")
+    adapters = [
+        write_adapter(root / "attention", seed=1),
+        write_adapter(root / "all", seed=2, rank=17, targets=ALL_LINEAR),
+    ]
+    return base, adapters
+
+
+def make_runner(folders, device, cpu_isa):
+    base, adapters = folders
+    settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 32, "cpu_isa": cpu_isa}
+    runner = build_runner(base, device=device.type, dtype="float32", **settings)
+    free = list(range(runner.arena_blocks))
+    for slot, folder in enumerate(adapters):
+        runner.load_adapter(
+            slot, folder, [free.pop() for _ in range(runner.adapter_blocks(folder))]
+        )
+    return runner, free
+
+
+def new_requests(free, num_groups):
+    requests = []
+    for i, prompt in enumerate(PROMPTS):
+        request = Request(f"r{i}", list(prompt), SamplingParams(max_tokens=4, seed=i))
+        request.block_tables = [[free.pop(), free.pop()] for _ in range(num_groups)]
+        requests.append(request)
+    return requests
+
+
+def plan_of(requests):
+    rows = []
+    for request, slots in zip(requests, SLOTS, strict=True):
+        start = request.num_computed
+        rows.append(PlannedRow(request, start, request.num_pending, True, slots))
+    return StepPlan(0, tuple(rows))
+
+
+def run_step(runner, requests):
+    plan = plan_of(requests)
+    for row, sampled in zip(plan.rows, runner.execute(plan), strict=True):
+        row.request.num_computed += row.num_tokens
+        row.request.output_ids.append(sampled.token_id)
+
+
+def test_tokens_and_static_batches_equal_those_of_torch(folders, device):
+    runs = {}
+    for cpu_isa in ("torch", "auto"):
+        runner, free = make_runner(folders, device, cpu_isa)
+        requests = new_requests(free, runner.num_kv_groups)
+        for _ in range(2):
+            run_step(runner, requests)
+        runs[cpu_isa] = runner, plan_of(requests), [request.output_ids for request in requests]
+    (plain, plain_plan, expected), (runner, plan, outputs) = runs.values()
+    assert outputs == expected
+
+    gpu = runner._batches.gpu
+    with torch.inference_mode():
+        eager = plain._model.forward(plain._batches.make(plain_plan))
+        inputs = gpu.decode_inputs(runner._batches.kv)
+        assert inputs.accepts(plan, runs_of(plan))
+        size = 4  # one row of padding
+        inputs.fill(plan, runs_of(plan), size)
+        static = forward_static(runner._model, inputs.batch(size, True, gpu.lora_batch(())))
+    torch.testing.assert_close(static[: len(plan.rows)], eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
+def test_graph_replay_equals_eager(folders, device):
+    runner, free = make_runner(folders, device, "auto")
+    requests = new_requests(free, runner.num_kv_groups)
+    run_step(runner, requests)
+    plan, gpu = plan_of(requests), runner._batches.gpu
+    with torch.inference_mode():
+        eager = runner._model.forward(runner._batches.make(plan))
+        replayed = gpu.forward(plan, runs_of(plan))
+    torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,104 @@
+"""config.json: read once, unknown fields refused by name."""
+
+import json
+
+import pytest
+
+from loraplex.errors import InvalidRequest, Unsupported
+from services.worker.model.config import eos_token_ids
+from services.worker.model.families import read_model_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+
+
+def write(folder, **changes):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return folder
+
+
+def field_of(error) -> str:
+    return error.value.violations[0].field
+
+
+def test_absent_fields_have_the_meaning_of_transformers(tmp_path):
+    _, config = read_model_config(write(tmp_path))
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 8
+    assert not config.tied_embeddings
+    assert config.windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_sinks", True),
+        ("residual_multiplier", 0.5),
+        ("hidden_act", "relu2"),
+        ("num_attention_heads", "4"),
+        ("vocab_size", 0),
+        ("rms_norm_eps", None),
+        ("quantization_config", {"bits": 4}),
+    ],
+)
+def test_what_is_unknown_or_odd_is_refused_by_name(tmp_path, key, value):
+    if value is None:
+        value = "1e-6"
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, **{key: value}))
+    assert field_of(error) == f"config.json:{key}"
+
+
+@pytest.mark.parametrize(
+    ("params", "key"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+    ],
+)
+def test_rotary_settings_that_are_not_served_are_refused_by_name(tmp_path, params, key):
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, rope_parameters=params))
+    assert field_of(error) == f"config.json:rope_parameters.{key}"
+
+
+def test_unknown_fields_that_say_nothing_are_accepted(tmp_path):
+    read_model_config(write(tmp_path, new_feature=False, other=None, list_of_things=[]))
+
+
+def test_an_unknown_family_is_refused_and_the_known_ones_are_named(tmp_path):
+    with pytest.raises(Unsupported, match="llama") as error:
+        read_model_config(write(tmp_path, model_type="gpt_neox"))
+    assert field_of(error) == "config.json:model_type"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_end_tokens_come_from_both_files(tmp_path):
+    write(tmp_path, eos_token_id=5)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5, 7]}))
+    assert eos_token_ids(tmp_path) == (5, 7, 9)
+
+
+def test_a_null_window_of_mistral_differs_from_an_absent_one(tmp_path):
+    _, absent = read_model_config(write(tmp_path, model_type="mistral"))
+    _, null = read_model_config(write(tmp_path, model_type="mistral", sliding_window=None))
+    assert absent.windows == (4096, 4096)
+    assert null.windows == (None, None)

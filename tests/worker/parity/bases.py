@@ -1,0 +1,115 @@
+"""Tiny random bases of real geometry, written as Hugging Face writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 311,
+    "hidden_size": 64,
+    "intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "eos_token_id": 310,
+    "bos_token_id": 309,
+    "pad_token_id": 308,
+}
+
+
+def _rope(**params: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **params}}
+
+
+LLAMA3_ROPE = _rope(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN_ROPE = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+
+BASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama3-rope-tied": ("LlamaConfig", {**LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear-rope": ("LlamaConfig", _rope(rope_type="linear", factor=2.0)),
+    "llama-yarn-biases": ("LlamaConfig", {**YARN_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 20}),
+    "mistral-no-window": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 24, "query_pre_attn_scalar": 30, "sliding_window": 17},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 24, "sliding_window": 19, "num_hidden_layers": 6, "hidden_size": 48},
+    ),
+    "phi3": ("Phi3Config", {}),
+    "phi3-partial-rope": ("Phi3Config", _rope(partial_rotary_factor=0.5, rope_type="default")),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 21}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
+}
+"""Name -> (transformers config class, what differs from COMMON)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyBase:
+    """A base on disk and as transformers runs it, float32 and eager."""
+
+    name: str
+    folder: Path
+    model: transformers.PreTrainedModel
+
+
+def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> TinyBase:
+    """Random weights, seeded by the name; norms and biases are random, too."""
+    class_name, changes = BASES[name]
+    config = getattr(transformers, class_name)(**{**COMMON, **changes})
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        else:
+            # Gemma multiplies embeddings by sqrt(hidden); large ones would drown the layers.
+            is_loud = "gemma" in name and "embed" in parameter_name
+            parameter.data.normal_(0.0, 0.02 if is_loud else 0.15, generator=generator)
+        parameter.requires_grad_(False)
+    shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
+    model.save_pretrained(folder, **shards)
+    return TinyBase(name, folder, model)

@@ -1,0 +1,108 @@
+"""Drives a runner with hand-made plans: staggered arrivals, chunked prompts, blocks in odd order.
+
+Blocks are poisoned when they are freed, so a stale read shows as NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.worker.request import (
+    RELEASED_BLOCK,
+    PlannedRow,
+    Request,
+    SampledRow,
+    SamplingParams,
+    StepPlan,
+    batch_order,
+)
+from services.worker.runner import TorchRunner
+
+
+@dataclass(slots=True)
+class Job:
+    """A request, the adapters it runs with, and when it arrives."""
+
+    request: Request
+    slots: tuple[tuple[int, float], ...] = ()
+    arrival_step: int = 0
+    samples: list[SampledRow] = field(default_factory=list)
+
+
+def greedy(name: str, prompt: Sequence[int], num_tokens: int, **changes: object) -> Request:
+    """A request for `num_tokens` tokens, greedy unless changed."""
+    params = {"max_tokens": num_tokens, "seed": 1, "ignore_eos": True, **changes}
+    return Request(name, list(prompt), SamplingParams(**params))
+
+
+class Driver:
+    """Owns the blocks of a runner and steps jobs to their end."""
+
+    def __init__(self, runner: TorchRunner, *, seed: int = 0) -> None:
+        self.runner = runner
+        self._rng = random.Random(seed)
+        self._free = list(range(runner.arena_blocks))
+        self._rng.shuffle(self._free)
+        self._poison(self._free)
+
+    def load(self, slot: int, folder: Path) -> None:
+        """Load an adapter into scattered blocks."""
+        blocks = [self._free.pop() for _ in range(self.runner.adapter_blocks(folder))]
+        self.runner.load_adapter(slot, folder, blocks)
+
+    def run(self, jobs: Sequence[Job], *, chunk: int = 1000) -> list[list[int]]:
+        """Run all jobs to `max_tokens` in one continuous batch; their outputs."""
+        step = 0
+        while any(not _done(job) for job in jobs):
+            active = [job for job in jobs if job.arrival_step <= step and not _done(job)]
+            if active:
+                self._step(step, active, chunk)
+            step += 1
+        return [job.request.output_ids for job in jobs]
+
+    def _step(self, step: int, jobs: Sequence[Job], chunk: int) -> None:
+        pairs = [(self._plan(job, chunk), job) for job in jobs]
+        pairs.sort(key=lambda pair: batch_order(pair[0]))
+        results = self.runner.execute(StepPlan(step, tuple(row for row, _ in pairs)))
+        for (row, job), result in zip(pairs, results, strict=True):
+            assert result.request_id == job.request.request_id
+            job.request.num_computed += row.num_tokens
+            job.samples.append(result)
+            if result.token_id is not None:
+                job.request.output_ids.append(result.token_id)
+            self._release(job.request, finished=_done(job))
+
+    def _plan(self, job: Job, chunk: int) -> PlannedRow:
+        request = job.request
+        num_tokens = min(chunk, request.num_pending)
+        end = request.num_computed + num_tokens
+        if not request.block_tables:
+            request.block_tables = [[] for _ in range(self.runner.num_kv_groups)]
+        for table in request.block_tables:
+            while len(table) * self.runner.tokens_per_block < end:
+                table.append(self._free.pop(self._rng.randrange(len(self._free))))
+        return PlannedRow(
+            request, request.num_computed, num_tokens, end == request.num_tokens, job.slots
+        )
+
+    def _release(self, request: Request, *, finished: bool) -> None:
+        """Free blocks behind windows, or all of them."""
+        for table, window in zip(request.block_tables, self.runner.kv_group_windows, strict=True):
+            first = len(table)
+            if not finished:
+                first = 0 if window is None else max(0, request.num_computed - window + 1)
+                first //= self.runner.tokens_per_block
+            dead = [block for block in table[:first] if block != RELEASED_BLOCK]
+            table[:first] = [RELEASED_BLOCK] * first
+            self._poison(dead)
+            self._free += dead
+
+    def _poison(self, blocks: Sequence[int]) -> None:
+        self.runner.arena.data[list(blocks)] = 0xFF
+
+
+def _done(job: Job) -> bool:
+    return len(job.request.output_ids) >= job.request.sampling.max_tokens

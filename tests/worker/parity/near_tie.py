@@ -1,0 +1,62 @@
+"""The near-tie rule: when two correct float32 implementations may disagree about a token.
+
+Judged teacher-forced along the tokens that we produced: at each position our token equals the
+reference's argmax, or the float64 gap between the two is below 1e-5 x max(1, std of the logits).
+Ties are counted; more than 0.1% of the positions fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MAX_GAP = 1e-5
+MAX_TIE_SHARE = 1e-3
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Counts over many sequences."""
+
+    num_positions: int = 0
+    num_ties: int = 0
+
+    def judge(
+        self,
+        num_prompt: int,
+        ours: list[int],
+        logits32: Tensor,
+        logits64: Callable[[], Tensor],
+        name: str,
+    ) -> None:
+        """Check one sequence.
+
+        Args:
+            ours: our output tokens, at least one.
+            logits32: `[prompt + output, V]`, the reference's, of prompt and our tokens.
+            logits64: computes the same in float64; called only when tokens differ.
+        """
+        rows = slice(num_prompt - 1, num_prompt - 1 + len(ours))
+        theirs = logits32[rows].argmax(dim=-1).tolist()
+        self.num_positions += len(ours)
+        for place, (our_id, their_id) in enumerate(zip(ours, theirs, strict=True)):
+            if our_id == their_id:
+                continue
+            row = logits64()[rows][place]
+            gap = (row[their_id] - row[our_id]).abs().item()
+            limit = MAX_GAP * max(1.0, row.std().item())
+            assert gap < limit, f"{name}: position {place}: {our_id} != {their_id}, gap {gap:.2e}"
+            self.num_ties += 1
+
+    def add(self, other: Verdict) -> None:
+        """Count another verdict in."""
+        self.num_positions += other.num_positions
+        self.num_ties += other.num_ties
+
+    def finish(self) -> None:
+        """Print the counts and fail when ties are too many."""
+        print(f"{self.num_positions} positions, {self.num_ties} near ties")
+        assert self.num_positions > 0
+        assert self.num_ties <= MAX_TIE_SHARE * self.num_positions, self

@@ -1,0 +1,87 @@
+"""One base with all its adapters in one continuous batch, judged against transformers + peft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.runner import build_runner
+from tests.worker.parity.adapters import features_of, make_adapter
+from tests.worker.parity.bases import TinyBase, make_base
+from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.near_tie import Verdict
+from tests.worker.parity.reference import Reference
+
+MAX_LOGPROB_ERROR = 1e-4
+NamedJob = tuple[str | None, Job]
+"""(feature of the job's adapter or None for the base, job)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A base, its adapters in slots, and the reference."""
+
+    base: TinyBase
+    driver: Driver
+    reference: Reference
+    slots: dict[str, int]
+
+
+def set_stage(base_name: str, root: Path) -> Stage:
+    """Make the base and one adapter per feature, load everything."""
+    base = make_base(base_name, root / "base")
+    adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
+    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=24 << 20)
+    driver = Driver(runner)
+    slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
+    for name, slot in slots.items():
+        driver.load(slot, adapters[name])
+    return Stage(base, driver, Reference(base, adapters), slots)
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    """1 to 69 tokens."""
+    return [rng.randrange(300) for _ in range(rng.randrange(1, 70))]
+
+
+def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) -> list[NamedJob]:
+    """Every adapter once, two of them twice, two requests of the base; in random order."""
+    rng = random.Random(seed)
+    names = [*stage.slots, *rng.sample(sorted(stage.slots), 2), None, None]
+    rng.shuffle(names)
+    jobs: list[NamedJob] = []
+    for i, name in enumerate(names):
+        slots = () if name is None else ((stage.slots[name], 1.0),)
+        request = greedy(f"{i}-{name}", random_prompt(rng), num_new_tokens, logprobs=0)
+        arrival_step = rng.randrange(12)
+        jobs.append((name, Job(request, slots, arrival_step if stagger else 0)))
+    return jobs
+
+
+def judge(stage: Stage, jobs: list[NamedJob]) -> Iterator[tuple[str | None, Verdict, float]]:
+    """For each finished job: feature, its verdict, its largest logprob error.
+
+    Raises:
+        AssertionError: a token differs by more than a near tie.
+    """
+    for name, job in jobs:
+        prompt, ours = job.request.prompt_ids, job.request.output_ids
+        tokens = prompt + ours
+        logits = stage.reference.logits(name, tokens)
+        verdict = Verdict()
+        verdict.judge(
+            len(prompt),
+            ours,
+            logits,
+            lambda name=name, tokens=tokens: stage.reference.logits64(name, tokens),
+            job.request.request_id,
+        )
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found = [s.logprobs for s in job.samples if s.logprobs is not None]
+        errors = [
+            abs(entry.logprob - row[entry.token_id].item())
+            for row, entry in zip(expected, found, strict=True)
+        ]
+        yield name, verdict, max(errors)

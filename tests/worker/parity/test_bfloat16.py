@@ -1,0 +1,73 @@
+"""bfloat16: our error against float32 is no larger than that of transformers' own bfloat16."""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.worker.runner import build_runner
+from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.bases import make_base
+from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.reference import Reference
+
+NUM_PROMPTS, PROMPT_TOKENS = 24, 420
+FEATURES = ["rank-8-all-linear", "rslora", "dora"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base("llama", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(base, name, root / name) for name in FEATURES}
+
+
+def scored_prompts():
+    rng = random.Random(8)
+    names = [None, *FEATURES]
+    return [
+        (names[i % 4], [rng.randrange(300) for _ in range(PROMPT_TOKENS)])
+        for i in range(NUM_PROMPTS)
+    ]
+
+
+def our_scores(base, folders) -> torch.Tensor:
+    """Logprob of each prompt token but the first, `[prompts, tokens - 1]`."""
+    runner = build_runner(base.folder, device="cpu", dtype="bfloat16", arena_bytes=16 << 20)
+    driver = Driver(runner)
+    for slot, folder in enumerate(folders.values()):
+        driver.load(slot, folder)
+    jobs = []
+    for i, (name, prompt) in enumerate(scored_prompts()):
+        slots = () if name is None else ((FEATURES.index(name), 1.0),)
+        jobs.append(Job(greedy(str(i), prompt, 1, prompt_logprobs=0), slots))
+    driver.run(jobs, chunk=150)
+    return torch.tensor(
+        [[s.logprob for sample in job.samples for s in sample.prompt_logprobs] for job in jobs]
+    )
+
+
+def reference_scores(reference) -> torch.Tensor:
+    rows = []
+    for name, prompt in scored_prompts():
+        logprobs = reference.logits(name, prompt).float().log_softmax(-1)
+        rows.append(logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+def test_errors_are_at_most_those_of_transformers(base, folders):
+    exact = reference_scores(Reference(base, folders))
+    half = replace(base, model=copy.deepcopy(base.model).bfloat16())
+    theirs = (reference_scores(Reference(half, folders)) - exact).abs().flatten()
+    ours = (our_scores(base, folders) - exact).abs().flatten()
+    assert len(ours) >= 10_000
+    print(f"mean {ours.mean():.4f} to {theirs.mean():.4f}")
+    assert theirs.mean() > 1e-4
+    assert ours.mean() <= 1.1 * theirs.mean()
+    assert ours.quantile(0.99) <= 1.25 * theirs.quantile(0.99)

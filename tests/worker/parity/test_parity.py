@@ -1,0 +1,50 @@
+"""Every base x every LoRA feature in one continuous batch == transformers + peft, one by one."""
+
+import random
+
+import pytest
+
+from tests.worker.parity.bases import BASES
+from tests.worker.parity.driving import Job, greedy
+from tests.worker.parity.near_tie import Verdict
+from tests.worker.parity.suite import (
+    MAX_LOGPROB_ERROR,
+    Stage,
+    judge,
+    make_jobs,
+    random_prompt,
+    set_stage,
+)
+
+NUM_NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=BASES)
+def stage(request, tmp_path_factory) -> Stage:
+    return set_stage(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_mixed_batch_equals_peft_token_for_token(stage):
+    jobs = make_jobs(stage, 1, NUM_NEW_TOKENS, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=19)
+    total = Verdict()
+    for name, verdict, logprob_error in judge(stage, jobs):
+        total.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, name
+    total.finish()
+
+
+def test_mixed_batch_equals_each_request_alone(stage):
+    together = make_jobs(stage, 2, NUM_NEW_TOKENS, stagger=True)
+    alone = make_jobs(stage, 2, NUM_NEW_TOKENS, stagger=False)
+    outputs = stage.driver.run([job for _, job in together], chunk=23)
+    for (name, job), expected in zip(alone, outputs, strict=True):
+        assert stage.driver.run([job]) == [expected], name
+
+
+def test_adapters_change_what_the_base_says(stage):
+    prompt = random_prompt(random.Random(3))
+    jobs = [Job(greedy("base", prompt, 8))]
+    jobs += [Job(greedy(name, prompt, 8), ((slot, 1.0),)) for name, slot in stage.slots.items()]
+    outputs = stage.driver.run(jobs)
+    assert len({tuple(output) for output in outputs}) == len(outputs)

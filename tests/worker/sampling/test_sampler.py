@@ -1,0 +1,197 @@
+"""Choosing tokens: greedy, seeded, truncated, penalised, masked; and logprobs."""
+
+import math
+
+import pytest
+import torch
+
+from services.worker.request import Request, SamplingParams
+from services.worker.sampling import sampler
+from services.worker.sampling.masks import edit_logits, truncate
+from services.worker.sampling.philox import gumbel_scalar
+from services.worker.sampling.sampler import sample, score_tokens
+
+VOCAB = 97
+INF = float("inf")
+
+
+def make_request(output_ids=(), *, sample_index=0, **params):
+    params = {"max_tokens": 100, "seed": 7, **params}
+    request = Request("r", [1], SamplingParams(**params), sample_index=sample_index)
+    request.output_ids = list(output_ids)
+    return request
+
+
+def random_logits(num_rows, seed=0, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, VOCAB, generator=generator) * scale
+
+
+def choose(logits, requests, eos_ids=()):
+    rows = torch.arange(len(requests))
+    return sample(rows, requests, lambda rows: logits[rows].clone(), eos_ids)
+
+
+def chosen_ids(logits, requests, eos_ids=()):
+    return [sampled.token_id for sampled in choose(logits, requests, eos_ids)]
+
+
+def test_temperature_zero_takes_the_argmax_and_ties_go_to_the_lowest_id():
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [40, 12, 90]] = 5.0
+    assert chosen_ids(logits, [make_request(), make_request()]) == [0, 12]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**63 + 5, 2**64 - 1])
+def test_a_draw_is_the_argmax_of_tempered_logits_plus_published_noise(seed):
+    logits = random_logits(1, seed=2)
+    request = make_request([4, 4, 9], seed=seed, temperature=0.7, sample_index=2)
+    scores = [
+        torch.tensor(float(logit)) / torch.tensor(0.7) + gumbel_scalar(seed, i, 3, 2)
+        for i, logit in enumerate(logits[0])
+    ]
+    assert chosen_ids(logits, [request]) == [max(range(VOCAB), key=lambda i: float(scores[i]))]
+
+
+def test_a_draw_does_not_depend_on_its_neighbours():
+    logits = random_logits(32, seed=3)
+    requests = [make_request(range(i), seed=i % 5, temperature=1.0) for i in range(32)]
+    together = chosen_ids(logits, requests)
+    alone = [chosen_ids(logits[i : i + 1], [requests[i]])[0] for i in range(32)]
+    assert together == alone
+    assert len(set(together)) > 5
+
+
+def test_draws_follow_the_softmax():
+    num_draws = 4000
+    logits = random_logits(1, seed=4, scale=1.0).expand(num_draws, VOCAB)
+    requests = [make_request(seed=seed, temperature=1.3) for seed in range(num_draws)]
+    counts = torch.bincount(torch.tensor(chosen_ids(logits, requests)), minlength=VOCAB)
+    expected = (logits[0] / 1.3).softmax(-1) * num_draws
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < VOCAB + 4 * math.sqrt(2 * VOCAB)
+
+
+def test_skipping_noise_that_cannot_win_changes_no_draw(monkeypatch):
+    logits = random_logits(64, seed=5, scale=20.0)
+    requests = [make_request(seed=i, temperature=1.0) for i in range(64)]
+    pruned = chosen_ids(logits, requests)
+    monkeypatch.setattr(sampler, "GUMBEL_MAX", 1e9)
+    assert chosen_ids(logits, requests) == pruned
+
+
+def test_chunks_of_the_vocabulary_work_change_nothing(monkeypatch):
+    logits = random_logits(10, seed=6)
+    requests = [make_request(seed=i, temperature=1.0, logprobs=2) for i in range(10)]
+    whole = choose(logits, requests)
+    monkeypatch.setattr(sampler, "MAX_LOGIT_ROWS", 3)
+    assert choose(logits, requests) == whole
+
+
+def kept_ids(logits, **params):
+    scaled = torch.tensor([logits], dtype=torch.float32)
+    truncate(scaled, [SamplingParams(max_tokens=1, seed=0, **params)])
+    return torch.nonzero(scaled[0] > -INF)[:, 0].tolist()
+
+
+def test_top_k_breaks_ties_by_the_lower_id():
+    assert kept_ids([1.0, 3.0, 1.0, 3.0, 1.0], top_k=3) == [0, 1, 3]
+
+
+def test_top_p_keeps_the_token_that_reaches_p():
+    logits = [math.log(p) for p in (0.1, 0.5, 0.1, 0.3)]
+    assert kept_ids(logits, top_p=0.6) == [1, 3]
+    assert kept_ids(logits, top_p=0.45) == [1]
+    assert kept_ids(logits, top_p=0.85) == [0, 1, 3]
+
+
+def test_top_p_looks_at_what_top_k_kept():
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    assert kept_ids(logits, top_k=2, top_p=0.57) == [0]
+
+
+def test_min_p_is_relative_to_the_most_likely_token():
+    logits = [math.log(p) for p in (0.5, 0.26, 0.24)]
+    assert kept_ids(logits, min_p=0.5) == [0, 1]
+
+
+def test_something_is_always_kept():
+    assert kept_ids([0.0, 0.0, 0.0], top_p=1e-9) == [0]
+    assert kept_ids([0.0, 1.0, 0.0], min_p=1.0, top_k=1) == [1]
+
+
+def test_rows_that_do_not_truncate_keep_every_token():
+    scaled = random_logits(2)
+    before = scaled.clone()
+    plain, limited = (SamplingParams(max_tokens=1, seed=0, top_k=k) for k in (0, 5))
+    truncate(scaled, [plain, limited])
+    assert scaled[0].equal(before[0])
+    assert (scaled[1] > -INF).sum() == 5
+
+
+def edited(logits, request, eos_ids=()):
+    rows = torch.tensor([logits], dtype=torch.float32)
+    edit_logits(rows, [request], eos_ids)
+    return rows[0].tolist()
+
+
+def test_bias_is_added_before_penalties():
+    request = make_request([1], logit_bias=((1, 3.0),), repetition_penalty=2.0)
+    assert edited([0.0, -1.0, 5.0], request) == [0.0, 1.0, 5.0]
+
+
+def test_repetition_penalty_moves_seen_tokens_down_whatever_their_sign():
+    request = make_request([0, 2, 2], repetition_penalty=2.0)
+    assert edited([4.0, 4.0, -4.0], request) == [2.0, 4.0, -8.0]
+
+
+def test_frequency_counts_and_presence_does_not():
+    request = make_request([0, 0, 1], frequency_penalty=0.5, presence_penalty=0.25)
+    assert edited([1.0, 1.0, 1.0], request) == [-0.25, 0.25, 1.0]
+
+
+def test_penalties_ignore_the_prompt():
+    request = Request("r", [0, 1], SamplingParams(max_tokens=9, seed=0, presence_penalty=1.0))
+    assert edited([1.0, 1.0], request) == [1.0, 1.0]
+
+
+def test_allowed_and_bad_tokens_mask_the_rest():
+    request = make_request(allowed_token_ids=(1, 2), bad_token_ids=(2,))
+    assert edited([1.0, 2.0, 3.0, 4.0], request) == [-INF, 2.0, -INF, -INF]
+
+
+def test_end_and_stop_tokens_wait_for_min_tokens():
+    params = {"min_tokens": 2, "stop_token_ids": (3,)}
+    assert edited([1.0] * 4, make_request([7], **params), [0]) == [-INF, 1.0, 1.0, -INF]
+    assert edited([1.0] * 4, make_request([7, 7], **params), [0]) == [1.0] * 4
+
+
+def test_logprobs_are_the_models_own_whatever_was_biased():
+    logits = random_logits(1)
+    request = make_request(logit_bias=((5, 100.0),), temperature=0.5, logprobs=3)
+    (sampled,) = choose(logits, [request])
+    raw = logits[0].log_softmax(-1)
+    assert sampled.token_id == 5
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.logprob == pytest.approx(raw[5].item(), abs=1e-6)
+    values, ids = raw.topk(3)
+    assert [i for i, _ in sampled.logprobs.top] == ids.tolist()
+    assert [v for _, v in sampled.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
+
+
+def test_logprobs_come_only_where_they_were_asked_for():
+    logits = random_logits(2)
+    first, second = choose(logits, [make_request(), make_request(logprobs=0)])
+    assert first.logprobs is None
+    assert second.logprobs is not None
+    assert second.logprobs.top == ()
+
+
+def test_known_tokens_are_scored_in_order():
+    logits = random_logits(3)
+    scores = score_tokens(torch.arange(3), [9, 8, 7], 1, lambda rows: logits[rows].clone())
+    expected = logits.log_softmax(-1)
+    for row, (score, token_id) in enumerate(zip(scores, [9, 8, 7], strict=True)):
+        assert score.token_id == token_id
+        assert score.logprob == pytest.approx(expected[row, token_id].item(), abs=1e-6)
+        assert score.top[0][0] == int(expected[row].argmax())

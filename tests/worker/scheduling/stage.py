@@ -1,0 +1,169 @@
+"""A scheduler with everything it decides over, and the engine's part of a step without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.worker.adapters.cache import AdapterCache
+from services.worker.adapters.residency import Load
+from services.worker.memory.arena import Arena
+from services.worker.memory.kv_blocks import KvLayout
+from services.worker.memory.prefix_cache import PrefixCache
+from services.worker.memory.reclaimer import Reclaimer
+from services.worker.request import (
+    RELEASED_BLOCK,
+    AdapterSet,
+    PlannedRow,
+    Request,
+    SamplingParams,
+    StepPlan,
+    batch_order,
+)
+from services.worker.scheduling.policies import Policy, ServiceCounters, first_come
+from services.worker.scheduling.scheduler import Scheduler, SchedulerLimits
+
+STEP_S = 1.0
+SIZES = {f"sha256:{name}": size for name, size in zip("abcde", (1, 2, 3, 4, 6), strict=True)}
+
+
+def make_request(
+    request_id: str,
+    num_prompt: int = 3,
+    max_tokens: int = 4,
+    digests: tuple[str, ...] = (),
+    **fields: object,
+) -> Request:
+    adapters = AdapterSet(tuple((digest, 1.0) for digest in sorted(digests)))
+    prompt_ids = fields.pop("prompt_ids", [1] * num_prompt)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+    return Request(request_id, prompt_ids, sampling, adapters, **fields)
+
+
+class Stage:
+    """A scheduler with its arena and cache, and the engine's part of a step without a model."""
+
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        windows: tuple[int | None, ...] = (None,),
+        policy: Policy = first_come,
+        counters: ServiceCounters | None = None,
+        prefix_cache: bool = True,
+        **limits: int,
+    ) -> None:
+        bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
+        self.layout = KvLayout(4, windows, bounds.max_step_tokens)
+        self.arena = Arena(num_blocks)
+        self.reclaimer = Reclaimer(self.arena)
+        self.cache = AdapterCache(
+            self.arena, self.reclaimer, max_resident=8, max_adapter_blocks=8, max_pinned_blocks=4
+        )
+        self.prefixes = PrefixCache(self.arena, self.layout, enabled=prefix_cache)
+        self.scheduler = Scheduler(
+            bounds,
+            self.layout,
+            self.arena,
+            self.cache,
+            self.prefixes,
+            self.reclaimer,
+            policy,
+            counters,
+        )
+        self.limits = bounds
+        self.content: dict[int, list[object]] = {}
+        """What stands at each position of each block: a hash of all that decides it."""
+        self.now = 0.0
+        self.finished: list[str] = []
+        self.lost: list[str] = []
+        self.reasons: dict[str, str] = {}
+        self.is_measuring = True
+
+    def fetch(self, *digests: str) -> None:
+        for digest in digests:
+            self.cache.fetched(digest, Path("/cache"), SIZES[digest], max_rank=8)
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            request.arrival_s = self.now
+            self.scheduler.submit(request)
+
+    def step(self) -> StepPlan:
+        """Plan at `now`; what is planned has run at `now` + STEP_S."""
+        self.now += STEP_S
+        for request, error in self.scheduler.hopeless(self.now):
+            self.scheduler.remove(request.request_id, self.now)
+            self.lost.append(request.request_id)
+            self.reasons[request.request_id] = error.reason
+        plan = self.scheduler.plan(self.now)
+        for action in self.cache.take_actions():
+            if isinstance(action, Load):
+                self.cache.loaded(action.digest)
+        self.check(plan)
+        self.arena.retire(plan.step)
+        for row in plan.rows:
+            self.advance(row.request, row)
+        self.scheduler.check_integrity()
+        return plan
+
+    def advance(self, request: Request, row: PlannedRow) -> None:
+        self.scheduler.computed(row)
+        if row.needs_logits:
+            self.measure(request)
+            request.output_ids.append(7)
+            if len(request.output_ids) >= request.sampling.max_tokens:
+                self.scheduler.remove(request.request_id, self.now)
+                self.finished.append(request.request_id)
+
+    def measure(self, request: Request) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = self.now + STEP_S
+            assert request.first_scheduled_s is not None
+            prefill_s = request.first_token_s - request.first_scheduled_s
+            if self.is_measuring:
+                num_tokens = request.num_tokens - request.num_cached
+                self.scheduler.times.prefilled(num_tokens, prefill_s)
+
+    def check(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.limits.max_step_tokens
+        assert len(plan.rows) <= self.limits.max_running
+        assert [batch_order(r) for r in plan.rows] == sorted(batch_order(r) for r in plan.rows)
+        if self.limits.max_loras is not None:
+            assert plan.num_distinct_adapters <= self.limits.max_loras
+        written: list[int] = []
+        for row in plan.rows:
+            contents = contents_of(row.request)
+            assert row.start == row.request.num_computed and row.num_tokens > 0
+            assert len(row.slots) == len(row.request.adapters.digests)
+            for digest, (slot, _) in zip(row.request.adapters.digests, row.slots, strict=True):
+                assert self.cache.get(digest).slot == slot
+            for group, window in enumerate(self.layout.windows):
+                table = row.request.block_tables[group]
+                first = max(0, row.start - window + 1) if window else 0
+                last = row.start + row.num_tokens - 1
+                seen = table[first // 4 : last // 4 + 1]
+                assert len(seen) == last // 4 - first // 4 + 1 and RELEASED_BLOCK not in seen
+                for position in range(row.start, last + 1):
+                    block = self.content.setdefault(table[position // 4], [None] * 4)
+                    block[position % 4] = (group, contents[position])
+                written += set(table[row.start // 4 : last // 4 + 1])
+                for position in range(first, last + 1):
+                    found = self.content[table[position // 4]][position % 4]
+                    assert found == (group, contents[position]), "another's KV is read"
+        assert len(written) == len(set(written)), "two rows write to a block"
+        assert not any(self.prefixes.is_cached(block) for block in written)
+
+    def run_dry(self, max_steps: int = 2000) -> None:
+        while self.scheduler.has_work:
+            max_steps -= 1
+            assert max_steps, "requests wait for ever"
+            self.step()
+
+
+def contents_of(request: Request) -> list[int]:
+    """For each known position, a hash of what its KV depends on."""
+    chain = hash((request.adapters, request.tenant, request.cache_salt))
+    contents = []
+    for token_id in request.prompt_ids + request.output_ids:
+        chain = hash((chain, token_id))
+        contents.append(chain)
+    return contents

@@ -1,0 +1,51 @@
+"""The peak forecast against a brute-force replay."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.memory.kv_blocks import KvLayout
+from services.worker.request import Request, SamplingParams
+from services.worker.scheduling.admission import peak_kv_blocks
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 50), st.integers(1, 30), st.integers(0, 29)), min_size=1, max_size=6
+)
+
+
+def make_requests(lengths: list[tuple[int, int, int]]) -> list[Request]:
+    return [
+        Request(
+            str(index),
+            [1] * num_prompt,
+            SamplingParams(max_tokens=max_tokens, seed=0),
+            output_ids=[2] * min(num_output, max_tokens - 1),
+        )
+        for index, (num_prompt, max_tokens, num_output) in enumerate(lengths)
+    ]
+
+
+def replayed_peak(requests: list[Request], layout: KvLayout) -> int:
+    """All decode in step; each gives its blocks back after its last token."""
+    steps = max(r.max_num_tokens - r.num_tokens for r in requests)
+    return max(
+        sum(
+            layout.max_blocks(r.num_tokens + step)
+            for r in requests
+            if r.num_tokens + step <= r.max_num_tokens
+        )
+        for step in range(steps + 1)
+    )
+
+
+@given(LENGTHS, st.sampled_from([(None,), (None, None), (None, 8), (4,)]))
+def test_the_forecast_is_never_below_what_decoding_together_holds(
+    lengths: list[tuple[int, int, int]], windows: tuple[int | None, ...]
+) -> None:
+    requests, layout = make_requests(lengths), KvLayout(4, windows, 8)
+    forecast, replayed = peak_kv_blocks(requests, layout), replayed_peak(requests, layout)
+    assert replayed <= forecast <= replayed + len(requests) * len(windows)
+
+
+def test_one_request_is_forecast_exactly() -> None:
+    [request] = make_requests([(9, 8, 0)])
+    assert peak_kv_blocks([request], KvLayout(4, (None,), 8)) == 5

@@ -1,0 +1,130 @@
+"""Orders of the queue."""
+
+from collections.abc import Collection
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.request import AdapterSet, Request, SamplingParams
+from services.worker.scheduling.policies import (
+    MAX_ABSENT,
+    Policy,
+    QueueView,
+    ServiceCounters,
+    VirtualCounters,
+    clustered,
+    fair,
+    first_come,
+)
+
+
+def make_request(name: str, arrival_s: float, digest: str = "", **fields: object) -> Request:
+    adapters = AdapterSet(((digest, 1.0),)) if digest else AdapterSet()
+    sampling = SamplingParams(max_tokens=4, seed=0)
+    return Request(name, [1], sampling, adapters, arrival_s=arrival_s, **fields)
+
+
+def in_order(
+    policy: Policy, queue: list[Request], now: float, in_use: Collection[str] = ()
+) -> list[str]:
+    view = QueueView(now, in_use)
+    return [r.request_id for r in sorted(queue, key=lambda request: policy(request, view))]
+
+
+def test_first_come_serves_priority_then_arrival() -> None:
+    queue = [
+        make_request("late", 3.0),
+        make_request("urgent", 9.0, priority=-1),
+        make_request("early", 1.0),
+    ]
+    assert in_order(first_come, queue, 10.0) == ["urgent", "early", "late"]
+
+
+def test_clustering_prefers_running_adapters_only_when_there_are_enough() -> None:
+    queue = [make_request("new", 1.0, "n"), make_request("hot", 2.0, "h")]
+    order = clustered(max_distinct=2, max_age_s=5.0)
+    assert in_order(order, queue, 3.0, {"h"}) == ["new", "hot"]
+    assert in_order(order, queue, 3.0, {"h", "i"}) == ["hot", "new"]
+
+
+def test_an_aged_request_comes_before_preferred_ones() -> None:
+    queue = [make_request("new", 1.0, "n"), make_request("hot", 2.0, "h")]
+    order = clustered(max_distinct=1, max_age_s=5.0)
+    assert in_order(order, queue, 6.0, {"h"}) == ["new", "hot"]
+
+
+def test_the_bare_base_counts_as_running() -> None:
+    queue = [make_request("new", 1.0, "n"), make_request("base", 2.0)]
+    order = clustered(max_distinct=1, max_age_s=5.0)
+    assert in_order(order, queue, 3.0, {"h"}) == ["base", "new"]
+
+
+def test_idle_time_earns_no_credit() -> None:
+    counters = ServiceCounters()
+    busy, sleeper = (make_request(name, 0.0, tenant=name) for name in ("busy", "sleeper"))
+    counters.arrive(busy)
+    counters.charge(busy, 100, 0)
+    counters.arrive(sleeper)
+    assert counters.served(sleeper)[0] == counters.served(busy)[0]
+
+
+def test_one_tenants_adapters_share_its_service() -> None:
+    counters = ServiceCounters()
+    order = fair(counters)
+    queue = [
+        make_request("hot", 1.0, "h", tenant="t"),
+        make_request("cold", 2.0, "c", tenant="t"),
+        make_request("other", 3.0, "h", tenant="u"),
+    ]
+    for request in queue:
+        counters.arrive(request)
+    counters.charge(queue[0], 50, 0)
+    assert in_order(order, queue, 4.0) == ["other", "cold", "hot"]
+
+
+def test_the_counters_of_the_absent_do_not_pile_up() -> None:
+    counters = VirtualCounters()
+    for index in range(5000):
+        counters.arrive(f"{index}")
+        counters.charge(f"{index}", 1.0)
+        counters.leave(f"{index}")
+    assert len(counters.served) <= MAX_ABSENT + 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 50), st.integers(0, 50), st.sampled_from([1.0, 2.0])),
+        min_size=40,
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_the_backlogged_are_served_in_proportion(
+    sizes: list[tuple[int, int, float]], by_adapter: bool
+) -> None:
+    """Always serving the first of the order keeps any two counters within one request's cost,
+    between tenants and between the adapters of one tenant."""
+    counters = ServiceCounters()
+    order = fair(counters)
+    queue = [
+        make_request(
+            f"{index}",
+            float(index),
+            digest=f"d{index % 2}" if by_adapter else "",
+            tenant="t" if by_adapter else f"t{index % 2}",
+            fairness_weight=weight,
+        )
+        for index, (_, _, weight) in enumerate(sizes)
+    ]
+    for request in queue:
+        counters.arrive(request)
+    rivals = queue[:2]
+    bound = max(num_input + 2 * num_output for num_input, num_output, _ in sizes)
+    left = queue.copy()
+    while len({(request.tenant, request.adapters) for request in left}) == 2:
+        [chosen, *_] = sorted(left, key=lambda request: order(request, QueueView(0.0, ())))
+        left.remove(chosen)
+        num_input, num_output, _ = sizes[int(chosen.request_id)]
+        counters.charge(chosen, num_input, num_output)
+        served = [counters.served(request)[by_adapter] for request in rivals]
+        assert abs(served[0] - served[1]) <= bound

@@ -1,0 +1,57 @@
+"""A worker's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import InvalidRequest, LoraplexError
+from services.worker.config import base_id_of, from_env, is_local
+
+GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
+
+
+def test_defaults_keep_the_door_on_this_machine() -> None:
+    config = from_env(GOOD)
+    assert is_local(config.listen) and config.base_id == "org/model"
+    assert config.max_loras is None and config.worker_id.startswith("worker-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"LORAPLEX_MODEL": ""}, "LORAPLEX_MODEL"),
+        ({"LORAPLEX_OBJECTS": ""}, "LORAPLEX_OBJECTS"),
+        ({"LORAPLEX_TENSOR_PARALLEL": "2"}, "LORAPLEX_TENSOR_PARALLEL"),
+        ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
+        ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
+        ({"LORAPLEX_POLICY": "random"}, "LORAPLEX_POLICY"),
+    ],
+)
+def test_a_bad_value_names_its_variable(changes: dict[str, str], named: str) -> None:
+    with pytest.raises(LoraplexError) as caught:
+        from_env({**GOOD, **changes})
+    assert [violation.field for violation in caught.value.violations] == [named]
+
+
+def test_an_open_door_needs_a_token_or_consent(tmp_path: Path) -> None:
+    beyond = {**GOOD, "LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}
+    with pytest.raises(InvalidRequest):
+        from_env(beyond)
+    (tmp_path / "token").write_text("secret\n")
+    token_file = {"LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")}
+    assert from_env({**beyond, **token_file}).service_token == "secret"
+    assert from_env({**beyond, "LORAPLEX_INSECURE": "true"}).service_token == ""
+
+
+def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:
+    (tmp_path / "my-base").mkdir()
+    assert base_id_of(str(tmp_path / "my-base")) == "my-base"
+    assert base_id_of(f"{tmp_path}/my-base/") == "my-base"
+    assert base_id_of("org/model") == "org/model"
+
+
+def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
+    assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
+    assert from_env({**GOOD, "LORAPLEX_MAX_RESIDENT": "8"}).max_request_adapters == 4

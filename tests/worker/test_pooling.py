@@ -1,0 +1,82 @@
+"""Requests that end with a hidden state, through the engine and the real runner."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from services.worker.engine import Engine
+from services.worker.messages import EngineConfig, Submit, TokenOutput
+from services.worker.request import AdapterSet, FinishReason, SamplingParams
+from services.worker.runner import build_runner
+from tests.worker import tiny
+
+CHUNK = 16
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    torch.set_num_threads(1)
+    base = tiny.write_base(tmp_path_factory.mktemp("tiny") / "base")
+    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=1 << 20)
+    config = EngineConfig(
+        model_dir=str(base),
+        device="cpu",
+        dtype="float32",
+        arena_bytes=0,
+        load_format="auto",
+        max_lora_rank=64,
+        max_resident=8,
+        max_step_tokens=CHUNK,
+        max_running=8,
+        max_loras=None,
+        policy="fcfs",
+    )
+    return Engine(runner, config, time.monotonic)
+
+
+def submit(request_id: str, num_prompt: int, *, pools: bool) -> Submit:
+    return Submit(
+        request_id=request_id,
+        prompt_ids=[(7 * i + num_prompt) % 90 for i in range(num_prompt)],
+        output_ids=[],
+        sampling=SamplingParams(max_tokens=0 if pools else 6, seed=0, ignore_eos=True),
+        adapters=AdapterSet(),
+        tenant="t",
+        priority=0,
+        fairness_weight=1.0,
+        cache_salt="",
+        sample_index=0,
+        remaining_s=None,
+        pools=pools,
+    )
+
+
+def run(engine: Engine, *commands: Submit) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {}
+    step = engine.step(commands)
+    while True:
+        for token in step.tokens:
+            outputs.setdefault(token.request_id, []).append(token)
+        if not engine.has_requests:
+            return outputs
+        step = engine.step(())
+        engine.check_integrity()
+
+
+def test_a_vector_comes_once_with_the_end_and_without_tokens(engine: Engine) -> None:
+    [last] = run(engine, submit("v", 3 * CHUNK + 5, pools=True))["v"]
+    assert len(last.pooled) == tiny.HIDDEN and any(last.pooled)
+    assert (last.token_ids, last.finish_reason) == ([], FinishReason.LENGTH)
+
+
+def test_neighbours_chunks_and_cached_prefixes_change_no_vector(engine: Engine) -> None:
+    alone = {n: run(engine, submit("v", n, pools=True))["v"][0].pooled for n in (3, 40, 70)}
+    requests = [submit(f"v{n}", n, pools=True) for n in alone]
+    together = run(engine, submit("text", 9, pools=False), *requests)
+    assert sum(len(output.token_ids) for output in together["text"]) == 6
+    assert not any(output.pooled for output in together["text"])
+    for n, vector in alone.items():
+        assert together[f"v{n}"][0].pooled == pytest.approx(vector, abs=1e-5)

@@ -1,0 +1,67 @@
+"""The step trace: what it writes of steps and copies, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from services.simulate.runner import TimedRunner, VirtualClock
+from services.worker.request import AdapterSet, PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.step_trace import TracedRunner
+from tests.simulate.fleets import COSTS
+
+
+def traced(tmp_path: Path) -> tuple[TracedRunner, Path]:
+    path = tmp_path / "steps.jsonl"
+    return TracedRunner(TimedRunner(COSTS, 1 << 20, VirtualClock()), path), path
+
+
+def row(
+    request_id: str, *, start: int = 0, num_tokens: int = 5, slot: int | None = None
+) -> PlannedRow:
+    request = Request(request_id, list(range(10)), SamplingParams(max_tokens=4, seed=0))
+    slots = () if slot is None else ((slot, 1.0),)
+    return PlannedRow(request, start, num_tokens, needs_logits=False, slots=slots)
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path: Path) -> None:
+    runner, path = traced(tmp_path)
+    folder = tmp_path / "8"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    runner.load_adapter(3, folder, [1, 2])
+    rows = (row("a", slot=3), row("b", start=4, num_tokens=2, slot=3), row("c"))
+    results = runner.execute(StepPlan(0, rows))
+    assert [result.request_id for result in results] == ["a", "b", "c"]
+    arena, load, step = lines(path)
+    assert arena["block_bytes"] == COSTS.block_bytes
+    assert (load["bytes"], load["rank"]) == (2 * COSTS.block_bytes, 8)
+    assert (step["rows"], step["tokens"], step["kv_tokens"]) == (3, 12, 16)
+    assert step["adapter_bytes"] == 2 * COSTS.block_bytes
+
+
+def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
+    runner, path = traced(tmp_path)
+    folder = tmp_path / "8"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    for blocks in ([1, 2], [5]):
+        runner.load_adapter(0, folder, blocks)
+        runner.execute(StepPlan(0, (row("a", slot=0),)))
+        runner.unload_adapter(0)
+    steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]
+    assert steps == [2 * COSTS.block_bytes, COSTS.block_bytes]
+
+
+def test_nothing_of_the_prompt_or_the_adapters_name_is_written(tmp_path: Path) -> None:
+    runner, path = traced(tmp_path)
+    secret = row("secret-id")
+    secret.request.prompt_ids[:] = [987654] * 10
+    secret.request.adapters = AdapterSet((("sha256:secret", 1.0),))
+    runner.execute(StepPlan(0, (secret,)))
+    text = path.read_text()
+    assert "secret" not in text and "987654" not in text
