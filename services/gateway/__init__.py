@@ -1,0 +1,1 @@
+"""The gateway: resolves names, speaks text, admits, routes and relays streams that survive."""

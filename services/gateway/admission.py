@@ -1,0 +1,237 @@
+"""Who may run now, who waits, who is refused: a pure queue under the caller's clock.
+
+Bounds: sequences running at once, sequences of one tenant running at once, requests waiting, and
+prompt tokens sent ahead: those of running requests that have no first token yet. That last bound
+keeps the queue here, where it is fair over all workers, and gives the workers only their next few
+steps.
+
+Waiting requests go by priority, then to the tenant served least (virtual token counters), then in
+order of arrival. A tenant's own limit delays nobody else; any other request that does not fit is
+waited for, so that large ones are not starved by small ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
+from services.gateway.fairness import ServiceCounters
+
+LEAST_AHEAD_TOKENS = 128
+"""A short prompt counts as so many: it takes a place in the batch, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of one gateway."""
+
+    max_running: int = 4096
+    max_waiting: int = 4096
+    max_running_per_tenant: int = 0
+    """0 = no limit."""
+
+    def __post_init__(self) -> None:
+        assert self.max_running > 0 and self.max_waiting >= 0, f"bad limits {self}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One request at the door. Cost is counted in choices: each is a sequence on a worker."""
+
+    tenant: str
+    cost: int = 1
+    priority: int = 0
+    deadline_s: float = float("inf")
+    """Absolute, on the caller's clock."""
+    num_prompt_tokens: int = 1
+    max_concurrent: int = 0
+    """Sequences of this tenant that may run here at once; 0 = no limit of its own."""
+    weight: float = 1.0
+    """A tenant with weight 2 deserves twice the service of one with 1."""
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def ahead_tokens(self) -> int:
+        """What it counts until its first token."""
+        return max(self.num_prompt_tokens, LEAST_AHEAD_TOKENS)
+
+
+class Verdict(enum.Enum):
+    """What an offer came to."""
+
+    RUN = "run"
+    WAIT = "wait"
+
+
+class AdmissionQueue:
+    """The door's books. Every running ticket must come back through `release`."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self.max_running = limits.max_running
+        """May be lowered and raised again while requests run."""
+        self.max_ahead_tokens: float = math.inf
+        """The same for prompt tokens sent ahead."""
+        self._waiting: dict[int, dict[str, deque[Ticket]]] = {}
+        """By priority, then tenant. No empty entries."""
+        self._num_waiting = 0
+        self._running = 0
+        self._by_tenant: dict[str, int] = {}
+        """Sequences running."""
+        self._present: dict[str, int] = {}
+        """Requests waiting or running."""
+        self._ahead: dict[int, int] = {}
+        """Prompt tokens of running tickets without a first token, by ticket number."""
+        self._ahead_tokens = 0
+        self._served = ServiceCounters()
+        self._service_s = 0.0
+        """Moving mean of how long one request holds its place."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences running now."""
+        return self._running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return self._num_waiting
+
+    @property
+    def num_ahead_tokens(self) -> int:
+        """Prompt tokens of running requests that have no first token."""
+        return self._ahead_tokens
+
+    def offer(self, ticket: Ticket, now_s: float) -> Verdict:
+        """Run it, queue it, or refuse it.
+
+        Raises: ResourceExhausted when the queue is full, DeadlineExceeded when its turn would come
+        too late.
+        """
+        runs = self._fits(ticket) and not self._someone_before(ticket)
+        if not runs:
+            self._check_wait(ticket, now_s)
+        self._present[ticket.tenant] = self._present.get(ticket.tenant, 0) + 1
+        self._served.arrive(ticket.tenant)
+        if runs:
+            self._start(ticket)
+            return Verdict.RUN
+        tenants = self._waiting.setdefault(ticket.priority, {})
+        tenants.setdefault(ticket.tenant, deque()).append(ticket)
+        self._num_waiting += 1
+        return Verdict.WAIT
+
+    def first_token(self, ticket: Ticket) -> bool:
+        """A running ticket has its first token: True when it was ahead; call `take_ready` next."""
+        tokens = self._ahead.pop(ticket.number, 0)
+        self._ahead_tokens -= tokens
+        return tokens > 0
+
+    def charge(self, ticket: Ticket, num_tokens: int) -> None:
+        """A running ticket generated tokens."""
+        self._served.charge(ticket.tenant, 0, num_tokens, ticket.weight)
+
+    def release(self, ticket: Ticket, held_s: float) -> None:
+        """A running ticket ended after `held_s` seconds; call `take_ready` next."""
+        self.first_token(ticket)
+        self._running -= ticket.cost
+        left = self._by_tenant[ticket.tenant] - ticket.cost
+        self._by_tenant[ticket.tenant] = left
+        if left == 0:
+            del self._by_tenant[ticket.tenant]
+        self._leave(ticket)
+        self._service_s = held_s if not self._service_s else 0.9 * self._service_s + 0.1 * held_s
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """A waiting ticket's client went away."""
+        self._unqueue(ticket)
+        self._leave(ticket)
+
+    def take_ready(self) -> list[Ticket]:
+        """Start every waiting ticket whose turn it is, in order."""
+        started = []
+        while (ticket := self._next()) is not None and self._fits(ticket):
+            self._unqueue(ticket)
+            self._start(ticket)
+            started.append(ticket)
+        return started
+
+    def expected_wait_s(self) -> float:
+        """Seconds until a ticket that joins the queue now would start; 0 until measured."""
+        return self._service_s * (self._num_waiting + 1) / self.max_running
+
+    def _check_wait(self, ticket: Ticket, now_s: float) -> None:
+        if self._num_waiting >= self._limits.max_waiting:
+            raise ResourceExhausted(
+                f"{self._num_waiting} requests are waiting already; try again later",
+                reason="QUEUE_FULL",
+                retry_after_s=max(1.0, self.expected_wait_s()),
+            )
+        if now_s + self.expected_wait_s() > ticket.deadline_s:
+            raise too_late()
+
+    def _next(self) -> Ticket | None:
+        """The waiting ticket whose turn it is, tenants at their own limit left out."""
+        for priority in sorted(self._waiting):
+            tenants = self._waiting[priority]
+            able = [t for t, queue in tenants.items() if self._tenant_fits(queue[0])]
+            if able:
+                return tenants[self._served.least_served(able)][0]
+        return None
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """An idle door lets any ticket in, however large it is."""
+        if self._running and self._running + ticket.cost > self.max_running:
+            return False
+        ahead = self._ahead_tokens + ticket.ahead_tokens
+        return (not self._ahead_tokens or ahead <= self.max_ahead_tokens) and self._tenant_fits(
+            ticket
+        )
+
+    def _tenant_fits(self, ticket: Ticket) -> bool:
+        mine = self._by_tenant.get(ticket.tenant, 0)
+        limits = [n for n in (self._limits.max_running_per_tenant, ticket.max_concurrent) if n]
+        return not limits or not mine or mine + ticket.cost <= min(limits)
+
+    def _someone_before(self, ticket: Ticket) -> bool:
+        """True when a waiting ticket must go first."""
+        other = self._next()
+        if other is None:
+            return False
+        return other.priority <= ticket.priority
+
+    def _start(self, ticket: Ticket) -> None:
+        self._running += ticket.cost
+        self._by_tenant[ticket.tenant] = self._by_tenant.get(ticket.tenant, 0) + ticket.cost
+        self._ahead[ticket.number] = ticket.ahead_tokens
+        self._ahead_tokens += ticket.ahead_tokens
+        self._served.charge(ticket.tenant, ticket.num_prompt_tokens, 0, ticket.weight)
+
+    def _unqueue(self, ticket: Ticket) -> None:
+        tenants = self._waiting[ticket.priority]
+        queue = tenants[ticket.tenant]
+        queue.remove(ticket)
+        self._num_waiting -= 1
+        if not queue:
+            del tenants[ticket.tenant]
+        if not tenants:
+            del self._waiting[ticket.priority]
+
+    def _leave(self, ticket: Ticket) -> None:
+        self._present[ticket.tenant] -= 1
+        if not self._present[ticket.tenant]:
+            del self._present[ticket.tenant]
+            self._served.leave(ticket.tenant)
+
+
+def too_late() -> LoraplexError:
+    """The error of a request whose turn comes after its deadline."""
+    return DeadlineExceeded(
+        "the request would start after its deadline; send a longer one or try again later",
+        reason="DEADLINE_INFEASIBLE",
+        retry_after_s=1.0,
+    )

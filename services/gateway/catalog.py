@@ -1,0 +1,146 @@
+"""The gateway's copy of the registry: versions and tags, and what a reference means in it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from loraplex.refs import LATEST, Ref, split_choice
+
+Adapter = tuple[str, str]
+"""(tenant, name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One immutable upload, as far as serving it needs."""
+
+    tenant: str
+    name: str
+    number: int
+    digest: str
+    base_id: str
+    created_unix_s: float = 0.0
+    max_rank: int = 0
+    deleted: bool = False
+    is_public: bool = False
+    shared_with: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """tenant/name:vN."""
+        return f"{self.tenant}/{self.name}:v{self.number}"
+
+    def visible_to(self, tenant: str) -> bool:
+        """True when that tenant may run it."""
+        return tenant == self.tenant or self.is_public or tenant in self.shared_with
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One target of a tag."""
+
+    number: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class TagState:
+    """Where a tag points; no sides = deleted."""
+
+    tenant: str
+    name: str
+    tag: str
+    sides: tuple[Side, ...]
+    generation: int = 0
+    updated_unix_s: float = 0.0
+    pending: tuple[Side, ...] = ()
+    """Where a staged move will take it once workers have these loaded."""
+    pending_until_unix_s: float = 0.0
+
+    def is_older_than(self, other: TagState) -> bool:
+        """True when both its clock and its count say so: a tag made anew counts from 1 again."""
+        return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Everything under one name."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    tags: dict[str, TagState] = field(default_factory=dict)
+
+
+class Catalog:
+    """A snapshot that is kept up to date by `put_version` and `put_tag`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Adapter, _Entry] = {}
+        self.pending: dict[tuple[str, str, str], TagState] = {}
+        """Tags with a staged move, by tenant, name and tag."""
+
+    def put_version(self, version: Version) -> None:
+        """Record a version or its tombstone."""
+        self._entry(version.tenant, version.name).versions[version.number] = version
+
+    def put_tag(self, tag: TagState) -> None:
+        """Record a tag's move unless a later one is known."""
+        tags = self._entry(tag.tenant, tag.name).tags
+        known = tags.get(tag.tag)
+        if known is None or not tag.is_older_than(known):
+            tags[tag.tag] = tag
+            place = (tag.tenant, tag.name, tag.tag)
+            if tag.pending:
+                self.pending[place] = tag
+            else:
+                self.pending.pop(place, None)
+
+    def version(self, tenant: str, name: str, number: int) -> Version | None:
+        """One version that is not deleted."""
+        return self.find(Ref(tenant, name, version=number), "")
+
+    def find(self, ref: Ref, split_key: str) -> Version | None:
+        """The version a reference means, whoever asks; None when it is not in the snapshot."""
+        entry = self._entries.get((ref.tenant, ref.name))
+        if entry is None:
+            return None
+        version = entry.versions.get(self._number(entry, ref, split_key))
+        return version if version is not None and not version.deleted else None
+
+    def latest(self, tenant: str) -> Iterator[Version]:
+        """For each adapter a tenant may run the version `latest` means, ordered by tenant, name."""
+        for (owner, name), entry in sorted(self._entries.items()):
+            version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
+            if version is not None and version.visible_to(tenant):
+                yield version
+
+    def labels(self) -> dict[str, str]:
+        """tenant/name:vN of every digest that is not deleted."""
+        entries = self._entries.values()
+        versions = (v for entry in entries for v in entry.versions.values() if not v.deleted)
+        return {version.digest: version.label for version in versions}
+
+    @property
+    def num_adapters(self) -> int:
+        """Names with at least one version."""
+        return sum(_newest(entry) is not None for entry in self._entries.values())
+
+    def _entry(self, tenant: str, name: str) -> _Entry:
+        return self._entries.setdefault((tenant, name), _Entry())
+
+    @staticmethod
+    def _number(entry: _Entry, ref: Ref, split_key: str) -> int:
+        """0 = nothing answers."""
+        if ref.version is not None:
+            return ref.version
+        if ref.digest is not None:
+            same = [v.number for v in entry.versions.values() if v.digest == ref.digest]
+            return max((n for n in same if not entry.versions[n].deleted), default=0)
+        tag = entry.tags.get(ref.tag or LATEST)
+        return split_choice(tag.sides, split_key).number if tag is not None and tag.sides else 0
+
+
+def _newest(entry: _Entry) -> Version | None:
+    """An adapter uploaded with --no-latest is listed by its newest version."""
+    alive = [version for version in entry.versions.values() if not version.deleted]
+    return max(alive, key=lambda version: version.number, default=None)

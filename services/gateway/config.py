@@ -1,0 +1,122 @@
+"""The gateway's settings, read once from the environment."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest
+from services.common import env
+from services.gateway.admission import AdmissionLimits
+from services.gateway.openai.guard import is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Settings of one gateway process."""
+
+    grpc_listen: str
+    """HOST:PORT or unix:/path of the gRPC door."""
+    http_listen: str
+    """HOST:PORT of the HTTP door."""
+    metrics_listen: str
+    """HOST:PORT of a second place for /metrics and probes; "" = none."""
+    registry_address: str
+    workers: tuple[str, ...]
+    """HOST:PORT, unix:/path, or dns:NAME:PORT."""
+    max_request_s: float
+    drain_s: float
+    allowed_hosts: tuple[str, ...]
+    insecure: bool
+    """True allows other machines in without auth."""
+    admission: AdmissionLimits
+    wants_keys: bool = False
+    """True checks an API key on every call."""
+    service_token: str = ""
+    gateway_id: str = ""
+    metadata_url: str = ""
+    """Redis that several gateways share; "" = this gateway is alone."""
+
+    @property
+    def is_local(self) -> bool:
+        """True when both doors are for this machine only."""
+        return all(_is_local(listen) for listen in (self.grpc_listen, self.http_listen))
+
+
+def from_env(environ: Mapping[str, str]) -> GatewayConfig:
+    """Read and check. Raises: InvalidRequest naming the variable."""
+    config = GatewayConfig(
+        grpc_listen=env.GATEWAY_LISTEN.read(environ),
+        http_listen=env.HTTP_LISTEN.read(environ),
+        metrics_listen=env.METRICS_LISTEN.read(environ),
+        registry_address=env.REGISTRY_ADDRESS.read(environ),
+        workers=env.WORKERS.read(environ),
+        max_request_s=env.MAX_REQUEST_S.read(environ),
+        drain_s=env.DRAIN_S.read(environ),
+        allowed_hosts=env.ALLOWED_HOSTS.read(environ),
+        insecure=env.INSECURE.read(environ),
+        admission=AdmissionLimits(
+            max_running=env.MAX_IN_FLIGHT.read(environ),
+            max_waiting=env.MAX_QUEUED.read(environ),
+            max_running_per_tenant=env.MAX_IN_FLIGHT_PER_TENANT.read(environ),
+        ),
+        service_token=_token(env.SERVICE_TOKEN_FILE.read(environ)),
+        wants_keys=env.AUTH.read(environ) == "keys",
+        metadata_url=_shared_url(env.METADATA.read(environ)),
+        gateway_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+    )
+    _check(config)
+    return config
+
+
+def _check(config: GatewayConfig) -> None:
+    if not config.workers:
+        raise InvalidRequest.field(
+            env.WORKERS.name, "", "list at least one worker: HOST:PORT, unix:/path or dns:NAME:PORT"
+        )
+    for worker in config.workers:
+        _check_worker(worker)
+    if config.wants_keys and not config.service_token:
+        raise InvalidRequest.field(
+            env.SERVICE_TOKEN_FILE.name,
+            "",
+            f"{env.AUTH.name}=keys needs the token that the registry knows its services by",
+        )
+    if not (config.is_local or config.wants_keys or config.insecure):
+        raise InvalidRequest.field(
+            env.HTTP_LISTEN.name,
+            f"{config.http_listen}, {config.grpc_listen}",
+            f"others could reach it: set {env.AUTH.name}=keys, or {env.INSECURE.name}=true if you "
+            "really want no auth",
+        )
+
+
+def _check_worker(worker: str) -> None:
+    if worker.startswith("unix:/"):
+        return
+    host, _, port = worker.removeprefix("dns:").lstrip("/").rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidRequest.field(
+            env.WORKERS.name, worker, "must be HOST:PORT, unix:/path or dns:NAME:PORT"
+        )
+
+
+def _shared_url(metadata: str) -> str:
+    """An embedded server belongs to the registry beside us: there is one gateway only."""
+    return "" if metadata == "embedded" else metadata
+
+
+def _is_local(listen: str) -> bool:
+    return listen.startswith("unix:") or is_loopback(listen.rpartition(":")[0].strip("[]"))
+
+
+def _token(path: Path | None) -> str:
+    try:
+        return path.read_text().strip() if path else ""
+    except OSError as error:
+        raise InvalidRequest.field(
+            env.SERVICE_TOKEN_FILE.name, str(path), f"cannot be read: {error.strerror}"
+        ) from None

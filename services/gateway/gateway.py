@@ -1,0 +1,192 @@
+"""One gateway, put together: rooms, doors, and the tasks that keep them informed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
+from services.common import grpc_server
+from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
+from services.common.metrics import MetricsServer
+from services.common.redis_url import connect_redis
+from services.gateway import admin, server
+from services.gateway.config import GatewayConfig
+from services.gateway.fleet import Fleet
+from services.gateway.gate import Gate
+from services.gateway.generation import Generation
+from services.gateway.http_server import HttpServer
+from services.gateway.keyring import KeyRing
+from services.gateway.openai.app import OpenAIDoor, Surroundings
+from services.gateway.openai.guard import HostRule
+from services.gateway.rates import Rates
+from services.gateway.readiness import Readiness
+from services.gateway.registrar import BaseRegistrar
+from services.gateway.registry_link import RegistryLink
+from services.gateway.relay import Relay
+from services.gateway.reservoir import LocalReservoir, RedisReservoir
+from services.gateway.resolve import Resolver
+from services.gateway.scaling import publish_scaling
+from services.gateway.staging import Stager
+from services.gateway.template_pool import TemplatePool
+from services.gateway.tenants import TenantDirectory
+
+_SCALING_INTERVAL_S = 1.0
+
+
+class Gateway:
+    """Starts, becomes ready, drains."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Binds the HTTP address. Raises: InvalidRequest when it is taken."""
+        self._config = config
+        metadata = _service_metadata(config.service_token)
+        self._pool = TemplatePool()
+        self._registry = RegistryLink(config.registry_address, metadata)
+        self._registrar = BaseRegistrar(self._registry)
+        self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
+        self._fleet = Fleet(
+            config.workers,
+            config.gateway_id,
+            self._pool,
+            base_seen=self._registrar.seen,
+            metadata=metadata,
+        )
+        self._resolver = Resolver(self._registry, self._fleet.bases)
+        self._gate = Gate(config.admission, self._fleet.room_ahead)
+        self._reservoir = _reservoir(config)
+        self._tenants = TenantDirectory(self._registry.tenant)
+        self._generation = Generation(
+            self._resolver,
+            self._fleet,
+            Relay(self._fleet),
+            self._gate,
+            Rates(self._reservoir),
+            self._tenants,
+            max_request_s=config.max_request_s,
+        )
+        self.readiness = Readiness(self._first_missing)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._grpc: grpc_server.RunningServer | None = None
+        self._metrics: MetricsServer | None = None
+        door = OpenAIDoor(self._generation, self._resolver, self._surroundings())
+        self._http = HttpServer(
+            door.app(self._host_rule()), config.http_listen, setting=HTTP_LISTEN.name
+        )
+
+    @property
+    def http_port(self) -> int:
+        """Port of the HTTP door."""
+        return self._http.port
+
+    @property
+    def grpc(self) -> grpc_server.RunningServer:
+        """The gRPC door, after `start`."""
+        assert self._grpc is not None, "start first"
+        return self._grpc
+
+    async def start(self) -> None:
+        """Open all doors. Raises: InvalidRequest naming the setting of an address that is taken."""
+        self._grpc = await self._started_grpc()
+        await self._http.start()
+        if self._config.metrics_listen:
+            self._metrics = MetricsServer(ready=lambda: not self.readiness.missing())
+            await self._metrics.start(self._config.metrics_listen)
+        runs = (
+            self._fleet.run(),
+            self._registry.follow(self._resolver),
+            self._registrar.run(),
+            self._become_ready(),
+            self._publish_scaling(),
+            self._follow_room(),
+            Stager(self._resolver, self._fleet, self._registry).run(),
+            *([self._reservoir.run()] if isinstance(self._reservoir, RedisReservoir) else []),
+        )
+        self._tasks = [asyncio.create_task(run) for run in runs]
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests and wait for those that run over HTTP.
+
+        Calls that run over gRPC are waited for by their own server.
+        """
+        self.readiness.end()
+        self._generation.refuse_new()
+        await self._http.stop(grace_s)
+
+    async def close(self) -> None:
+        """End all tasks and connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tenants.close()
+        await self._registry.close()
+        if isinstance(self._reservoir, RedisReservoir):
+            await self._reservoir.close()
+        await self._pool.close()
+        if self._metrics is not None:
+            await self._metrics.stop()
+
+    async def _started_grpc(self) -> grpc_server.RunningServer:
+        inference = server.InferenceDoor(self._generation, self._resolver)
+        operators = admin.AdminDoor(
+            self._fleet, self._registry, self._resolver, self._gate, self.readiness
+        )
+        return await grpc_server.start(
+            [
+                (
+                    inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                    inference,
+                    server.NAME,
+                ),
+                (admin_pb2_grpc.add_AdminServiceServicer_to_server, operators, admin.NAME),
+            ],
+            [self._config.grpc_listen],
+            auth=self._keys,
+            setting=GATEWAY_LISTEN.name,
+        )
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            not_ready_reason=lambda: self.readiness.missing(),
+            shows_metrics=self._config.is_local or self._keys is not None,
+            keys=self._keys,
+        )
+
+    def _host_rule(self) -> HostRule | None:
+        """Pages of other sites cannot know a key: with keys any Host is fine."""
+        if self._keys is not None:
+            return None
+        host = self._config.http_listen.rpartition(":")[0].strip("[]")
+        return HostRule(frozenset({*self._config.allowed_hosts, host}))
+
+    async def _become_ready(self) -> None:
+        await self.readiness.wait()
+        await self.grpc.set_ready(True)
+
+    def _first_missing(self) -> str:
+        if not self._registry.has_snapshot.is_set():
+            return f"no snapshot from the registry at {self._config.registry_address} yet"
+        if not any(view.takes_requests for view in self._fleet.views()):
+            return "no worker is ready yet"
+        return self._registrar.missing
+
+    async def _follow_room(self) -> None:
+        """Workers that come make room for who waits."""
+        while True:
+            await self._fleet.next_change()
+            self._gate.room_changed()
+
+    async def _publish_scaling(self) -> None:
+        while True:
+            publish_scaling(self._fleet.bases(), self._fleet.views(), self._gate.expected_wait_s)
+            await asyncio.sleep(_SCALING_INTERVAL_S)
+
+
+def _reservoir(config: GatewayConfig) -> LocalReservoir | RedisReservoir:
+    """Several gateways share their tenants' rates through Redis, a lone one keeps them itself."""
+    if not config.metadata_url:
+        return LocalReservoir()
+    return RedisReservoir(connect_redis(config.metadata_url), config.gateway_id)
+
+
+def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()

@@ -1,0 +1,297 @@
+"""The way of one request through the gateway: resolve, tokenize, check, admit, place, print."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from loraplex.errors import LoraplexError, Unavailable
+from services.gateway.admission import Ticket, too_late
+from services.gateway.choice import ChoiceText
+from services.gateway.detokenize import TokenBytes, whole_text
+from services.gateway.fleet import Fleet
+from services.gateway.gate import Gate, Place
+from services.gateway.metrics import (
+    COMPLETION_TOKENS,
+    FIRST_TOKEN_S,
+    PROMPT_TOKENS,
+    REJECTIONS,
+    REQUEST_S,
+)
+from services.gateway.rates import Rates
+from services.gateway.relay import Relay
+from services.gateway.request import (
+    BaseModel,
+    ChatPrompt,
+    FinishReason,
+    GenerateCall,
+    Job,
+    Piece,
+    RunningAdapter,
+    Target,
+    TextPrompt,
+    Usage,
+)
+from services.gateway.resolve import Resolver
+from services.gateway.routing import can_start_within
+from services.gateway.sampling import Resolved, resolve
+from services.gateway.tenants import TenantDirectory, TenantLimits
+
+Pieces = AsyncGenerator[Piece]
+
+
+def draw_seed() -> int:
+    """A seed for a request that brought none."""
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that was found good and may be run once."""
+
+    call: GenerateCall
+    target: Target
+    base: BaseModel
+    tokens: TokenBytes
+    prompt_ids: tuple[int, ...]
+    resolved: Resolved
+    arrival_s: float
+    deadline_s: float
+    limits: TenantLimits
+    usage: Usage = field(default_factory=Usage)
+    """Counts grow while the request runs."""
+
+    def prompt_text(self) -> str:
+        """The prompt as text, for echo."""
+        if isinstance(self.call.prompt, TextPrompt):
+            return self.call.prompt.text
+        skip_special = self.resolved.text.skip_special
+        return whole_text(self.tokens, self.prompt_ids, skip_special=skip_special)
+
+    def job(self, sample_index: int) -> Job:
+        """What a worker gets for one choice."""
+        call, sampling = self.call, self.resolved.sampling
+        return Job(
+            request_id=call.request_id,
+            tenant=call.tenant,
+            base_id=self.base.base_id,
+            prompt_ids=self.prompt_ids,
+            adapters=self.target.adapters,
+            sampling=replace(sampling, max_tokens=0) if call.pools else sampling,
+            sample_index=sample_index,
+            deadline_s=self.deadline_s,
+            cache_salt=call.cache_salt or call.tenant,
+            priority=call.priority,
+            trace=call.trace,
+            grammar=call.sampling.grammar,
+            pools=call.pools,
+            fairness_weight=self.limits.fairness_weight,
+        )
+
+    def ticket(self, max_concurrent: int) -> Ticket:
+        """What it asks of admission."""
+        return Ticket(
+            self.call.tenant,
+            self.resolved.num_choices,
+            self.call.priority,
+            self.deadline_s,
+            num_prompt_tokens=len(self.prompt_ids),
+            max_concurrent=max_concurrent,
+            weight=self.limits.fairness_weight,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt, and all that may be generated."""
+        most = self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0
+        return len(self.prompt_ids) + most * self.resolved.num_choices
+
+
+class Generation:
+    """Prepares and runs requests; knows neither gRPC nor HTTP."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        fleet: Fleet,
+        relay: Relay,
+        gate: Gate,
+        rates: Rates,
+        tenants: TenantDirectory,
+        *,
+        max_request_s: float,
+        draw_seed: Callable[[], int] = draw_seed,
+    ) -> None:
+        self._resolver = resolver
+        self._fleet = fleet
+        self._relay = relay
+        self._gate = gate
+        self._rates = rates
+        self._tenants = tenants
+        self._max_request_s = max_request_s
+        self._draw_seed = draw_seed
+        self._is_draining = False
+
+    def refuse_new(self) -> None:
+        """From now on only requests that are prepared already run."""
+        self._is_draining = True
+
+    async def prepare(self, call: GenerateCall) -> Prepared:
+        """Everything that can be found wrong before a worker is asked.
+
+        Raises: NotFound, InvalidRequest, Unsupported, Unavailable.
+        """
+        if self._is_draining:
+            raise Unavailable("this gateway drains", reason="DRAINING", retry_after_s=1.0)
+        arrival_s = time.monotonic()
+        target = await self._resolver.target(call)
+        served = self._fleet.served(target.base_id)
+        prompt_ids = await served.tokenizer.encode(call.prompt, served.model)
+        resolved = resolve(
+            call.sampling,
+            served.model,
+            len(prompt_ids),
+            fills_context=isinstance(call.prompt, ChatPrompt),
+            draw_seed=self._draw_seed,
+        )
+        timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
+        return Prepared(
+            call=call,
+            target=replace(target, adapters=_scaled(target, resolved.scale)),
+            base=served.model,
+            tokens=served.tokenizer.tokens,
+            prompt_ids=prompt_ids,
+            resolved=resolved,
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + timeout_s,
+            limits=await self._tenants.limits(call.tenant),
+            usage=Usage(prompt_tokens=len(prompt_ids)),
+        )
+
+    async def run(self, prepared: Prepared) -> Pieces:
+        """Pieces of all choices as they come; each choice ends with one that has a finish reason.
+
+        Closing the iterator cancels what runs. Raises: ResourceExhausted, Unavailable,
+        DeadlineExceeded, or a worker's error.
+        """
+        base_id = prepared.base.base_id
+        async with self._admitted(prepared) as place, aclosing(self._choices(prepared)) as pieces:
+            PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
+            is_first = True
+            async for piece in pieces:
+                if is_first:
+                    FIRST_TOKEN_S.labels(base_id).observe(time.monotonic() - prepared.arrival_s)
+                    is_first = False
+                _count(prepared.usage, piece)
+                place.served(len(piece.token_ids))
+                yield piece
+        COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
+        REQUEST_S.labels(base_id).observe(time.monotonic() - prepared.arrival_s)
+
+    @asynccontextmanager
+    async def _admitted(self, prepared: Prepared) -> AsyncGenerator[Place]:
+        """Pay the tenant's rates, wait for a place, hold it; unused tokens are given back.
+
+        Raises: ResourceExhausted, DeadlineExceeded.
+        """
+        limits = prepared.limits
+        try:
+            self._check_deadline(prepared)
+            await self._rates.charge(limits, prepared.most_tokens)
+        except LoraplexError as error:
+            REJECTIONS.labels(error.reason).inc()
+            raise
+        try:
+            async with self._gate.place(prepared.ticket(self._rates.concurrent(limits))) as place:
+                self._check_deadline(prepared)
+                yield place
+        finally:
+            used = prepared.usage.prompt_tokens + prepared.usage.completion_tokens
+            await self._rates.give_back(limits, prepared.most_tokens - used)
+
+    def _check_deadline(self, prepared: Prepared) -> None:
+        """Raises: DeadlineExceeded when its first token would come too late, before any work."""
+        views = self._fleet.views(prepared.base.base_id)
+        left_s = prepared.deadline_s - time.monotonic()
+        if not can_start_within(views, len(prepared.prompt_ids), left_s):
+            raise too_late()
+
+    def _choices(self, prepared: Prepared) -> Pieces:
+        count = prepared.resolved.num_choices
+        if count == 1:
+            return self._choice(prepared, 0)
+        return interleaved([self._choice(prepared, index) for index in range(count)])
+
+    async def _choice(self, prepared: Prepared, index: int) -> Pieces:
+        sampling = prepared.resolved.sampling
+        is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
+        if is_silent and not prepared.call.pools:
+            yield Piece(index, finish_reason=FinishReason.LENGTH)
+            return
+        text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
+        async with aclosing(self._relay.stream(prepared.job(index))) as events:
+            async for event in events:
+                if not prepared.resolved.emits_tokens:
+                    yield _prompt_only(text.add(event))
+                    return
+                piece = text.add(event, sampling.stop_token_ids)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+
+
+async def interleaved(sources: list[Pieces]) -> Pieces:
+    """Pieces of several iterators as they come; the first error ends all of them."""
+    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: Pieces) -> None:
+        try:
+            async with aclosing(source):
+                async for piece in source:
+                    queue.put_nowait(piece)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _scaled(target: Target, scale: float) -> tuple[RunningAdapter, ...]:
+    return tuple(replace(a, weight=a.weight * scale) for a in target.adapters)
+
+
+def _prompt_only(piece: Piece) -> Piece:
+    """max_tokens 0: only what is known of the prompt goes out."""
+    return Piece(
+        piece.index,
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=piece.prompt_logprobs,
+        cached_tokens=piece.cached_tokens,
+        timings=piece.timings,
+        worker_id=piece.worker_id,
+        pooled=piece.pooled,
+    )
+
+
+def _count(usage: Usage, piece: Piece) -> None:
+    """Mutates: usage."""
+    usage.completion_tokens += len(piece.token_ids)
+    usage.cached_tokens = max(usage.cached_tokens, piece.cached_tokens)

@@ -1,0 +1,83 @@
+"""Runs the HTTP app on the gateway's own event loop, with its own bind and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from loraplex.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class HttpServer:
+    """One listening socket and the server behind it."""
+
+    def __init__(self, app: ASGIApp, listen: str, *, setting: str) -> None:
+        """Binds at once. Raises: InvalidRequest naming `setting` when the address is taken."""
+        self._socket = _bound(listen, setting)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=75,
+        )
+        self._server = _QuietServer(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+        if self._task.done():
+            await self._task
+        logger.info("http listening", extra={"port": self.port})
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, let running responses end for `grace_s`, then cut them."""
+        if self._task is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await asyncio.wait([self._task], timeout=grace_s + 2)
+        self._socket.close()
+
+
+def _bound(listen: str, setting: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, int(port)))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise InvalidRequest.field(
+            setting,
+            listen,
+            f"cannot listen on {listen}: {error.strerror}; choose another port, or 0 for any free "
+            "one",
+        ) from None
+    listener.setblocking(False)
+    return listener

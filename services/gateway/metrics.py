@@ -1,0 +1,44 @@
+"""What the gateway counts. Labels are bounded: bases, outcomes and reasons, never user names."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+REQUESTS = Counter(
+    "loraplex_gateway_requests_total", "Finished requests by door and outcome.", ["door", "outcome"]
+)
+REJECTIONS = Counter(
+    "loraplex_gateway_rejections_total", "Requests refused before any work.", ["reason"]
+)
+FIRST_TOKEN_S = Histogram(
+    "loraplex_gateway_time_to_first_token_seconds",
+    "From the arrival of a request to its first token.",
+    ["base"],
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+REQUEST_S = Histogram(
+    "loraplex_gateway_request_seconds",
+    "From the arrival of a request to its end.",
+    ["base"],
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600),
+)
+PROMPT_TOKENS = Counter("loraplex_gateway_prompt_tokens_total", "Prompt tokens.", ["base"])
+COMPLETION_TOKENS = Counter(
+    "loraplex_gateway_completion_tokens_total", "Generated tokens.", ["base"]
+)
+RETRIES = Counter("loraplex_gateway_retries_total", "Placements tried again before a token.")
+CONTINUATIONS = Counter(
+    "loraplex_gateway_continuations_total", "Streams continued on another placement."
+)
+RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
+RUNNING_LIMIT = Gauge(
+    "loraplex_gateway_running_limit_requests", "Sequences that may run at once, as learnt."
+)
+WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")
+QUEUED_TOKENS = Gauge(
+    "loraplex_gateway_queued_tokens", "Prompt tokens not yet computed at workers.", ["base"]
+)
+ESTIMATED_WAIT_S = Gauge(
+    "loraplex_gateway_estimated_wait_seconds", "Expected wait of a new request.", ["base"]
+)
+READY_WORKERS = Gauge("loraplex_gateway_ready_workers", "Workers that take requests.", ["base"])

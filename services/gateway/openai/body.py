@@ -1,0 +1,138 @@
+"""Reads the fields of a JSON body: right type or a 400 that names the field.
+
+A field that nobody reads is refused unless its value is null or what the field means by default,
+so that no setting is ever dropped in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+)
+"""Accepted and without effect (user and prompt_cache_key choose the side of a split)."""
+
+DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "beam_width": (1,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Values of fields this build does not serve that ask for nothing."""
+
+
+class Body:
+    """A JSON object whose fields are read one by one."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._left = {name: value for name, value in fields.items() if value is not None}
+
+    def text(self, name: str) -> str | None:
+        """A string field."""
+        value = self._left.pop(name, None)
+        if value is not None and not isinstance(value, str):
+            raise bad_type(name, value, "a string")
+        return value
+
+    def whole(self, name: str) -> int | None:
+        """An integer field; true and false are no numbers."""
+        value = self._left.pop(name, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise bad_type(name, value, "a whole number")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number field."""
+        value = self._left.pop(name, None)
+        return None if value is None else _float(name, value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean field."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
+            raise bad_type(name, value, "true or false")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A list of token ids."""
+        value = self._left.pop(name, [])
+        if not isinstance(value, list) or not all(is_id(item) for item in value):
+            raise bad_type(name, value, "a list of token ids")
+        return tuple(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A string or a list of strings."""
+        value = self._left.pop(name, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise bad_type(name, value, "a string or a list of strings")
+        return tuple(items)
+
+    def bias(self, name: str) -> tuple[tuple[int, float], ...]:
+        """An object from token id to number."""
+        value = self._left.pop(name, {})
+        if not isinstance(value, dict) or not all(_is_whole_text(key) for key in value):
+            raise bad_type(name, value, "an object from token id to number")
+        return tuple((int(key), _float(name, bias)) for key, bias in value.items())
+
+    def raw(self, name: str) -> Any:
+        """A field of any type; None when absent."""
+        return self._left.pop(name, None)
+
+    def finish(self) -> None:
+        """Refuse what nobody read. Raises: Unsupported naming the field."""
+        for name, value in self._left.items():
+            if name not in IGNORED and value not in DEFAULTS.get(name, ()):
+                raise Unsupported.field(
+                    name, "", "this field is unknown or not served with this value; leave it out"
+                )
+
+
+def is_id(value: object) -> bool:
+    """True for integers that are not booleans."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def bad_type(name: str, value: object, expected: str) -> InvalidRequest:
+    """The value itself may be the user's text: only its type is shown."""
+    return InvalidRequest.field(name, _type_name(value), f"must be {expected}")
+
+
+def _float(name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise bad_type(name, value, "a number")
+
+
+def _is_whole_text(key: object) -> bool:
+    return isinstance(key, str) and key.lstrip("-").isdecimal() and len(key) < 20
+
+
+def _type_name(value: object) -> str:
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", list: "list"}
+    return names.get(type(value), "object")

@@ -1,0 +1,131 @@
+"""What every HTTP request passes first: Host rule, request id, size and type of its body."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from services.gateway.openai.errors import error_body
+
+MAX_BODY_BYTES = 8 << 20
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_PROBES = frozenset({"/healthz", "/readyz"})
+
+
+@dataclass(frozen=True, slots=True)
+class HostRule:
+    """Which Host headers are answered; protects a door without auth from other sites' pages."""
+
+    allowed: frozenset[str]
+    """Names besides loopback; "*" = any."""
+
+    def allows(self, host_header: str) -> bool:
+        """True for loopback and allowed names, with or without a port."""
+        host = _host_of(host_header).lower()
+        return host in self.allowed or "*" in self.allowed or is_loopback(host)
+
+
+class Guard:
+    """ASGI middleware around the app."""
+
+    def __init__(self, app: ASGIApp, hosts: HostRule | None) -> None:
+        """`hosts` is None where callers authenticate."""
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request an id, answer it or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers.get("x-request-id", ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        host = headers.get("host", "")
+        if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
+            await _refuse(send_with_id, _bad_host())
+            return
+        await self._app(scope, receive, send_with_id)
+
+
+def request_id_of(given: str) -> str:
+    """The client's id where it is harmless in logs, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as an object. Raises: InvalidRequest for type, size and syntax."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest.field(
+            "content-type", media_type, "JSON bodies need content-type: application/json"
+        )
+    try:
+        body = json.loads(await _read_capped(request))
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object", reason="INVALID_JSON")
+    return body
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and loopback addresses."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _read_capped(request: Request) -> bytes:
+    too_large = InvalidRequest(
+        f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+def _host_of(header: str) -> str:
+    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def _bad_host() -> LoraplexError:
+    return PermissionDenied(
+        "this Host header is not allowed without auth; call the gateway by a loopback name or list "
+        "the name in LORAPLEX_ALLOWED_HOSTS",
+        reason="HOST_NOT_ALLOWED",
+    )
+
+
+async def _refuse(send: Send, error: LoraplexError) -> None:
+    headers = [(b"content-type", b"application/json")]
+    start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": error_body(error)})

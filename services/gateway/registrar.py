@@ -1,0 +1,57 @@
+"""Publishes the geometry of every served base to the registry, trying again until it is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.errors import LoraplexError
+from loraplex.v1 import worker_pb2
+from services.gateway.registry_link import RegistryLink
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class BaseRegistrar:
+    """Knows which bases the registry has not taken yet, and why."""
+
+    def __init__(self, registry: RegistryLink) -> None:
+        self._registry = registry
+        self._pending: dict[str, worker_pb2.GetModelResponse] = {}
+        self._wanted = asyncio.Event()
+        self._refusal = ""
+
+    @property
+    def missing(self) -> str:
+        """Why a base is not registered; "" when all are."""
+        return (self._refusal or "the bases are not registered yet") if self._pending else ""
+
+    def seen(self, model: worker_pb2.GetModelResponse) -> None:
+        """A base appeared, or came back with another model."""
+        self._pending[model.base_id] = model
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Register what is pending, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            for model in list(self._pending.values()):
+                await self._register(model)
+            if self._pending:
+                await asyncio.sleep(_RETRY_S)
+                self._wanted.set()
+
+    async def _register(self, model: worker_pb2.GetModelResponse) -> None:
+        base_id = model.base_id
+        try:
+            await self._registry.register_base(base_id, model.geometry, model.max_lora_rank)
+        except LoraplexError as error:
+            self._refusal = f"the registry does not take base {base_id!r}: {error.message}"
+            logger.warning("base not registered", extra={"base": base_id, "reason": error.reason})
+            return
+        self._refusal = ""
+        if self._pending.get(base_id) is model:
+            del self._pending[base_id]

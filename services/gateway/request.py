@@ -1,0 +1,274 @@
+"""The plain types that pass between the rooms of the gateway. No grpc, no HTTP.
+
+A door parses a `GenerateCall`; the generation room turns it into one `Job` per choice; workers
+answer with `Tokens`; the text room turns those into `Piece`s, which doors print.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice stopped growing, as OpenAI spells it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to be tokenized, by default with special tokens such as BOS."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Vocabulary indices, taken as they are."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the chat template, which by default writes all special tokens itself."""
+
+    messages: tuple[Mapping[str, object], ...]
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the whole output must belong to."""
+
+    form: str
+    """Named as in the wire's oneof: json_schema, regex, ebnf or choice."""
+    texts: tuple[str, ...]
+    """The grammar's one text, or the options of a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSampling:
+    """What the caller asked for; None = unset. Values are of the right type, not yet in range."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    echo: bool = False
+    grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAdapter:
+    """One adapter of a request as the caller names it."""
+
+    ref: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One prompt for one base or adapter, as a door received it."""
+
+    request_id: str
+    tenant: str
+    model: str
+    prompt: Prompt
+    sampling: AskedSampling
+    adapters: tuple[AskedAdapter, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    split_key: str = ""
+    timeout_s: float | None = None
+    """What is left of the client's deadline; None = the gateway's longest request."""
+    trace: str = ""
+    """W3C traceparent; may be empty."""
+    pools: bool = False
+    """Wants a vector of the prompt and no output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling after every default was resolved; what a worker is told. Counts are in tokens."""
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What happens to text on its way out; stays at the gateway."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    min_tokens: int = 0
+    """Stop strings are not looked for in the text of this many first tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningAdapter:
+    """An adapter after resolution."""
+
+    label: str
+    """tenant/name:vN."""
+    digest: str
+    weight: float = 1.0
+    max_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a model string means now: a base and the adapters on it."""
+
+    base_id: str
+    adapters: tuple[RunningAdapter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence for a worker. With `output_ids` it continues where another worker stopped."""
+
+    request_id: str
+    tenant: str
+    base_id: str
+    prompt_ids: tuple[int, ...]
+    adapters: tuple[RunningAdapter, ...]
+    sampling: Sampling
+    sample_index: int
+    deadline_s: float
+    """Absolute, on the gateway's monotonic clock."""
+    cache_salt: str = ""
+    priority: int = 0
+    trace: str = ""
+    output_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    pools: bool = False
+    """Wants the last hidden state; its max_tokens is 0."""
+    fairness_weight: float = 1.0
+    """The tenant's, for the workers' own fair queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Logprob of one token and of the most likely ones there, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Measured by the worker, in seconds."""
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one or more steps added to one sequence."""
+
+    token_ids: tuple[int, ...]
+    position: int
+    """Output position of the first of `token_ids`, counted from 0."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """One per prompt position; the first has none. Only with the first tokens."""
+    cached_tokens: int = 0
+    timings: Timings | None = None
+    worker_id: str = ""
+    pooled: tuple[float, ...] = ()
+    """The last hidden state of a job that pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a door prints next for one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Character offset in the choice's output at which each token begins to add text."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cached_tokens: int = 0
+    timings: Timings | None = None
+    worker_id: str = ""
+    pooled: tuple[float, ...] = ()
+    """The hidden state that a call for a vector ends with."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request, growing while it runs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What the gateway knows of a base, from the `GetModel` of its workers."""
+
+    base_id: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_lora_rank: int = 0
+    fingerprint: str = ""
+    dtype: str = ""
+    tokenizer_digest: str = ""
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling defaults of generation_config.json, by our field names."""
+    created_unix_s: int = 0

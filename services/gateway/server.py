@@ -1,0 +1,271 @@
+"""The gRPC door of the gateway: InferenceService."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.common.callers import current_caller
+from services.gateway.catalog import Version
+from services.gateway.convert import FINISH_TO_WIRE, grammar_from_wire, logprob_to_wire
+from services.gateway.embedding import embed_all, embed_call
+from services.gateway.generation import Generation, Prepared
+from services.gateway.metrics import REQUESTS
+from services.gateway.openai.calls import beginning_hash
+from services.gateway.openai.errors import with_names
+from services.gateway.openai.models import model_id
+from services.gateway.request import (
+    AskedAdapter,
+    AskedSampling,
+    BaseModel,
+    ChatPrompt,
+    GenerateCall,
+    Piece,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from services.gateway.resolve import Resolver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+NAME = "loraplex.v1.InferenceService"
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+
+
+class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
+    """InferenceService over the generation room."""
+
+    def __init__(self, generation: Generation, resolver: Resolver) -> None:
+        self._generation = generation
+        self._resolver = resolver
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """Stream one prompt's output; errors before the first message are statuses."""
+        outcome = "cancelled"
+        try:
+            call = call_from_wire(request, context.time_remaining(), _traceparent(context))
+            prepared = await self._generation.prepare(call)
+            writer = ResponseWriter(prepared)
+            async with aclosing(self._generation.run(prepared)) as pieces:
+                async for piece in pieces:
+                    if (message := writer.message(piece)) is not None:
+                        yield message
+            outcome = "ok"
+        except LoraplexError as error:
+            outcome = error.reason.lower()
+            raise
+        finally:
+            REQUESTS.labels("grpc", outcome).inc()
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        """One vector per input: the last token's hidden state, of length 1."""
+        if not request.inputs:
+            raise InvalidRequest.field("inputs", "[]", "must hold at least one text")
+        request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
+        calls = [
+            embed_call(
+                f"{request_id}-{place}",
+                tenant,
+                request.model,
+                TextPrompt(text),
+                timeout_s=context.time_remaining(),
+                trace=_traceparent(context),
+            )
+            for place, text in enumerate(request.inputs)
+        ]
+        try:
+            prepared, vectors = await embed_all(self._generation, calls)
+        except LoraplexError as error:
+            raise with_names(error, {"prompt": "inputs"}) from None
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=vector) for vector in vectors],
+            usage=common_pb2.Usage(prompt_tokens=sum(len(p.prompt_ids) for p in prepared)),
+        )
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        """Heads of reward and classification adapters are refused at upload, and so here."""
+        raise Unsupported("Score: reward and classification heads are not served by this build yet")
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """Bases first, then adapters; a page token is the last id of the page before."""
+        size = request.page_size or DEFAULT_PAGE
+        if size > MAX_PAGE:
+            raise InvalidRequest.field("page_size", size, f"must be at most {MAX_PAGE}")
+        tenant = current_caller.get().tenant
+        models = [_model(model, tenant) for model in self._resolver.models(tenant)]
+        ids = [model.id for model in models]
+        start = 0
+        if request.page_token:
+            if request.page_token not in ids:
+                raise InvalidRequest.field("page_token", request.page_token, "no such page")
+            start = ids.index(request.page_token) + 1
+        page = models[start : start + size]
+        more = start + size < len(models)
+        return inference_pb2.ListModelsResponse(
+            models=page, next_page_token=page[-1].id if page and more else ""
+        )
+
+
+class ResponseWriter:
+    """Turns the pieces of one request into messages."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._begun: set[int] = set()
+        self._num_finished = 0
+
+    def message(self, piece: Piece) -> inference_pb2.GenerateResponse | None:
+        """The message for a piece; None when it says nothing."""
+        is_first = piece.index not in self._begun
+        if not (is_first or piece.text or piece.token_ids or piece.finish_reason):
+            return None
+        message = inference_pb2.GenerateResponse(
+            request_id=self._prepared.call.request_id,
+            index=piece.index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=[logprob_to_wire(entry) for entry in piece.logprobs],
+        )
+        if is_first:
+            self._begin(message, piece)
+        if piece.finish_reason is not None:
+            self._finish(message, piece)
+        return message
+
+    def _begin(self, message: inference_pb2.GenerateResponse, piece: Piece) -> None:
+        """Mutates: message."""
+        prepared = self._prepared
+        self._begun.add(piece.index)
+        message.served_by.adapters.extend(a.label for a in prepared.target.adapters)
+        message.served_by.digests.extend(a.digest for a in prepared.target.adapters)
+        message.served_by.worker_id = piece.worker_id
+        message.served_by.base_id = prepared.base.base_id
+        if prepared.resolved.echo:
+            message.text = prepared.prompt_text() + message.text
+        if piece.index == 0:
+            message.prompt_token_ids.extend(prepared.prompt_ids)
+            message.prompt_logprobs.extend(logprob_to_wire(e) for e in piece.prompt_logprobs)
+
+    def _finish(self, message: inference_pb2.GenerateResponse, piece: Piece) -> None:
+        """Mutates: message."""
+        assert piece.finish_reason is not None
+        message.finish_reason = FINISH_TO_WIRE[piece.finish_reason]
+        if piece.stop_reason is not None:
+            message.stop_reason = str(piece.stop_reason)
+        if piece.timings is not None:
+            timings = piece.timings
+            message.timings.CopyFrom(
+                common_pb2.Timings(
+                    queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
+                )
+            )
+        self._num_finished += 1
+        if self._num_finished == self._prepared.resolved.num_choices:
+            usage = self._prepared.usage
+            message.usage.prompt_tokens = usage.prompt_tokens
+            message.usage.completion_tokens = usage.completion_tokens
+            message.usage.cached_tokens = usage.cached_tokens
+
+
+def call_from_wire(
+    request: inference_pb2.GenerateRequest, timeout_s: float | None, trace: str
+) -> GenerateCall:
+    """A gRPC request as a call of the current caller. Raises: InvalidRequest without a prompt."""
+    prompt = _prompt(request)
+    return GenerateCall(
+        request_id=request.request_id or secrets.token_hex(12),
+        tenant=current_caller.get().tenant,
+        model=request.model,
+        prompt=prompt,
+        sampling=_sampling(request.sampling),
+        adapters=tuple(
+            AskedAdapter(a.ref, a.weight if a.HasField("weight") else None)
+            for a in request.adapters
+        ),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        split_key=request.split_key or beginning_hash(prompt),
+        timeout_s=timeout_s,
+        trace=trace,
+    )
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "token_ids":
+            return TokenPrompt(tuple(request.token_ids.ids))
+        case "chat" if request.chat.messages:
+            messages = request.chat.messages
+            return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in messages))
+        case "chat":
+            raise InvalidRequest.field("messages", "", "send at least one message")
+    raise InvalidRequest.field("prompt", "", "send text, token_ids or chat")
+
+
+def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:
+    """Numbers without presence mean their default when 0."""
+
+    def given(name: str) -> Any:
+        return getattr(wire, name) if wire.HasField(name) else None
+
+    return AskedSampling(
+        max_tokens=given("max_tokens"),
+        min_tokens=wire.min_tokens,
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        top_k=wire.top_k or None,
+        min_p=wire.min_p or None,
+        seed=given("seed"),
+        stop=tuple(wire.stop),
+        stop_token_ids=tuple(wire.stop_token_ids),
+        ignore_eos=wire.ignore_eos,
+        repetition_penalty=given("repetition_penalty"),
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=tuple(wire.logit_bias.items()),
+        logprobs=given("logprobs"),
+        prompt_logprobs=given("prompt_logprobs"),
+        n=wire.n or None,
+        echo=wire.echo,
+        grammar=grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None,
+        allowed_token_ids=tuple(wire.allowed_token_ids),
+        bad_token_ids=tuple(wire.bad_token_ids),
+        include_stop_str_in_output=wire.include_stop_str_in_output,
+        skip_special_tokens=wire.skip_special_tokens
+        if given("skip_special_tokens") is not None
+        else True,
+        scale=given("scale"),
+    )
+
+
+def _model(model: BaseModel | Version, tenant: str) -> inference_pb2.Model:
+    shown = inference_pb2.Model(id=model_id(model, tenant), base_id=model.base_id)
+    if isinstance(model, BaseModel):
+        shown.max_model_len = model.max_model_len
+    else:
+        shown.digest = model.digest
+    shown.created_unix_s = int(model.created_unix_s)
+    return shown
+
+
+def _traceparent(context: Context) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")

@@ -1,0 +1,146 @@
+"""One `Session` stream to one worker: every request of this gateway up, one message a step down."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from loraplex.errors import Unavailable
+from loraplex.v1 import worker_pb2, worker_pb2_grpc
+from loraplex.wire_errors import from_detail, from_rpc_error
+from services.gateway.convert import job_to_wire, tokens_from_wire
+from services.gateway.request import Job
+from services.gateway.token_stream import Pace, TokenStream
+
+_END: Any = grpc.aio.EOF
+
+
+class WorkerLost(Unavailable):
+    """The session broke: what was running there must continue elsewhere."""
+
+    reason = "WORKER_LOST"
+
+
+class Session:
+    """Multiplexes jobs over one stream. Lives on the event loop."""
+
+    def __init__(
+        self, stub: worker_pb2_grpc.WorkerServiceStub, metadata: tuple[tuple[str, str], ...]
+    ) -> None:
+        self._call: Any = stub.Session(metadata=metadata)
+        self._up: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._streams: dict[str, TokenStream] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        """Prompt length of each request that has no token yet."""
+        self._numbers = itertools.count(1)
+        self._pace = Pace()
+        self._acked_step = 0
+        self.worker_id = ""
+        self.epoch = 0
+        self.is_open = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return sum(self._prompt_tokens.values())
+
+    async def open(self, gateway_id: str) -> None:
+        """Greet the worker and await its welcome. Raises: LoraplexError."""
+        try:
+            hello = worker_pb2.SessionHello(gateway_id=gateway_id)
+            await self._call.write(worker_pb2.SessionRequest(hello=hello))
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        if message is _END or message.WhichOneof("message") != "welcome":
+            raise WorkerLost("the worker ended the session before its welcome")
+        self.worker_id, self.epoch = message.welcome.worker_id, message.welcome.epoch
+        self.is_open = True
+
+    def submit(self, job: Job) -> TokenStream:
+        """Send a job up. Raises: WorkerLost when the session is closed."""
+        if not self.is_open:
+            raise WorkerLost(f"worker {self.worker_id} is not connected")
+        wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
+        stream = TokenStream(lambda: self._cancel(wire_id), self._pace)
+        self._streams[wire_id] = stream
+        self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
+        submit = job_to_wire(job, wire_id, time.monotonic())
+        self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
+        return stream
+
+    async def run(self, heard: Callable[[], None]) -> None:
+        """Carry messages until the stream ends, then fail what is left. Calls `heard` per message.
+
+        Raises: WorkerLost always, or the error that ended the stream.
+        """
+        writer = asyncio.create_task(self._write())
+        try:
+            while (message := await self._call.read()) is not _END:
+                heard()
+                self._handle(message.events)
+            raise WorkerLost(f"worker {self.worker_id} ended the session")
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            self.is_open = False
+            writer.cancel()
+            self._call.cancel()
+            self._fail_all()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._up.get())
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The reader sees the same end and says why.
+            self._call.cancel()
+
+    def _handle(self, events: worker_pb2.StepEvents) -> None:
+        for event in events.tokens:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if event.token_ids:
+                self._prompt_tokens.pop(event.request_id, None)
+            if event.finish_reason:
+                self._forget(event.request_id)
+            stream.put(tokens_from_wire(event, self.worker_id))
+        for failure in events.failures:
+            stream = self._streams.get(failure.request_id)
+            if stream is not None:
+                self._forget(failure.request_id)
+                stream.fail(from_detail(failure.error))
+        self._ack(events.step)
+
+    def _ack(self, step: int) -> None:
+        """An ack covers all steps before it: none is queued behind another."""
+        self._acked_step = step
+        if self._up.empty():
+            ack = worker_pb2.SessionAck(step=step)
+            self._up.put_nowait(worker_pb2.SessionRequest(ack=ack))
+
+    def _cancel(self, wire_id: str) -> None:
+        if self._forget(wire_id) and self.is_open:
+            cancel = worker_pb2.SessionCancel(request_id=wire_id)
+            self._up.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+
+    def _forget(self, wire_id: str) -> bool:
+        self._prompt_tokens.pop(wire_id, None)
+        return self._streams.pop(wire_id, None) is not None
+
+    def _fail_all(self) -> None:
+        for stream in self._streams.values():
+            stream.fail(WorkerLost(f"worker {self.worker_id} went away"))
+        self._streams.clear()
+        self._prompt_tokens.clear()

@@ -1,0 +1,159 @@
+"""Speaks a base's text: prompt text to token ids, conversations to text, ids to text.
+
+Built from the tokenizer files that a worker's `GetModel` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
+
+from loraplex.errors import InvalidRequest
+from services.gateway.detokenize import TokenBytes
+from services.gateway.request import BaseModel, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from services.gateway.template_pool import TemplatePool
+
+_SLOW_TEXT_CHARS = 32 << 10
+"""Longer texts are tokenized beside the event loop."""
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """A chat template and the names it may use."""
+
+    template: str
+    special_tokens: Mapping[str, str]
+
+
+class BaseTokenizer:
+    """Tokenizer and chat template of one base."""
+
+    def __init__(self, files: Mapping[str, bytes], pool: TemplatePool) -> None:
+        """`files` by name: tokenizer.json, tokenizer_config.json, chat_template.jinja/.json."""
+        config = _json_file(files, "tokenizer_config.json")
+        self._chat = _chat_format(files, config)
+        self._tokenizer = _load(files)
+        self._pool = pool
+        self.tokens = TokenBytes(self._tokenizer)
+
+    async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
+        """Token ids of a prompt in any form.
+
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or a conversation
+        without a template.
+        """
+        match prompt:
+            case TokenPrompt(ids):
+                return check_ids(ids, base.vocab_size)
+            case TextPrompt(text, add_special):
+                ids = await self._ids(text, add_special_tokens=add_special) if text else ()
+                field = "prompt"
+            case ChatPrompt(messages, add_special):
+                rendered = await self._render(messages)
+                ids = await self._ids(rendered, add_special_tokens=add_special)
+                field = "messages"
+        if not ids:
+            raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
+        return ids
+
+    async def _render(self, messages: tuple[Mapping[str, object], ...]) -> str:
+        if self._chat is None:
+            raise InvalidRequest.field(
+                "chat_template",
+                "",
+                "this base has no chat template; use completions, or serve a base whose tokenizer "
+                "has one",
+            )
+        variables: dict[str, Any] = {
+            "messages": list(messages),
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+            **self._chat.special_tokens,
+        }
+        return await self._pool.render(self._chat.template, variables)
+
+    async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+        _check_unicode(text)
+        return await asyncio.to_thread(encode) if len(text) > _SLOW_TEXT_CHARS else encode()
+
+
+class IdsOnly:
+    """Stands for the tokenizer of a base that has none this gateway can read: ids in, ids out."""
+
+    def __init__(self) -> None:
+        empty = Tokenizer(models.WordLevel({}, unk_token=""))
+        empty.decoder = decoders.ByteLevel()
+        self.tokens = TokenBytes(empty)
+
+    async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
+        """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
+        if isinstance(prompt, TokenPrompt):
+            return check_ids(prompt.ids, base.vocab_size)
+        raise InvalidRequest.field(
+            "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
+        )
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The same ids. Raises: InvalidRequest when there are none or one is no row of the model."""
+    if not ids:
+        raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequest.field(
+            "prompt", "", f"token id at index {place} is outside 0..{vocab_size - 1}"
+        )
+    return ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest.field(
+            "prompt", "", "the text holds half a surrogate pair; send valid Unicode"
+        ) from None
+
+
+def _load(files: Mapping[str, bytes]) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    content = files.get(name)
+    loaded = json.loads(content) if content else {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _chat_format(files: Mapping[str, bytes], config: dict[str, Any]) -> ChatFormat | None:
+    template: Any = config.get("chat_template")
+    template = _json_file(files, "chat_template.json").get("chat_template", template)
+    if "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].decode()
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    if not isinstance(template, str) or not template:
+        return None
+    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+    return ChatFormat(template, specials)
+
+
+def _token_text(token: object) -> str | None:
+    """Configs write a special token as text or as an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,94 @@
+"""Admission: bounds hold, nobody overtakes, a tenant's limit is its own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.errors import DeadlineExceeded, ResourceExhausted
+from services.gateway.admission import AdmissionLimits, AdmissionQueue, Ticket, Verdict
+
+
+def test_runs_until_full_then_waits_then_refuses() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=1))
+    assert queue.offer(Ticket("a"), 0.0) is Verdict.RUN
+    assert queue.offer(Ticket("a"), 0.0) is Verdict.WAIT
+    with pytest.raises(ResourceExhausted) as caught:
+        queue.offer(Ticket("a"), 0.0)
+    assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
+
+
+def test_waiting_tickets_start_by_priority_then_arrival() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    running = Ticket("a")
+    queue.offer(running, 0.0)
+    early, late, urgent = Ticket("a"), Ticket("a"), Ticket("a", priority=-1)
+    for ticket in (early, late, urgent):
+        queue.offer(ticket, 0.0)
+    order = []
+    for _ in range(3):
+        queue.release(running, 1.0)
+        (running,) = queue.take_ready()
+        order.append(running)
+    assert order == [urgent, early, late]
+
+
+def test_tenant_at_its_limit_delays_nobody_else() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=10, max_running_per_tenant=1))
+    assert queue.offer(Ticket("greedy"), 0.0) is Verdict.RUN
+    assert queue.offer(Ticket("greedy"), 0.0) is Verdict.WAIT
+    assert queue.offer(Ticket("polite"), 0.0) is Verdict.RUN
+
+
+def test_request_with_more_choices_than_the_limit_runs_alone() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=4))
+    assert queue.offer(Ticket("a", cost=100), 0.0) is Verdict.RUN
+    assert queue.offer(Ticket("a"), 0.0) is Verdict.WAIT
+
+
+def test_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    first, second = Ticket("a"), Ticket("a")
+    queue.offer(first, 0.0)
+    queue.offer(second, 0.0)
+    queue.release(first, held_s=10.0)
+    queue.take_ready()
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(Ticket("a", deadline_s=15.0), now_s=10.0)
+    assert queue.offer(Ticket("a", deadline_s=25.0), now_s=10.0) is Verdict.WAIT
+
+
+@given(
+    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans())),
+    per_tenant=st.integers(0, 3),
+)
+def test_bounds_hold_and_everybody_gets_a_turn(
+    moves: list[tuple[str, int, bool]], per_tenant: int
+) -> None:
+    limits = AdmissionLimits(max_running=4, max_running_per_tenant=per_tenant)
+    queue = AdmissionQueue(limits)
+    running: list[Ticket] = []
+    waiting: list[Ticket] = []
+
+    def end_one() -> None:
+        queue.release(running.pop(0), 1.0)
+        for ticket in queue.take_ready():
+            waiting.remove(ticket)
+            running.append(ticket)
+
+    for tenant, cost, ends in moves:
+        ticket = Ticket(tenant, cost)
+        verdict = queue.offer(ticket, 0.0)
+        (running if verdict is Verdict.RUN else waiting).append(ticket)
+        if ends and running:
+            end_one()
+        assert queue.num_running == sum(t.cost for t in running) <= max(4, len(running) and 4)
+        if per_tenant:
+            for name in "abc":
+                mine = [t.cost for t in running if t.tenant == name]
+                assert len(mine) <= 1 or sum(mine) <= per_tenant
+    while running:
+        end_one()
+    assert waiting == []
+    assert queue.num_running == 0

@@ -1,0 +1,31 @@
+"""The real routing functions in a simulated fleet: requests go where their adapters are."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.route_sim import at_random, by_router, ideal, in_turn, popularity, simulate
+
+NUM_REQUESTS = 3000
+
+
+def test_adapters_that_fit_are_nearly_always_where_their_requests_go() -> None:
+    found = simulate(by_router, popularity(20, 1.0), NUM_REQUESTS, seed=1)
+    assert found.holder_share >= 0.95
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.2])
+def test_twice_as_many_adapters_as_slots(exponent: float) -> None:
+    weights = popularity(64, exponent)
+    routed = simulate(by_router, weights, NUM_REQUESTS, seed=1)
+    drawn = simulate(at_random(1), weights, NUM_REQUESTS, seed=1)
+    assert routed.holder_share >= 0.8 * ideal(weights)
+    gap = ideal(weights) - drawn.holder_share
+    assert routed.holder_share >= drawn.holder_share + 0.5 * gap
+
+
+def test_tail_of_first_tokens_is_half_of_that_of_turns() -> None:
+    weights = popularity(64, 1.0)
+    routed = simulate(by_router, weights, NUM_REQUESTS, seed=1)
+    turns = simulate(in_turn(), weights, NUM_REQUESTS, seed=1)
+    assert routed.p99_s <= 0.5 * turns.p99_s
