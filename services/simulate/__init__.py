@@ -1,0 +1,1 @@
+"""The worker's own engine and the gateway's own router under a virtual clock."""

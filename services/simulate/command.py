@@ -1,0 +1,51 @@
+"""`loraplex simulate`: one trace through a simulated fleet."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+
+from loraplex.cli.workload_flags import print_summary, workload_of
+from loraplex.workload import generate, ranks_of, summarize
+from services.simulate.costs import Costs, read_costs
+from services.simulate.fitting import Fitted, fit_trace
+from services.simulate.flags import fleet_of, make_parser, rank_mix
+from services.simulate.simulation import Simulation
+
+__all__ = ["make_parser", "run"]
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Simulate what the flags describe and print it."""
+    costs = _costs(args)
+    if args.outside is not None:
+        costs = dataclasses.replace(costs, request_s=args.outside)
+    workload = workload_of(args)
+    ranks = ranks_of(rank_mix(args.ranks), workload.num_adapters)
+    simulation = Simulation(fleet_of(args, costs), ranks)
+    begin_s = time.monotonic()
+    outcomes = simulation.run(generate(workload))
+    print(f"simulated in {time.monotonic() - begin_s:.1f} s", file=sys.stderr)
+    tally = simulation.tally
+    extra = {"steps": tally.steps, "loads": tally.loads, "preemptions": tally.preemptions}
+    print_summary(summarize(outcomes, args.slo), extra, as_json=args.json)
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    if args.costs is not None:
+        return read_costs(args.costs)
+    fitted = fit_trace(args.fit)
+    print(_quality(fitted), file=sys.stderr)
+    if args.save_costs is not None:
+        args.save_costs.write_text(fitted.costs.to_json())
+    return fitted.costs
+
+
+def _quality(fitted: Fitted) -> str:
+    share = fitted.modelled_s / fitted.measured_s if fitted.measured_s else 1.0
+    return (
+        f"fitted {fitted.num_steps} steps: R^2 {fitted.explained:.3f}, "
+        f"modelled time {share:.3f} of measured"
+    )

@@ -1,0 +1,97 @@
+"""How long things take: a linear model of steps, copies and fetches, as a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a step, a copy, a fetch and a request's way, and what is moved."""
+
+    step_s: float
+    """Of every step."""
+    row_s: float
+    """Of every request in the step."""
+    token_s: float
+    """Of every position computed."""
+    kv_token_s: float
+    """Of every cached position read."""
+    adapter_byte_s: float
+    """Of every byte of the distinct adapters that the step reads."""
+    load_s: float
+    """Of every copy of an adapter to the device."""
+    load_byte_s: float
+    """Of every byte copied."""
+    fetch_s: float
+    """From the first request for an adapter until it lies verified on disk; beside the steps."""
+    fetch_byte_s: float
+    """Of every byte fetched."""
+    request_s: float
+    """Added to every request on its way to the engine: gateway, doors, tokenizer."""
+    adapter_bytes_per_rank: float
+    block_bytes: int
+    """Of the arena."""
+    tokens_per_block: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise InvalidRequest.field(field.name, value, "must be a number from 0 up")
+        if min(self.block_bytes, self.tokens_per_block, self.adapter_bytes_per_rank) < 1:
+            raise InvalidRequest.field(
+                "block_bytes", self.block_bytes, "and the other sizes must be at least 1"
+            )
+
+    def step(self, num_rows: int, num_tokens: int, kv_tokens: int, adapter_bytes: int) -> float:
+        """Seconds of one step."""
+        return (
+            self.step_s
+            + self.row_s * num_rows
+            + self.token_s * num_tokens
+            + self.kv_token_s * kv_tokens
+            + self.adapter_byte_s * adapter_bytes
+        )
+
+    def load(self, num_bytes: int) -> float:
+        """Seconds of one copy to the device."""
+        return self.load_s + self.load_byte_s * num_bytes
+
+    def fetch(self, num_bytes: int) -> float:
+        """Seconds until an adapter asked for lies on disk."""
+        return self.fetch_s + self.fetch_byte_s * num_bytes
+
+    def adapter_blocks(self, rank: int) -> int:
+        """Arena blocks of an adapter."""
+        return max(1, math.ceil(rank * self.adapter_bytes_per_rank / self.block_bytes))
+
+    def to_json(self) -> str:
+        """The file's text."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def read_costs(path: Path) -> Costs:
+    """Read a cost file.
+
+    Raises:
+        InvalidRequest: naming the file, and the field that is missing, unknown or impossible.
+    """
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InvalidRequest.field("--costs", path, "no such file") from None
+    except ValueError as error:
+        raise InvalidRequest.field("--costs", path, f"is not JSON: {error}") from None
+    known = {field.name for field in dataclasses.fields(Costs)}
+    given = set(fields) if isinstance(fields, dict) else set()
+    if wrong := sorted(known ^ given):
+        state = "is missing" if wrong[0] in known else "is not a cost"
+        raise InvalidRequest.field("--costs", path, f"{wrong[0]} {state}")
+    return Costs(**fields)

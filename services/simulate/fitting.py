@@ -1,0 +1,130 @@
+"""From a step trace of a real worker (LORAPLEX_STEP_TRACE) to the costs of a simulated one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+from services.simulate.costs import Costs
+from services.simulate.least_squares import fit
+
+MIN_STEPS = 20
+"""Fewer say nothing."""
+DEFAULTS = Costs(
+    step_s=1e-3,
+    row_s=0.0,
+    token_s=1e-5,
+    kv_token_s=0.0,
+    adapter_byte_s=0.0,
+    load_s=1e-3,
+    load_byte_s=1e-10,
+    fetch_s=0.02,
+    fetch_byte_s=1e-9,
+    request_s=0.0,
+    adapter_bytes_per_rank=2 << 20,
+    block_bytes=2 << 20,
+    tokens_per_block=16,
+)
+"""For what a step trace does not show: loads when there were none, fetches, the way in."""
+
+STEP_FIELDS = ("rows", "tokens", "kv_tokens", "adapter_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Costs, and how well they explain the trace."""
+
+    costs: Costs
+    num_steps: int
+    explained: float
+    """Coefficient of determination over the steps: 1 = exactly."""
+    measured_s: float
+    """All steps together."""
+    modelled_s: float
+
+
+def fit_trace(path: Path) -> Fitted:
+    """Fit a step trace.
+
+    Raises:
+        InvalidRequest: the file is missing, is no step trace, or is too short.
+    """
+    lines = list(_lines(path))
+    arenas = [line for line in lines if "arena_blocks" in line]
+    steps = [line for line in lines if "step_s" in line]
+    loads = [line for line in lines if "load_s" in line]
+    if not arenas or len(steps) < MIN_STEPS:
+        raise InvalidRequest.field(
+            "--fit",
+            path,
+            f"holds {len(arenas)} workers and {len(steps)} steps; one worker and {MIN_STEPS} steps "
+            "are needed: run one with LORAPLEX_STEP_TRACE set, and give it work",
+        )
+    costs = dataclasses.replace(
+        DEFAULTS,
+        block_bytes=arenas[-1]["block_bytes"],
+        tokens_per_block=arenas[-1]["tokens_per_block"],
+    )
+    costs = _with_steps(costs, steps)
+    if any(load["rank"] for load in loads):
+        costs = _with_loads(costs, loads)
+    return _judged(costs, steps)
+
+
+def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
+    rows = [[1.0, *(float(step[name]) for name in STEP_FIELDS)] for step in steps]
+    step_s, row_s, token_s, kv_token_s, byte_s = fit(rows, [step["step_s"] for step in steps])
+    return dataclasses.replace(
+        costs,
+        step_s=step_s,
+        row_s=row_s,
+        token_s=token_s,
+        kv_token_s=kv_token_s,
+        adapter_byte_s=byte_s,
+    )
+
+
+def _with_loads(costs: Costs, loads: list[dict[str, Any]]) -> Costs:
+    load_s, byte_s = fit([[1.0, load["bytes"]] for load in loads], [x["load_s"] for x in loads])
+    ranks = math.fsum(load["rank"] for load in loads)
+    return dataclasses.replace(
+        costs,
+        load_s=load_s,
+        load_byte_s=byte_s,
+        adapter_bytes_per_rank=math.fsum(load["bytes"] for load in loads) / ranks,
+    )
+
+
+def _judged(costs: Costs, steps: list[dict[str, Any]]) -> Fitted:
+    measured = [step["step_s"] for step in steps]
+    modelled = [costs.step(*(step[name] for name in STEP_FIELDS)) for step in steps]
+    mean = math.fsum(measured) / len(measured)
+    spread = math.fsum((value - mean) ** 2 for value in measured)
+    error = math.fsum((a - b) ** 2 for a, b in zip(measured, modelled, strict=True))
+    return Fitted(
+        costs=costs,
+        num_steps=len(steps),
+        explained=1.0 - error / spread if spread else 1.0,
+        measured_s=math.fsum(measured),
+        modelled_s=math.fsum(modelled),
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of the file; a last line cut short by a kill is left out."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise InvalidRequest.field("--fit", path, "no such file") from None
+    complete, _, _ = text.rpartition("\n")
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise InvalidRequest.field("--fit", path, f"line {number} is not JSON") from None

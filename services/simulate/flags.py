@@ -1,0 +1,109 @@
+"""The command line of `loraplex simulate`, and what it describes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from loraplex.cli.parsing import Parser, add_json, count, num_bytes, seconds
+from loraplex.cli.workload_flags import add_workload
+from loraplex.errors import InvalidRequest
+from loraplex.workload import RANK_MIXES
+from services.simulate.costs import Costs
+from services.simulate.simulation import Fleet
+from services.worker.engine import POLICIES
+from services.worker.messages import EngineConfig
+
+EPILOG = """example:
+  LORAPLEX_STEP_TRACE=/tmp/steps.jsonl loraplex up --model ./llama-3-8b     # a real run, with work
+  loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
+  loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --policy clustered"""
+
+
+def make_parser() -> Parser:
+    """All flags."""
+    parser = Parser(
+        prog="loraplex simulate",
+        description="Run the worker's engine and the gateway's router under a virtual clock.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    costs = parser.add_mutually_exclusive_group(required=True)
+    costs.add_argument(
+        "--costs", type=Path, metavar="FILE", help="cost model, as --save-costs does"
+    )
+    costs.add_argument("--fit", type=Path, metavar="FILE", help="step trace of a real worker")
+    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write what was fitted")
+    add_workload(parser)
+    _add_fleet(parser)
+    add_json(parser)
+    return parser
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("fleet")
+    group.add_argument("--workers", type=count, default=1, help="(1)")
+    group.add_argument(
+        "--ranks", default="S2", metavar="MIX", help="S1 to S6 of S-LoRA, or ranks: 8,64 (S2)"
+    )
+    group.add_argument(
+        "--kv-memory", type=num_bytes, default=64 << 20, metavar="BYTES", help="arena (64MiB)"
+    )
+    group.add_argument("--policy", choices=sorted(POLICIES), default="fcfs", help="(fcfs)")
+    group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
+    group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
+    group.add_argument(
+        "--max-loras", type=count, default=0, help="distinct in a step; 0 = no limit"
+    )
+    group.add_argument("--max-resident", type=count, default=4096, help="adapter slots (4096)")
+    group.add_argument(
+        "--outside",
+        type=seconds,
+        metavar="TIME",
+        help="of each request, outside the engine, as `bench trace` shows it",
+    )
+    group.add_argument("--deadline", type=seconds, metavar="TIME", help="of each request")
+    group.add_argument(
+        "--on-disk", action="store_true", help="adapters lie on every worker's disk already"
+    )
+
+
+def fleet_of(args: argparse.Namespace, costs: Costs) -> Fleet:
+    """The fleet that the flags describe. Raises InvalidRequest."""
+    for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
+        if getattr(args, name) < 1:
+            raise InvalidRequest.field(f"--{name.replace('_', '-')}", 0, "must be 1 or more")
+    if args.kv_memory < costs.block_bytes:
+        raise InvalidRequest.field(
+            "--kv-memory", args.kv_memory, f"must hold at least one block of {costs.block_bytes}"
+        )
+    engine = EngineConfig(
+        model_dir="",
+        device="simulated",
+        dtype="float32",
+        arena_bytes=args.kv_memory,
+        load_format="auto",
+        max_lora_rank=max(rank_mix(args.ranks)),
+        max_resident=args.max_resident,
+        max_step_tokens=args.max_step_tokens,
+        max_running=min(args.max_running, args.max_step_tokens),
+        max_loras=args.max_loras or None,
+        policy=args.policy,
+    )
+    return Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
+
+
+def rank_mix(text: str) -> Sequence[int]:
+    """A setting's name or ranks with commas. Raises InvalidRequest."""
+    if text in RANK_MIXES:
+        return RANK_MIXES[text]
+    try:
+        ranks = [int(part) for part in text.split(",")]
+    except ValueError:
+        ranks = [0]
+    if min(ranks) < 1:
+        known = ", ".join(RANK_MIXES)
+        raise InvalidRequest.field("--ranks", text, f"must be one of {known}, or ranks like 8,64")
+    return ranks

@@ -1,0 +1,117 @@
+"""One simulated worker: the real engine, fed from an inbox in the order of virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+from services.gateway.view import Load, Residency, Tier, WorkerView
+from services.simulate.costs import Costs
+from services.simulate.runner import TimedRunner, VirtualClock
+from services.worker.engine import Engine
+from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit
+
+STALLED_WAIT_S = 0.1
+"""Sleep of the engine's loop while every request waits for something."""
+DEADLOCK_STALLS = 10_000
+"""So many sleeps in a row without any news mean that nothing will ever come."""
+
+
+class SimulatedWorker:
+    """An engine, its clock, and what its door would do: fetch adapters, deliver commands."""
+
+    def __init__(
+        self, worker_id: str, costs: Costs, config: EngineConfig, *, on_disk: bool
+    ) -> None:
+        """`on_disk`: every adapter lies on the worker's disk already; nothing is fetched."""
+        self.worker_id = worker_id
+        self._costs = costs
+        self._on_disk = on_disk
+        self.clock = VirtualClock()
+        self.engine = Engine(TimedRunner(costs, config.arena_bytes, self.clock), config, self.clock)
+        self._inbox: list[tuple[float, int, Command]] = []
+        self._order = itertools.count()
+        self._asked: set[str] = set()
+        self._load = Load()
+        self._residency: dict[str, Residency] = {}
+        self._stalls = 0
+        self.in_flight = 0
+        """Requests sent here that have not ended."""
+
+    def submit(self, moment_s: float, request: Submit, ranks: dict[str, int]) -> None:
+        """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
+        self.in_flight += 1
+        for digest in request.adapters.digests:
+            self._fetch(moment_s, digest, ranks[digest])
+        self._deliver(moment_s, request)
+
+    def _fetch(self, moment_s: float, digest: str, rank: int) -> None:
+        if digest in self._asked:
+            return
+        self._asked.add(digest)
+        num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
+        wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
+        self._deliver(moment_s + wait_s, Fetched(digest, f"{rank}/{digest}", rank))
+
+    def _deliver(self, moment_s: float, command: Command) -> None:
+        heapq.heappush(self._inbox, (moment_s, next(self._order), command))
+
+    @property
+    def next_step_s(self) -> float:
+        """When the next step begins; infinite when nothing is to do."""
+        now = self.clock.now_s
+        if self.engine.may_advance:
+            return now
+        arrival_s = self._inbox[0][0] if self._inbox else math.inf
+        patience_s = now + STALLED_WAIT_S if self.engine.has_requests else math.inf
+        return max(now, min(arrival_s, patience_s))
+
+    def step(self) -> StepOutput:
+        """Run the step that begins at `next_step_s`."""
+        self.clock.advance_to(self.next_step_s)
+        commands: list[Command] = []
+        while self._inbox and self._inbox[0][0] <= self.clock.now_s:
+            commands.append(heapq.heappop(self._inbox)[2])
+        output = self.engine.step(commands)
+        self._take_in(output)
+        self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
+        assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
+        return output
+
+    def _take_in(self, output: StepOutput) -> None:
+        self.in_flight -= len(output.failures) + sum(bool(t.finish_reason) for t in output.tokens)
+        load = output.load
+        self._load = Load(
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            queued_tokens=load.queued_tokens,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            step_s=load.step_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            steps=load.steps,
+        )
+        for change in output.residency:
+            if not change.tier:
+                self._residency.pop(change.digest, None)
+                continue
+            self._residency[change.digest] = Residency(
+                change.digest,
+                Tier(change.tier),
+                change.max_rank,
+                running_requests=change.running_requests,
+            )
+
+    def view(self) -> WorkerView:
+        """What a gateway that hears of every step at once sees."""
+        return WorkerView(
+            worker_id=self.worker_id,
+            address=self.worker_id,
+            base_id="simulated",
+            connected=True,
+            ready=True,
+            load=self._load,
+            adapters=self._residency,
+            in_flight=self.in_flight,
+        )

@@ -1,0 +1,61 @@
+"""Entry point of `loraplex up`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from loraplex.errors import LoraplexError, codes_of
+from services.common import env
+from services.common.log import setup_logging
+from services.up import flags
+from services.up.ports import choose_ports
+from services.up.state import StateDir
+from services.up.wiring import addresses_of, child_specs
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run the stack until a signal; returns the exit code."""
+    try:
+        return _run(flags.parse(sys.argv[1:], os.environ))
+    except LoraplexError as error:
+        print(f"loraplex up: {error.message}", file=sys.stderr)
+        return codes_of(error).exit
+
+
+def _run(config: flags.UpConfig) -> int:
+    setup_logging("up", config.log_level, config.log_format)
+    for warning in env.unknown_variables(os.environ):
+        logger.warning(warning)
+    state = StateDir(config.state_dir)
+    wanted = {
+        "--http-port": config.http_port,
+        "--grpc-port": config.grpc_port,
+        "--registry-port": config.registry_port,
+    }
+    addresses = addresses_of(config.host, choose_ports(config.host, wanted))
+    specs = child_specs(config, addresses, state, os.environ)
+    line = (
+        f"loraplex ready http://{addresses.http} grpc {addresses.grpc} "
+        f"registry {addresses.registry}"
+    )
+
+    # Loaded only now: --help must not wait for gRPC.
+    import asyncio
+
+    from services.up.supervisor import Supervisor
+
+    async def supervise() -> int:
+        return await Supervisor(specs, config.drain_s, line).run()
+
+    try:
+        return asyncio.run(supervise())
+    finally:
+        state.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

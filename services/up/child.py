@@ -1,0 +1,103 @@
+"""One child process, started again whenever it ends, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from services.up.wiring import ChildSpec
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+STEADY_S = 30.0
+"""A child that ran this long starts again without a growing pause."""
+USAGE_EXIT = 2
+MAX_FAILED_STARTS = 3
+"""Deaths before the child was ready once; then it is given up."""
+
+
+class Child:
+    """Keeps one child running in a process group of its own."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.was_ready = False
+        """Set by whoever sees it ready: from then on it is restarted for ever."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    async def keep_running(self) -> int:
+        """Run until stopped. Returns the exit code of the last process.
+
+        Returns early where starting again makes no sense: bad usage, or failed starts before the
+        child was ready once.
+        """
+        pause_s = FIRST_PAUSE_S
+        failed_starts = 0
+        while True:
+            started_s = asyncio.get_running_loop().time()
+            code = await self._run_once()
+            if self._stopping:
+                return code
+            if not self.was_ready:
+                failed_starts += 1
+                if code == USAGE_EXIT or failed_starts >= MAX_FAILED_STARTS:
+                    return code
+            if asyncio.get_running_loop().time() - started_s > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            logger.warning(
+                "child ended, starting it again",
+                extra={"child": self.spec.name, "exit_code": code, "pause_s": pause_s},
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            if self._stopping:
+                return code
+
+    async def _run_once(self) -> int:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.up.launch",
+            str(os.getpid()),
+            self.spec.module,
+            env=self.spec.environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            process_group=0,
+        )
+        logger.info("child started", extra={"child": self.spec.name, "pid": self._process.pid})
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the process to drain; kill its group when it takes longer than `grace_s`."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except TimeoutError:
+            logger.warning("child did not drain in time", extra={"child": self.spec.name})
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process alone: it drains its own children."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)

@@ -1,0 +1,163 @@
+"""Flags of `loraplex up`. Defaults come from the variables of the same names."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+from services.common import env
+from services.common.units import whole
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """What to run and where."""
+
+    model: str
+    """Absolute folder, hub id or s3:// address."""
+    served_model_name: str
+    """"" = chosen by the worker."""
+    state_dir: Path
+    host: str
+    http_port: int
+    grpc_port: int
+    registry_port: int
+    """Ports; 0 = any free one."""
+    num_workers: int
+    device: str
+    dtype: str
+    load_format: str
+    kv_memory_bytes: int
+    """0 = chosen by the worker."""
+    max_loras: int
+    max_lora_rank: int
+    tensor_parallel: int
+    drain_s: float
+    auth: str
+    insecure: bool
+    log_level: str
+    log_format: str
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
+    """Read flags over variables. A repeated flag: the last wins.
+
+    Raises:
+        InvalidRequest: a value is wrong; names the flag or the variable.
+    """
+    args = _parser().parse_args(argv)
+
+    def given(flag: str, knob: env.Knob[Any]) -> Any:
+        text = getattr(args, flag)
+        if text is None:
+            return knob.read(environ)
+        return _parsed("--" + flag.replace("_", "-"), text, knob.parse)
+
+    config = UpConfig(
+        model=_model(given("model", env.MODEL)),
+        served_model_name=given("served_model_name", env.SERVED_MODEL_NAME),
+        state_dir=_state_dir(given("state_dir", env.STATE_DIR), environ),
+        host=args.host,
+        http_port=_parsed("--http-port", args.http_port, whole(0, 65535)),
+        grpc_port=_parsed("--grpc-port", args.grpc_port, whole(0, 65535)),
+        registry_port=_parsed("--registry-port", args.registry_port, whole(0, 65535)),
+        num_workers=_parsed("--workers", args.workers, whole(1, 64)),
+        device=given("device", env.DEVICE),
+        dtype=given("dtype", env.DTYPE),
+        load_format=given("load_format", env.LOAD_FORMAT),
+        kv_memory_bytes=given("kv_memory", env.KV_MEMORY),
+        max_loras=given("max_loras", env.MAX_LORAS),
+        max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
+        tensor_parallel=given("tensor_parallel", env.TENSOR_PARALLEL),
+        drain_s=given("drain_s", env.DRAIN_S),
+        auth=env.AUTH.read(environ),
+        insecure=args.insecure or env.INSECURE.read(environ),
+        log_level=env.LOG_LEVEL.read(environ),
+        log_format=env.LOG_FORMAT.read(environ),
+    )
+    _check_bind(config)
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InvalidRequest.field(flag, text, str(error)) from None
+
+
+def _model(model: str) -> str:
+    if not model:
+        raise InvalidRequest.field(
+            "--model", model, "is needed: a folder with config.json, a hub id or s3://..."
+        )
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if model.startswith("s3://") or (_HUB_ID.fullmatch(model) and not folder.parent.is_dir()):
+        return model
+    raise InvalidRequest.field("--model", model, f"no folder {model}")
+
+
+def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
+    if given is not None:
+        return Path(os.path.abspath(given.expanduser()))
+    home = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "loraplex"
+
+
+def _check_bind(config: UpConfig) -> None:
+    if is_loopback(config.host) or config.auth == "keys" or config.insecure:
+        return
+    raise InvalidRequest.field(
+        "--host",
+        config.host,
+        "would let other machines in without a key: set LORAPLEX_AUTH=keys, or add --insecure",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loraplex up",
+        description="Run registry, gateway and workers on this machine, in the foreground.",
+        epilog="example:\n  loraplex up --model ./llama-3-8b --kv-memory 8GiB",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="the base model")
+    parser.add_argument("--served-model-name", metavar="ID", help="id that clients use for it")
+    parser.add_argument("--state-dir", metavar="DIR", help="adapters and caches live here")
+    parser.add_argument("--host", default="127.0.0.1", help="where gateway and registry listen")
+    parser.add_argument("--http-port", default="8080", metavar="PORT", help="OpenAI API; 0 = free")
+    parser.add_argument("--grpc-port", default="50051", metavar="PORT", help="gateway gRPC")
+    parser.add_argument("--registry-port", default="50052", metavar="PORT", help="registry gRPC")
+    parser.add_argument("--workers", default="1", metavar="N", help="worker processes (1)")
+    parser.add_argument("--device", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--load-format", help="auto, or dummy for random weights")
+    parser.add_argument("--kv-memory", metavar="BYTES", help="whole arena, such as 24MiB")
+    parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
+    parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
+    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that share a model (1)")
+    parser.add_argument("--drain-s", metavar="SECONDS", help="longest drain (20)")
+    parser.add_argument("--insecure", action="store_true", help="allow --host without keys")
+    return parser

@@ -1,0 +1,99 @@
+"""Start the children, say when all answer, and take them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+from loraplex.errors import LoraplexError
+from services.common.health_check import is_serving
+from services.up.child import Child
+from services.up.wiring import ChildSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+TELL_EVERY_S = 15.0
+KILL_MARGIN_S = 5.0
+"""Beyond the drain time, for a child to close its files."""
+
+
+class ChildFailed(LoraplexError):
+    """A child ended before the stack was ready and would end again."""
+
+    reason = "CHILD_FAILED"
+
+
+class Supervisor:
+    """Runs the children of one stack."""
+
+    def __init__(self, specs: Sequence[ChildSpec], drain_s: float, ready_line: str) -> None:
+        """`specs` in the order in which they drain; `ready_line` is printed once."""
+        self._children = [Child(spec) for spec in specs]
+        self._drain_s = drain_s
+        self._ready_line = ready_line
+        self._signal: signal.Signals | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Run until a signal or a hopeless child. Returns the exit code.
+
+        Raises:
+            ChildFailed: a child cannot be started.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        running = [
+            asyncio.create_task(child.keep_running(), name=child.spec.name)
+            for child in self._children
+        ]
+        announcing = asyncio.create_task(self._announce())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task for task in running if task.done()), None)
+            if failed is not None and self._signal is None:
+                raise ChildFailed(
+                    f"the {failed.get_name()} ended with exit code {failed.result()} and would "
+                    "again: its last lines above say why"
+                )
+        finally:
+            announcing.cancel()
+            await self._drain()
+            await asyncio.gather(*running, announcing, stopping, return_exceptions=True)
+        return 128 + signal.SIGINT if self._signal == signal.SIGINT else 0
+
+    async def _announce(self) -> None:
+        await asyncio.gather(*(_wait_ready(child) for child in self._children))
+        print(self._ready_line, flush=True)
+
+    async def _drain(self) -> None:
+        """Gateways first, so that workers can finish what they were given; the registry last."""
+        self._stopping.set()
+        for child in self._children:
+            await child.stop(self._drain_s + KILL_MARGIN_S)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._signal is None:
+            self._signal = number
+            self._stopping.set()
+            return
+        for child in self._children:
+            child.kill()
+        os._exit(128 + number)
+
+
+async def _wait_ready(child: Child) -> None:
+    """Return once the child is ready. Mutates `child.was_ready`."""
+    clock = asyncio.get_running_loop().time
+    started_s = told_s = clock()
+    while not await is_serving(child.spec.health):
+        if clock() - told_s > TELL_EVERY_S:
+            told_s = clock()
+            waited_s = round(told_s - started_s)
+            logger.warning("still waiting", extra={"child": child.spec.name, "waited_s": waited_s})
+        await asyncio.sleep(POLL_S)
+    child.was_ready = True

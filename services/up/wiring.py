@@ -1,0 +1,135 @@
+"""From the flags of `up` to the environment of each child."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import services
+from services.up.flags import UpConfig
+from services.up.ports import address_of
+from services.up.state import StateDir
+
+LOOPBACK = "127.0.0.1"
+_ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One child process."""
+
+    name: str
+    """For logs: "registry", "gateway", "worker-0"..."""
+    module: str
+    environ: Mapping[str, str]
+    health: str
+    """gRPC address whose `readiness` says that it is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where people reach the stack."""
+
+    http: str
+    grpc: str
+    registry: str
+
+
+def child_specs(
+    config: UpConfig, addresses: Addresses, state: StateDir, environ: Mapping[str, str]
+) -> list[ChildSpec]:
+    """Children in the order in which they drain: gateway, workers, registry."""
+    shared = _shared(config, state, environ)
+    workers = [_worker(config, index, state, shared) for index in range(config.num_workers)]
+    registry = ChildSpec(
+        "registry",
+        "services.registry",
+        {
+            **shared,
+            "LORAPLEX_REGISTRY_LISTEN": addresses.registry,
+            "LORAPLEX_STATE_DIR": str(state.path),
+            "LORAPLEX_METADATA": environ.get("LORAPLEX_METADATA") or "embedded",
+        },
+        _reachable(addresses.registry),
+    )
+    gateway = ChildSpec(
+        "gateway",
+        "services.gateway",
+        {
+            **shared,
+            "LORAPLEX_GATEWAY_LISTEN": addresses.grpc,
+            "LORAPLEX_HTTP_LISTEN": addresses.http,
+            "LORAPLEX_REGISTRY_ADDRESS": registry.health,
+            "LORAPLEX_WORKERS": ",".join(worker.health for worker in workers),
+            **_present(environ, "LORAPLEX_METRICS_LISTEN", "LORAPLEX_METADATA"),
+        },
+        _reachable(addresses.grpc),
+    )
+    return [gateway, *workers, registry]
+
+
+def addresses_of(host: str, ports: Mapping[str, int]) -> Addresses:
+    """Addresses for the ports chosen for the flags."""
+    return Addresses(
+        http=address_of(host, ports["--http-port"]),
+        grpc=address_of(host, ports["--grpc-port"]),
+        registry=address_of(host, ports["--registry-port"]),
+    )
+
+
+def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, str]) -> ChildSpec:
+    name = f"worker-{index}"
+    listen = f"unix:{state.sockets / f'{name}.sock'}"
+    environ = {
+        **shared,
+        "LORAPLEX_WORKER_LISTEN": listen,
+        "LORAPLEX_WORKER_ID": name,
+        "LORAPLEX_CACHE_DIR": str(state.cache / name),
+        "LORAPLEX_MODEL": config.model,
+        "LORAPLEX_SERVED_MODEL_NAME": config.served_model_name,
+        "LORAPLEX_DEVICE": config.device,
+        "LORAPLEX_DTYPE": config.dtype,
+        "LORAPLEX_LOAD_FORMAT": config.load_format,
+        "LORAPLEX_KV_MEMORY": str(config.kv_memory_bytes),
+        "LORAPLEX_MAX_LORAS": str(config.max_loras),
+        "LORAPLEX_MAX_LORA_RANK": str(config.max_lora_rank),
+        "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
+    }
+    return ChildSpec(name, "services.worker", environ, listen)
+
+
+def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> dict[str, str]:
+    """What every child gets. The user's own variables pass through, except where wired."""
+    private = ("LORAPLEX_METRICS_LISTEN", "LORAPLEX_METADATA", "LORAPLEX_WORKERS")
+    shared = {name: value for name, value in environ.items() if name not in private}
+    root = str(Path(services.__path__[0]).parent)
+    shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
+    shared["PYTHONSAFEPATH"] = "1"
+    shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"
+    shared["LORAPLEX_DRAIN_S"] = f"{config.drain_s:g}"
+    shared["LORAPLEX_INSECURE"] = "true" if config.insecure else "false"
+    if config.auth == "keys" and not environ.get("LORAPLEX_SERVICE_TOKEN_FILE"):
+        shared["LORAPLEX_SERVICE_TOKEN_FILE"] = str(_service_token(state))
+    return shared
+
+
+def _service_token(state: StateDir) -> Path:
+    """A secret that the services of this stack show to each other."""
+    path = state.sockets / "service-token"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    return path
+
+
+def _present(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def _reachable(address: str) -> str:
+    """The address that children of this machine dial for a listening address."""
+    host, _, port = address.rpartition(":")
+    return f"{_ANY_ADDRESS.get(host.strip('[]'), host)}:{port}"

@@ -1,0 +1,48 @@
+"""Costs and fleets for tests: small, and easy to reckon by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.simulate.costs import Costs
+from services.simulate.simulation import Fleet
+from services.worker.messages import EngineConfig
+
+COSTS = Costs(
+    step_s=0.010,
+    row_s=0.0,
+    token_s=0.001,
+    kv_token_s=0.0,
+    adapter_byte_s=0.0,
+    load_s=0.005,
+    load_byte_s=0.0,
+    fetch_s=0.100,
+    fetch_byte_s=0.0,
+    request_s=0.0,
+    adapter_bytes_per_rank=1024.0,
+    block_bytes=16384,
+    tokens_per_block=16,
+)
+
+
+def engine_config(**changes: Any) -> EngineConfig:
+    """A worker with an arena of 4096 blocks."""
+    fields: dict[str, Any] = {
+        "model_dir": "",
+        "device": "simulated",
+        "dtype": "float32",
+        "arena_bytes": 4096 * COSTS.block_bytes,
+        "load_format": "auto",
+        "max_lora_rank": 256,
+        "max_resident": 1024,
+        "max_step_tokens": 512,
+        "max_running": 64,
+        "max_loras": None,
+        "policy": "fcfs",
+    }
+    return EngineConfig(**{**fields, **changes})
+
+
+def fleet(**changes: Any) -> Fleet:
+    """One worker with nothing on disk."""
+    return Fleet(**{"costs": COSTS, "engine": engine_config(), **changes})

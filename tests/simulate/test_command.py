@@ -1,0 +1,68 @@
+"""`loraplex simulate` as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.fleets import COSTS
+
+SHORT = ("--adapters", "5", "--rate", "20", "--duration", "2", "--lengths", "8-32,2-8")
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(COSTS.to_json())
+    return str(path)
+
+
+def simulate(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loraplex.cli.loraplex", "simulate", *args]
+    env = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_json_holds_the_figures_and_is_the_same_every_time(costs: str) -> None:
+    runs = [simulate("--costs", costs, *SHORT, "--json") for _ in range(2)]
+    assert runs[0].returncode == 0, runs[0].stderr
+    result = json.loads(runs[0].stdout)
+    assert result["num_finished"] == result["num_requests"] == 40
+    assert result["attainment"] == 1.0 and result["loads"] == 5
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_the_table_names_the_figures(costs: str) -> None:
+    done = simulate("--costs", costs, *SHORT, "--policy", "clustered", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    for word in ("throughput", "attainment", "satisfaction", "first token", "P99"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--lengths", "9-3,1-2"), "inputs"),
+        (("--lengths", "long"), "--lengths"),
+        (("--ranks", "S9"), "--ranks"),
+        (("--workers", "0"), "--workers"),
+        (("--kv-memory", "1"), "--kv-memory"),
+        (("--cv", "0"), "cv"),
+    ],
+)
+def test_wrong_flags_are_refused_by_name(costs: str, flags: tuple[str, ...], named: str) -> None:
+    done = simulate("--costs", costs, *SHORT, *flags)
+    assert done.returncode != 0
+    assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(name='msgspec')")
+    done = simulate("--costs", costs, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "msgspec is not installed" in done.stderr and "worker-core" in done.stderr

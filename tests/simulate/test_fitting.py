@@ -1,0 +1,94 @@
+"""From a step trace to costs, and the files of both."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from services.simulate.costs import read_costs
+from services.simulate.fitting import fit_trace
+from tests.simulate.fleets import COSTS
+
+ARENA = {"arena_blocks": 100, "block_bytes": 4096, "tokens_per_block": 16}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def steps(count: int) -> list[dict[str, Any]]:
+    """Steps that take 2 ms, 0.1 ms a token and 1 ns an adapter byte."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(count):
+        rows = rng.randint(1, 8)
+        tokens = rows + rng.randint(0, 100)
+        kv_tokens, adapter_bytes = tokens * rng.randint(1, 9), rng.randint(0, 4) * 1_000_000
+        step_s = 0.002 + tokens * 1e-4 + adapter_bytes * 1e-9
+        sizes = {"rows": rows, "tokens": tokens, "kv_tokens": kv_tokens}
+        lines.append({"step_s": step_s, **sizes, "adapter_bytes": adapter_bytes})
+    return lines
+
+
+def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
+    loads = [{"load_s": 0.001 + n * 1e-9, "bytes": n, "rank": n // 1000} for n in (8000, 64000)]
+    fitted = fit_trace(write(tmp_path / "steps", [ARENA, *steps(50), *loads]))
+    costs = fitted.costs
+    assert (costs.step_s, costs.token_s) == pytest.approx((0.002, 1e-4), rel=1e-4)
+    assert costs.adapter_byte_s == pytest.approx(1e-9, rel=1e-4)
+    assert costs.kv_token_s == pytest.approx(0.0, abs=1e-9)
+    assert (costs.load_s, costs.load_byte_s) == pytest.approx((0.001, 1e-9), rel=1e-4)
+    assert (costs.block_bytes, costs.adapter_bytes_per_rank) == (4096, pytest.approx(1000))
+    assert fitted.explained == pytest.approx(1.0)
+    assert fitted.modelled_s == pytest.approx(fitted.measured_s)
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps", [ARENA, *steps(50)])
+    path.write_text(path.read_text() + '{"step_s": 0.0')
+    assert fit_trace(path).num_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"), [([], "0 workers"), ([ARENA, *steps(3)], "3 steps"), (steps(50), "0 work")]
+)
+def test_too_short_a_trace_is_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        fit_trace(write(tmp_path / "steps", lines))
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    path.write_text("{}\nnot json\n")
+    with pytest.raises(InvalidRequest, match="line 2"):
+        fit_trace(path)
+
+
+def test_costs_survive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(COSTS.to_json())
+    assert read_costs(path) == COSTS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step_s": -1}, "step_s"),
+        ({"token_s": "fast"}, "token_s"),
+        ({"sterp_s": 1}, "sterp_s is not a cost"),
+        ({"block_bytes": 0}, "block_bytes"),
+    ],
+)
+def test_wrong_costs_are_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**json.loads(COSTS.to_json()), **change}))
+    with pytest.raises(InvalidRequest, match=said):
+        read_costs(path)

@@ -1,0 +1,96 @@
+"""The simulator: times that can be reckoned by hand, and the engine's own behaviour."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from loraplex.workload import (
+    RANK_MIXES,
+    TracedRequest,
+    UniformLengths,
+    Workload,
+    generate,
+    ranks_of,
+    summarize,
+)
+from services.simulate.simulation import Simulation
+from tests.simulate.fleets import COSTS, engine_config, fleet
+
+SHORT = UniformLengths((8, 64), (4, 32))
+
+
+def test_one_request_of_the_base_takes_the_sum_of_its_steps() -> None:
+    (outcome,) = Simulation(fleet(), []).run([TracedRequest(1.0, None, 20, 4)])
+    assert outcome.first_token_s == pytest.approx(1.0 + 0.010 + 20 * 0.001)
+    assert outcome.end_s == pytest.approx(1.0 + 4 * 0.010 + (20 + 3) * 0.001)
+    assert outcome.finished and outcome.num_output == 4
+
+
+def test_a_first_use_waits_for_fetch_and_copy_and_a_second_for_neither() -> None:
+    trace = [TracedRequest(0.0, 0, 10, 1), TracedRequest(5.0, 0, 10, 1)]
+    simulation = Simulation(fleet(), [8])
+    first, second = simulation.run(trace)
+    assert second.first_token_latency_s == pytest.approx(0.020)
+    assert first.first_token_latency_s == pytest.approx(0.020 + 0.100 + 0.005)
+    assert simulation.tally.loads == 1
+
+
+def test_on_disk_adapters_are_not_fetched() -> None:
+    (outcome,) = Simulation(fleet(on_disk=True), [8]).run([TracedRequest(0.0, 0, 10, 1)])
+    assert outcome.first_token_latency_s == pytest.approx(0.020 + 0.005)
+
+
+def test_a_request_past_its_deadline_is_counted_as_aborted() -> None:
+    trace = [TracedRequest(0.0, None, 10, 500)]
+    (outcome,) = Simulation(fleet(deadline_s=1.0), []).run(trace)
+    assert not outcome.finished
+    assert outcome.reason == "DEADLINE_EXCEEDED"
+    assert summarize([outcome]).attainment == 0.0
+
+
+def test_equal_arguments_give_equal_outcomes() -> None:
+    workload = Workload(50, rate_per_s=20, duration_s=5, lengths=SHORT)
+    ranks = ranks_of(RANK_MIXES["S2"], 50)
+    runs = [Simulation(fleet(), ranks).run(generate(workload)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert all(outcome.finished for outcome in runs[0])
+
+
+def test_a_tight_arena_evicts_and_reloads_adapters_and_leaves_every_block_accounted_for() -> None:
+    config = engine_config(arena_bytes=64 * COSTS.block_bytes)
+    workload = Workload(60, rate_per_s=20, duration_s=5, lengths=SHORT)
+    simulation = Simulation(fleet(engine=config, on_disk=True), ranks_of((64, 8), 60))
+    outcomes = simulation.run(generate(workload))
+    assert all(outcome.finished for outcome in outcomes)
+    assert simulation.tally.loads > 60
+    simulation.check_integrity()
+
+
+def test_two_workers_are_faster_than_one_overloaded_one() -> None:
+    workload = Workload(20, rate_per_s=60, duration_s=4, lengths=SHORT)
+    ranks = ranks_of((8,), 20)
+    one, two = (
+        summarize(Simulation(fleet(num_workers=n), ranks).run(generate(workload))) for n in (1, 2)
+    )
+    assert two.first_token.p50_s < one.first_token.p50_s
+    assert two.makespan_s < one.makespan_s
+
+
+def test_bytes_of_distinct_adapters_make_a_step_longer() -> None:
+    costs = replace(COSTS, adapter_byte_s=1e-6)
+    trace = [TracedRequest(0.0, index, 8, 16) for index in (0, 1)]
+    shared = [replace(request, adapter=0) for request in trace]
+    ends = [
+        max(o.end_s for o in Simulation(fleet(costs=costs, on_disk=True), [16, 16]).run(requests))
+        for requests in (trace, shared)
+    ]
+    assert ends[0] > ends[1]
+
+
+def test_the_simulator_imports_no_torch() -> None:
+    code = "import sys, services.simulate.simulation; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,82 @@
+"""Flags over variables, the last repetition wins, and bad values are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from services.up.flags import is_loopback, parse
+
+BASE = str(Path(__file__).parents[2] / "demo" / "base")
+MODEL = ["--model", BASE]
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    config = parse(MODEL, {"XDG_STATE_HOME": "/x"})
+    assert (config.host, config.http_port) == ("127.0.0.1", 8080)
+    assert (config.grpc_port, config.registry_port) == (50051, 50052)
+    assert (config.num_workers, config.device, config.dtype) == (1, "auto", "auto")
+    assert (config.max_lora_rank, config.tensor_parallel, config.drain_s) == (256, 1, 20.0)
+    assert config.state_dir == Path("/x/loraplex")
+
+
+def test_state_defaults_to_the_home_folder() -> None:
+    assert parse(MODEL, {}).state_dir == Path.home() / ".local/state/loraplex"
+
+
+def test_flags_win_over_variables_and_the_last_over_the_first() -> None:
+    environ = {"LORAPLEX_MODEL": BASE, "LORAPLEX_KV_MEMORY": "1GiB", "LORAPLEX_DEVICE": "cpu"}
+    config = parse(["--kv-memory", "1MiB", "--kv-memory", "24MiB"], environ)
+    assert config.kv_memory_bytes == 24 << 20
+    assert config.device == "cpu"
+
+
+def test_model_folder_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(BASE).parent)
+    assert parse(["--model", "base"], {}).model == BASE
+
+
+@pytest.mark.parametrize("model", ["acme/tiny-llama", "s3://bucket/model"])
+def test_other_models_pass_through(model: str) -> None:
+    assert parse(["--model", model], {}).model == model
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "field"),
+    [
+        ([], {}, "--model"),
+        (["--model", "no/such/folder/at/all"], {}, "--model"),
+        (["--model", "./nothing"], {}, "--model"),
+        ([*MODEL, "--http-port", "70000"], {}, "--http-port"),
+        ([*MODEL, "--workers", "0"], {}, "--workers"),
+        ([*MODEL, "--kv-memory", "plenty"], {}, "--kv-memory"),
+        ([*MODEL, "--device", "tpu"], {}, "--device"),
+        ([*MODEL, "--drain-s", "soon"], {}, "--drain-s"),
+        (MODEL, {"LORAPLEX_DTYPE": "int8"}, "LORAPLEX_DTYPE"),
+        ([*MODEL, "--host", "0.0.0.0"], {}, "--host"),
+        ([*MODEL, "--host", "example.org"], {}, "--host"),
+    ],
+)
+def test_bad_values_name_flag_or_variable(
+    argv: list[str], environ: dict[str, str], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(argv, environ)
+    assert caught.value.violations[0].field == field
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [(["--insecure"], {}), ([], {"LORAPLEX_AUTH": "keys"}), ([], {"LORAPLEX_INSECURE": "1"})],
+)
+def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
+    assert parse([*MODEL, "--host", "0.0.0.0", *argv], environ).host == "0.0.0.0"
+
+
+def test_loopback_addresses() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"):
+        assert is_loopback(host), host
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        assert not is_loopback(host), host

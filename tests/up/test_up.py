@@ -1,0 +1,174 @@
+"""`loraplex up` as a user runs it: ready line, refusals, restarts, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[2]
+READY = re.compile(r"loraplex ready (http://127\.0\.0\.1:\d+) grpc (\S+:\d+) registry (\S+:\d+)\n")
+UP = [
+    *(sys.executable, "-m", "loraplex.cli.loraplex", "up"),
+    *("--model", str(REPO / "demo" / "base"), "--served-model-name", "loraplex-demo"),
+    *("--http-port", "0", "--grpc-port", "0", "--registry-port", "0", "--kv-memory", "16MiB"),
+]
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A ready stack."""
+
+    process: subprocess.Popen[str]
+    http: str
+    grpc: str
+    registry: str
+    state: Path
+
+    def loraplex(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the `loraplex` command against this stack."""
+        return subprocess.run(
+            [sys.executable, "-m", "loraplex.cli.loraplex", *args, "--gateway", self.grpc],
+            capture_output=True,
+            text=True,
+            env=ENVIRON,
+            cwd=REPO,
+            input=stdin,
+        )
+
+    def generate(self) -> subprocess.CompletedProcess[str]:
+        return self.loraplex("generate", "loraplex-demo", "abc 12=", "--temperature", "0")
+
+    def child(self, module: str) -> psutil.Process:
+        for process in psutil.Process(self.process.pid).children():
+            if process.cmdline()[-1] == module:
+                return process
+        raise LookupError(module)
+
+
+@contextmanager
+def _up(state: Path, *flags: str) -> Iterator[Up]:
+    log = state.with_suffix(".log")
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*UP, "--state-dir", str(state), *flags],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=ENVIRON,
+            cwd=REPO,
+        )
+    try:
+        assert process.stdout is not None
+        match = READY.fullmatch(process.stdout.readline())
+        assert match, log.read_text()
+        yield Up(process, *match.groups(), state)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def test_ready_stack_answers_refuses_a_second_owner_heals_and_drains(tmp_path: Path) -> None:
+    with _up(tmp_path / "s") as up:
+        assert urllib.request.urlopen(f"{up.http}/readyz").status == 200
+        assert up.generate().stdout.strip() == "abc 12"
+
+        command = [*UP, "--state-dir", str(up.state)]
+        second = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
+        assert second.returncode == 4
+        assert "is in use by loraplex up, process" in second.stderr
+
+        port = up.http.rpartition(":")[2]
+        command = [*UP, "--state-dir", str(tmp_path / "t"), "--http-port", port]
+        taken = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
+        assert taken.returncode == 4
+        assert f"--http-port: port {port} is taken" in taken.stderr
+
+        for child in [up.child(f"services.{n}") for n in ("worker", "gateway", "registry")]:
+            child.kill()
+        while (healed := up.generate()).returncode != 0:
+            assert up.process.poll() is None, healed.stderr
+            time.sleep(0.3)
+        assert healed.stdout.strip() == "abc 12"
+
+        os.kill(up.process.pid, signal.SIGTERM)
+        assert up.process.wait(60) == 0
+        assert up.process.stdout is not None
+        assert up.process.stdout.read() == "", "the ready line is the only one"
+
+
+def test_children_die_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    with _up(tmp_path / "s") as up:
+        family = psutil.Process(up.process.pid).children(recursive=True)
+        assert len(family) >= 4
+        up.process.kill()
+        up.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == []
+
+
+def test_second_signal_kills_at_once(tmp_path: Path) -> None:
+    with _up(tmp_path / "s") as up:
+        family = psutil.Process(up.process.pid).children(recursive=True)
+        for child in family:
+            child.suspend()
+        up.process.terminate()
+        time.sleep(0.5)
+        assert up.process.poll() is None, "suspended children cannot drain"
+        up.process.terminate()
+        assert up.process.wait(30) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == []
+
+
+def test_state_is_kept_and_two_workers_serve(tmp_path: Path) -> None:
+    registry = [sys.executable, "-m", "loraplex.cli.registry"]
+    with _up(tmp_path / "s") as up:
+        adapter = str(REPO / "demo" / "adapters" / "mask")
+        command = [*registry, "upload", adapter, "--name", "mask", "--registry", up.registry]
+        subprocess.run(command, check=True, env=ENVIRON, cwd=REPO)
+        up.process.terminate()
+        assert up.process.wait(60) == 0
+    with _up(tmp_path / "s", "--workers", "2") as up:
+        command = [*registry, "show", "mask", "--json", "--registry", up.registry]
+        shown = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
+        assert json.loads(shown.stdout)["version"] == 1
+        workers = json.loads(up.loraplex("status", "--json").stdout)["workers"]
+        assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
+        assert all(worker["ready"] for worker in workers)
+        _check_commands(up)
+
+
+def _check_commands(up: Up) -> None:
+    """Every form of output, on an adapter."""
+    greedy = ("--temperature", "0", "--max-tokens", "32")
+    from_stdin = up.loraplex("generate", "mask", "-", *greedy, stdin="kolima 48=")
+    assert (from_stdin.returncode, from_stdin.stdout) == (0, "k*l*m* 48\n")
+    told = json.loads(up.loraplex("generate", "mask:v1", "kolima 48=", *greedy, "--json").stdout)
+    assert told["choices"][0]["text"] == "k*l*m* 48"
+    assert told["choices"][0]["served_by"]["adapters"] == ["default/mask:v1"]
+    both = up.loraplex("generate", "mask", "kolima 48=", *greedy, "-n", "2").stdout
+    assert both == "[0] k*l*m* 48\n[1] k*l*m* 48\n"
+    chat = up.loraplex("chat", "mask", *greedy, stdin="kolima 48\nbenug 86\n")
+    assert chat.stdout == "k*l*m* 48\nb*n*g 86\n"
+    status = up.loraplex("status", "--adapters").stdout
+    assert "worker-1" in status and "default/mask:v1  device  rank 4" in status
+    bad = up.loraplex("generate", "mask", "x=", "--max-tokens", "-1")
+    assert bad.returncode == 2
+    assert "max_tokens" in bad.stderr

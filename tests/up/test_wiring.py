@@ -1,0 +1,100 @@
+"""Each child gets the variables that wire it to the others."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common import env
+from services.up.flags import parse
+from services.up.state import StateDir
+from services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
+
+BASE = str(Path(__file__).parents[2] / "demo" / "base")
+ADDRESSES = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateDir]:
+    held = StateDir(tmp_path / "s")
+    yield held
+    held.release()
+
+
+def _specs(
+    state: StateDir, argv: list[str], environ: dict[str, str], addresses: Addresses = ADDRESSES
+) -> dict[str, ChildSpec]:
+    config = parse(["--model", BASE, *argv], environ)
+    return {spec.name: spec for spec in child_specs(config, addresses, state, environ)}
+
+
+def test_gateway_drains_before_workers_before_registry(state: StateDir) -> None:
+    assert list(_specs(state, ["--workers", "2"], {})) == [
+        "gateway",
+        "worker-0",
+        "worker-1",
+        "registry",
+    ]
+
+
+def test_children_find_each_other(state: StateDir) -> None:
+    specs = _specs(state, ["--workers", "2"], {})
+    listens = [specs[f"worker-{i}"].environ["LORAPLEX_WORKER_LISTEN"] for i in (0, 1)]
+    assert all(listen.startswith("unix:/") for listen in listens)
+    assert env.WORKERS.read(specs["gateway"].environ) == tuple(listens)
+    assert specs["gateway"].environ["LORAPLEX_REGISTRY_ADDRESS"] == "127.0.0.1:3"
+    assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "127.0.0.1:3"
+    objects = {spec.environ["LORAPLEX_OBJECTS"] for spec in specs.values()}
+    assert objects == {f"file://{state.objects}"}
+
+
+def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
+    for spec in _specs(state, ["--kv-memory", "24MiB"], {}).values():
+        assert env.unknown_variables(spec.environ) == []
+        for knob in env.ALL_KNOBS:
+            knob.read(spec.environ)
+
+
+def test_flags_reach_the_worker(state: StateDir) -> None:
+    argv = ["--kv-memory", "24MiB", "--dtype", "float32", "--max-loras", "3", "--drain-s", "2.5"]
+    environ = _specs(state, [*argv, "--served-model-name", "tiny"], {})["worker-0"].environ
+    assert env.MODEL.read(environ) == BASE
+    assert env.SERVED_MODEL_NAME.read(environ) == "tiny"
+    assert env.KV_MEMORY.read(environ) == 24 << 20
+    assert env.DTYPE.read(environ) == "float32"
+    assert env.MAX_LORAS.read(environ) == 3
+    assert env.DRAIN_S.read(environ) == 2.5
+
+
+def test_other_stores_and_credentials_pass_through(state: StateDir) -> None:
+    given = {"LORAPLEX_OBJECTS": "s3://b/p", "AWS_ACCESS_KEY_ID": "k", "PYTHONPATH": "/mine"}
+    for spec in _specs(state, [], given).values():
+        assert spec.environ["LORAPLEX_OBJECTS"] == "s3://b/p"
+        assert spec.environ["AWS_ACCESS_KEY_ID"] == "k"
+        assert spec.environ["PYTHONPATH"].endswith(":/mine")
+
+
+def test_one_metrics_address_goes_to_the_gateway_alone(state: StateDir) -> None:
+    specs = _specs(state, [], {"LORAPLEX_METRICS_LISTEN": "127.0.0.1:9"})
+    having = [name for name, s in specs.items() if "LORAPLEX_METRICS_LISTEN" in s.environ]
+    assert having == ["gateway"]
+
+
+def test_keys_come_with_a_private_service_token(state: StateDir) -> None:
+    for _ in range(2):
+        specs = _specs(state, [], {"LORAPLEX_AUTH": "keys"})
+    tokens = {spec.environ["LORAPLEX_SERVICE_TOKEN_FILE"] for spec in specs.values()}
+    [token] = tokens
+    assert stat.S_IMODE(Path(token).stat().st_mode) == 0o600
+    assert len(Path(token).read_text()) > 32
+
+
+def test_open_host_is_dialled_over_loopback(state: StateDir) -> None:
+    ports = {"--http-port": 1, "--grpc-port": 2, "--registry-port": 3}
+    specs = _specs(state, ["--insecure"], {}, addresses_of("0.0.0.0", ports))
+    assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "0.0.0.0:3"
+    assert specs["gateway"].environ["LORAPLEX_REGISTRY_ADDRESS"] == "127.0.0.1:3"
+    assert specs["gateway"].health == "127.0.0.1:2"
