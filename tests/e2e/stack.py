@@ -1,0 +1,138 @@
+"""A real stack for end-to-end tests: `loraplex up` as a user runs it, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).parents[2]
+DEMO = REPO / "demo"
+BASE = DEMO / "base"
+BASE_ID = "loraplex-demo"
+ADAPTERS = sorted(path for path in (DEMO / "adapters").glob("*") if path.is_dir())
+READY = re.compile(r"^loraplex ready (http://\S+) grpc (\S+) registry (\S+)$")
+
+
+def clean_environment() -> dict[str, str]:
+    """The caller's environment without settings of ours."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running `loraplex up` and the addresses it printed."""
+
+    process: subprocess.Popen[str]
+    http: str
+    grpc: str
+    registry: str
+    state_dir: Path
+
+    def run_registry(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run the `registry` command against this stack."""
+        command = [
+            sys.executable,
+            "-m",
+            "loraplex.cli.registry",
+            *args,
+            "--registry",
+            self.registry,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=clean_environment(), timeout=60, cwd=REPO
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    def publish(self, folder: Path, name: str | None = None) -> dict[str, Any]:
+        """Upload an adapter folder; returns the command's JSON."""
+        done = self.run_registry("upload", str(folder), "--name", name or folder.name, "--json")
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """POST JSON; returns the status and the parsed body, errors too."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        all_headers = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.http + path, data=data, headers=all_headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """GET; returns the status and the text."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def complete(self, model: str, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """One greedy completion that must succeed."""
+        body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 32, **fields}
+        status, answer = self.post("/v1/completions", body)
+        assert status == 200, answer
+        result: dict[str, Any] = answer
+        return result
+
+    def service(self, module: str) -> psutil.Process:
+        """The process that runs `python -m MODULE` under this stack."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if module in child.cmdline():
+                    return child
+            except psutil.NoSuchProcess:
+                continue
+        raise LookupError(f"no process runs {module}")
+
+    def stop(self) -> int:
+        """SIGTERM and the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def start(state_dir: Path, *flags: str, model: Path = BASE) -> Stack:
+    """Start a stack and wait until it says it is ready."""
+    log = (state_dir.parent / f"{state_dir.name}.log").open("a")
+    command = [sys.executable, "-m", "loraplex.cli.loraplex", "up", "--model", str(model)]
+    command += ["--served-model-name", BASE_ID, "--state-dir", str(state_dir)]
+    command += ["--http-port", "0", "--grpc-port", "0", "--registry-port", "0"]
+    command += ["--kv-memory", "64MiB", *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environment(), cwd=REPO
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := READY.match(line.strip()):
+            return Stack(process, *match.groups(), state_dir=state_dir)
+    raise RuntimeError(f"the stack ended with {process.wait()}: see {log.name}")
+
+
+def eventually(what: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until `what` holds; fails with its name after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if what():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{getattr(what, '__name__', what)} never became true")

@@ -1,0 +1,56 @@
+"""`loraplex bench trace` against the real stack: every request is served and counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.stack import ADAPTERS, REPO, Stack, clean_environment
+
+SHORT = ("--rate", "10", "--duration", "2", "--lengths", "4-16,2-8")
+
+
+def bench(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loraplex.cli.loraplex", "bench", "trace", *SHORT, *args]
+    command += ["--gateway", stack.grpc, "--registry", stack.registry]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), timeout=90, cwd=REPO
+    )
+
+
+def test_published_adapters_serve_the_whole_trace(stack: Stack) -> None:
+    done = bench(stack, "--adapters", str(len(ADAPTERS)), "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["num_finished"] == result["num_requests"] == 20
+    assert result["failures"] == {} and result["output_tokens_per_s"] > 0
+    assert 0 < result["first_token"]["p50_s"] <= result["latency"]["p50_s"]
+
+
+def test_prepared_adapters_are_as_many_distinct_ones_as_asked_for(
+    stack: Stack, tmp_path: Path
+) -> None:
+    done = bench(stack, "--adapters", "12", "--prepare-from", str(ADAPTERS[0].parent))
+    assert done.returncode == 0, done.stderr
+    assert "published 12 adapters" in done.stderr
+    assert "20 of 20 requests" in done.stdout and "first token" in done.stdout
+    listed = stack.run_registry("list", "--json").stdout.splitlines()
+    versions = [json.loads(line) for line in listed]
+    trace = [version for version in versions if version["name"].startswith("trace-")]
+    assert len(trace) == len({version["digest"] for version in trace}) == 12
+
+
+def test_the_base_alone_needs_no_adapter(stack: Stack) -> None:
+    done = bench(stack, "--adapters", "0", "--json")
+    assert json.loads(done.stdout)["num_finished"] == 20
+
+
+def test_too_few_adapters_and_too_long_requests_are_said_before_anything_is_sent(
+    stack: Stack,
+) -> None:
+    done = bench(stack, "--adapters", "5000")
+    assert done.returncode == 2 and "--prepare-from" in done.stderr
+    done = bench(stack, "--adapters", "1", "--lengths", "8-512,8-512")
+    assert done.returncode == 2 and "512 tokens" in done.stderr

@@ -1,0 +1,123 @@
+"""Vectors through HTTP and gRPC against transformers and PEFT, on the demo base in float32."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from loraplex.v1 import inference_pb2, inference_pb2_grpc
+from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, Stack, start
+
+ADAPTER = ADAPTERS[0]
+TEXTS = ["hello", "the same length?", "h" * 300]
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    running = start(tmp_path_factory.mktemp("embeddings") / "state", "--dtype", "float32")
+    try:
+        running.publish(ADAPTER)
+        yield running
+    finally:
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def client(exact: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=exact.http + "/v1", api_key="ignored", max_retries=0)
+
+
+def reference(texts: list[str], adapter: Path | None = None) -> list[list[float]]:
+    """The last token's state after the last norm, of length 1."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    model: Any = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    vectors = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.inference_mode():
+            state = model(ids, output_hidden_states=True).hidden_states[-1][0, -1]
+        vectors.append((state / state.norm()).tolist())
+    return vectors
+
+
+def assert_close(got: list[list[float]], want: list[list[float]]) -> None:
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert len(ours) == len(theirs)
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["base", "adapter"])
+def test_vectors_are_those_of_transformers_and_peft(
+    client: openai.OpenAI, adapter: Path | None
+) -> None:
+    model = BASE_ID if adapter is None else adapter.name
+    answer = client.embeddings.create(model=model, input=TEXTS, encoding_format="float")
+    assert [entry.index for entry in answer.data] == [0, 1, 2]
+    assert_close([entry.embedding for entry in answer.data], reference(TEXTS, adapter))
+    assert answer.usage.prompt_tokens == sum(len(text) + 1 for text in TEXTS)
+
+
+def test_all_forms_of_input_and_encoding_give_the_same_vector(
+    client: openai.OpenAI, exact: Stack
+) -> None:
+    ids = [256, *b"hello"]
+    vectors = [
+        client.embeddings.create(model=BASE_ID, input=form, encoding_format="float")
+        for form in ("hello", ["hello"], ids, [ids])
+    ]
+    first = vectors[0].data[0].embedding
+    assert math.isclose(sum(value * value for value in first), 1.0, rel_tol=1e-6)
+    for answer in vectors[1:]:
+        assert_close([answer.data[0].embedding], [first])
+    body = {"model": BASE_ID, "input": "hello", "encoding_format": "base64"}
+    status, answer_body = exact.post("/v1/embeddings", body)
+    assert status == 200
+    packed = base64.b64decode(answer_body["data"][0]["embedding"])
+    assert_close([list(struct.unpack(f"<{len(first)}f", packed))], [first])
+
+
+def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, exact: Stack) -> None:
+    with grpc.insecure_channel(exact.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        answer = stub.Embed(inference_pb2.EmbedRequest(model=ADAPTER.name, inputs=TEXTS))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Embed(inference_pb2.EmbedRequest(model=BASE_ID))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    got = [list(embedding.values) for embedding in answer.embeddings]
+    want = client.embeddings.create(model=ADAPTER.name, input=TEXTS, encoding_format="float")
+    assert_close(got, [entry.embedding for entry in want.data])
+    assert answer.usage.prompt_tokens == want.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", 3]}, "input"),
+        ({"input": "a" * 600}, "input"),
+        ({"input": "a", "dimensions": 16}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "colour": "red"}, "colour"),
+        ({"input": "a", "model": ""}, "model"),
+    ],
+)
+def test_a_bad_field_is_named(exact: Stack, fields: dict[str, Any], param: str) -> None:
+    status, answer = exact.post("/v1/embeddings", {"model": BASE_ID, **fields})
+    assert status == 400, answer
+    assert answer["error"]["param"] == param
