@@ -1,0 +1,15 @@
+# Build from the repository root: docker build -f deploy/docker/gateway.Dockerfile -t loraplex-gateway .
+FROM python:3.12-slim-bookworm AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY loraplex loraplex
+COPY services services
+RUN python -m venv /opt/loraplex \
+    && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[gateway]'
+
+FROM python:3.12-slim-bookworm
+COPY --from=build /opt/loraplex /opt/loraplex
+USER 10001:10001
+ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+EXPOSE 8080 50051 9090
+ENTRYPOINT ["python", "-m", "services.gateway"]
