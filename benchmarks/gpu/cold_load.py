@@ -1,0 +1,83 @@
+"""Loading an adapter into the arena: milliseconds and GB/s, beside a plain pinned copy.
+
+    python -m benchmarks.gpu.cold_load [--rank 16] [--device cpu --tiny]
+
+The folder is in the page cache; what is timed is `load_adapter`: reading, packing, copying, tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import common
+from benchmarks.gpu.common import ALL_SEVEN, SHAPES
+from services.worker.runner import build_runner
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    shape = SHAPES["tiny" if args.tiny else args.shape]
+    with tempfile.TemporaryDirectory() as scratch:
+        base = common.write_base(shape, Path(scratch) / "base", 128)
+        runner = build_runner(
+            base, device=args.device, arena_bytes=args.arena_bytes, load_format="dummy"
+        )
+        device = runner.arena.data.device
+        dtype = getattr(torch, runner.model_info().dtype)
+        folder = Path(scratch) / "adapter"
+        common.write_adapter(shape, folder, args.rank, ALL_SEVEN, dtype)
+        blocks = list(range(runner.adapter_blocks(folder)))
+
+        def load() -> None:
+            runner.load_adapter(0, folder, blocks)
+            common.synchronize(device)
+            runner.unload_adapter(0)
+
+        load()
+        load_s = common.median_s(load, device, args.repetitions)
+        num_bytes = shape.adapter_bytes(args.rank, ALL_SEVEN, dtype.itemsize)
+        copy_s = pinned_copy_s(num_bytes, device, args.repetitions)
+    row = {
+        "shape": shape.name,
+        "rank": args.rank,
+        "megabytes": num_bytes / 1e6,
+        "load_ms": load_s * 1e3,
+        "load_gb_per_s": num_bytes / load_s / 1e9,
+        "pinned_copy_ms": copy_s * 1e3,
+        "pinned_copy_gb_per_s": num_bytes / copy_s / 1e9,
+    }
+    common.print_table([row])
+    print(f"wrote {common.write_results('cold_load', device, row, args.out)}")
+
+
+def pinned_copy_s(num_bytes: int, device: torch.device, repetitions: int) -> float:
+    """Seconds of one copy of as many bytes from pinned host memory."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target.copy_(source)
+    return common.median_s(lambda: target.copy_(source, non_blocking=True), device, repetitions)
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--arena-bytes", type=int, default=4 << 30)
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="a small model: does it run at all")
+    args = parser.parse_args()
+    if args.tiny:
+        args.repetitions, args.arena_bytes = 2, 8 << 20
+    return args
+
+
+if __name__ == "__main__":
+    main()

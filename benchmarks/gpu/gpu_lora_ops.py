@@ -1,0 +1,224 @@
+"""Shrink and expand of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
+
+    python -m benchmarks.gpu.gpu_lora_ops [--tune] [--device cpu --tiny, with TRITON_INTERPRET=1]
+
+Sites with weights of their own are captured one after the other in a graph until they exceed the
+L2 cache, so that every byte comes from memory. `--tune` times alternatives of each family's plan.
+The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded` gives all of them 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import common
+from services.worker.kernels.lora import triton as lora
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.plan import LoraPlan, choose_plan
+from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
+from services.worker.kernels.lora.worklist import RowRun
+
+L2_BYTES = 256 << 20
+MAX_SITES = 32
+S2_RANKS = (64, 32, 16, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class OpSite:
+    """Widths of one site: inputs, and outputs of each stacked projection."""
+
+    name: str
+    num_inputs: int
+    outputs: tuple[int, ...]
+
+
+SITES = (
+    OpSite("qkv", 4096, (4096, 1024, 1024)),
+    OpSite("o", 4096, (4096,)),
+    OpSite("gate_up", 4096, (14336, 14336)),
+    OpSite("down", 14336, (4096,)),
+)
+TINY_SITES = (OpSite("tiny", 64, (32, 16)),)
+BATCHES = (1, 8, 32, 64, 256)
+
+
+class OpBench:
+    """Tables of random adapters at several sites of the same widths."""
+
+    def __init__(self, site: OpSite, ranks: Sequence[int], device: torch.device, tiny: bool):
+        self.site, self.num_outputs = site, sum(site.outputs)
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        widths = sum(site.num_inputs + out for out in site.outputs)
+        self.adapter_bytes = self.dtype.itemsize * widths * sum(ranks)
+        self.num_sites = min(MAX_SITES, max(2, -(-L2_BYTES // self.adapter_bytes)))
+        if tiny:
+            self.num_sites = 2
+        num_bytes = self.adapter_bytes * self.num_sites
+        arena = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        arena.view(self.dtype).normal_(std=0.02)
+        self.tables = DeviceTables(
+            arena, [site.num_inputs] * self.num_sites, [True] * self.num_sites, len(ranks), 1 << 20
+        )
+        self._position = 0
+        for slot, rank in enumerate(ranks):
+            deltas = {site_id: self._delta(rank) for site_id in range(self.num_sites)}
+            self.tables.enter(slot, deltas, set())
+        self.planes = lora.Planes(4096, max(ranks) * len(site.outputs), device)
+        self.lora = lora.DeviceLora(self.tables, self.planes, site.num_inputs)
+
+    def _delta(self, rank: int) -> SiteDelta:
+        slices, a, b, begin = [], [], [], 0
+        for i, width in enumerate(self.site.outputs):
+            slices.append(Slice(i * rank, rank, begin, width, 0.5))
+            a.append(self._tile(i * rank, rank, 0, self.site.num_inputs))
+            b.append(self._tile(i * rank, rank, begin, width))
+            begin += width
+        return SiteDelta(tuple(slices), tuple(a), tuple(b), torch.ones(0))
+
+    def _tile(self, row: int, num_rows: int, column: int, width: int) -> Tile:
+        flat = self.tables.arena.view(self.dtype)
+        data = flat[self._position : self._position + num_rows * width].view(num_rows, width)
+        self._position += num_rows * width
+        return Tile(row, row + num_rows, column, column + width, data)
+
+    def run_of(self, runs: Sequence[RowRun], num_rows: int, plan: LoraPlan) -> Callable[[], None]:
+        """One pass over all sites; captured where there is a GPU."""
+        device = self.tables.arena.device
+        x = torch.randn(num_rows, self.site.num_inputs, device=device).to(self.dtype)
+        y = torch.zeros(num_rows, self.num_outputs, dtype=self.dtype, device=device)
+        work = lora.StepWork(self.tables, len(runs), plan)
+        work.fill(runs)
+        work.count()
+
+        def all_sites() -> None:
+            for site_id in range(self.num_sites):
+                lora.add_lora(y, x, site_id, work, self.planes)
+
+        return captured(all_sites) if device.type == "cuda" else all_sites
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """`run` as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def even_runs(num_rows: int, num_adapters: int) -> list[RowRun]:
+    """Rows dealt to adapters in equal parts, in order."""
+    edges = [i * num_rows // num_adapters for i in range(num_adapters + 1)]
+    return [RowRun(i, 1.0, edges[i], edges[i + 1]) for i in range(num_adapters)]
+
+
+def alternatives(plan: LoraPlan) -> Iterator[LoraPlan]:
+    """Neighbours of a plan worth timing."""
+    for split in (512, 1024, 2048, 4096):
+        for outputs in (128, 256, 512):
+            for warps in (4, 8):
+                for programs in (4, 8, 16):
+                    yield replace(
+                        plan,
+                        split_inputs=split,
+                        block_outputs=outputs,
+                        num_warps=warps,
+                        programs_per_processor=programs,
+                    )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    device = torch.device(args.device)
+    bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
+    rows = []
+    for site in TINY_SITES if args.tiny else SITES:
+        for mix, num_rows, ranks in mixes(args.tiny):
+            row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
+            print(row, flush=True)
+            rows.append(row)
+    common.print_table([{k: v for k, v in row.items() if k != "plan"} for row in rows])
+    results = {"copy_bytes_per_s": bandwidth, "rows": rows}
+    print(f"wrote {common.write_results('gpu_lora_ops', device, results, args.out)}")
+
+
+def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
+    """(name, token rows, rank of each adapter)."""
+    if tiny:
+        yield "distinct", 2, [16, 16]
+        return
+    for num_rows in BATCHES:
+        yield "distinct", num_rows, [16] * min(num_rows, 64)
+        if num_rows > 1:
+            yield "identical", num_rows, [16]
+    yield "s2", 64, [S2_RANKS[i % 4] for i in range(64)]
+    yield "s2-padded", 64, [64] * 64
+
+
+def measure(
+    site: OpSite,
+    mix: str,
+    num_rows: int,
+    ranks: list[int],
+    device: torch.device,
+    bandwidth: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """One row of the table."""
+    bench = OpBench(site, ranks, device, args.tiny)
+    runs = even_runs(num_rows, len(ranks))
+    longest = max(run.end - run.begin for run in runs)
+    plan = choose_plan(longest, num_rows, bench.dtype.itemsize)
+    plans = [plan, *alternatives(plan)] if args.tune else [plan]
+    timed = [
+        (time_s(bench.run_of(runs, num_rows, p), device, args), p)
+        for p in plans
+        if bench.lora.holds(p, num_rows)
+    ]
+    best_s, best = min(timed, key=lambda pair: pair[0])
+    site_s = best_s / bench.num_sites
+    return {
+        "site": site.name,
+        "mix": mix,
+        "rows": num_rows,
+        "adapters": len(ranks),
+        "microseconds": site_s * 1e6,
+        "default_microseconds": timed[0][0] / bench.num_sites * 1e6,
+        "share_of_bandwidth": bench.adapter_bytes / site_s / bandwidth,
+        "plan": asdict(best),
+    }
+
+
+def time_s(run: Callable[[], None], device: torch.device, args: argparse.Namespace) -> float:
+    """Median seconds of a pass."""
+    run()
+    if device.type == "cuda":
+        return common.device_median_s(run, args.repetitions)
+    return common.median_s(run, device, 1)
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--tune", action="store_true", help="time alternatives of each plan")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="small widths: does it run at all")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The machine under a benchmark, and where its numbers are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+_ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni")
+
+
+def cpu_facts() -> dict[str, Any]:
+    """What a reader needs to compare numbers; nothing that names this machine."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set((re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE) or [""])[0].split())
+    return {
+        "cpu": model[1] if model else platform.processor(),
+        "architecture": platform.machine(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "isa": [name for name in _ISA if name in flags],
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def machine_kind(facts: dict[str, Any]) -> str:
+    """A folder name that machines of one kind share, such as `amd-epyc-2c`."""
+    model = re.sub(r"\(.*?\)|@.*|\bcpu\b|\bprocessor\b", " ", str(facts["cpu"]).lower())
+    words = re.findall(r"[a-z0-9]+", model) or [str(facts["architecture"])]
+    return "-".join([*words[:5], f"{facts['num_cores']}c"])
+
+
+def write_results(name: str, results: dict[str, Any]) -> Path:
+    """Write `results/<machine kind>/<name>.json`; returns its path."""
+    facts = cpu_facts()
+    path = RESULTS / machine_kind(facts) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": facts, **results}, indent=2) + "\n")
+    return path

@@ -1,0 +1,22 @@
+"""Stopwatch and medians."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[list[float]]:
+    """A list that holds the seconds once the block has ended."""
+    elapsed: list[float] = []
+    begin_s = time.perf_counter()
+    yield elapsed
+    elapsed.append(time.perf_counter() - begin_s)
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the ratios of what was measured in turns."""
+    return round(statistics.median(a / b for a, b in zip(over, under, strict=True)), 3)

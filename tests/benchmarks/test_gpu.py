@@ -1,0 +1,70 @@
+"""The GPU benchmarks at least run: small shapes, on the CPU. Their numbers mean nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.common import ALL_SEVEN, ATTENTION, SHAPES, floor_s
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module, out, interpret=False):
+    env = dict(os.environ) | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    options = ["--device", "cpu", "--tiny", "--out", str(out)]
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.gpu.{module}", *options],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("module", ["gpu_decode", "cold_load", "gpu_lora_ops"])
+def test_a_dry_run_writes_its_results(module, tmp_path):
+    if module == "gpu_lora_ops":
+        pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    done = run(module, tmp_path, interpret=module == "gpu_lora_ops")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.rglob("*.json")
+    assert json.loads(path.read_text())["machine"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("module", ["gpu_decode", "cold_load", "gpu_lora_ops"])
+def test_unknown_options_are_refused(module):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.gpu.{module}", "--device", "tpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "--device" in done.stderr
+
+
+def test_the_floor_counts_weights_cache_and_each_adapter_once():
+    shape = SHAPES["llama-3-8b"]
+    assert shape.adapter_bytes(1, ALL_SEVEN, 2) == 163_840 * 32
+    assert shape.adapter_bytes(1, ATTENTION, 2) == 53_248 * 32
+    assert shape.kv_bytes(1, 2) == 131_072
+    base = floor_s(shape, 64, 1024, 0, 0, 2, 1e12)
+    with_adapters = floor_s(shape, 64, 1024, 64, shape.adapter_bytes(16, ALL_SEVEN, 2), 2, 1e12)
+    assert with_adapters - base == pytest.approx(64 * 16 * 163_840 * 32 / 1e12)
+    assert base == pytest.approx((15.0e9 + 8.59e9) / 1e12, rel=0.01)
+
+
+def test_the_script_of_all_parts_is_valid_shell():
+    script = ROOT / "benchmarks" / "gpu" / "all.sh"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["sh", "-n", str(script)]).returncode == 0
+
+
+def test_all_parts_together_take_less_than_nine_minutes():
+    lines = (ROOT / "benchmarks" / "gpu" / "all.sh").read_text().splitlines()
+    limits = [int(line.split()[1]) for line in lines if line.startswith("part ")]
+    assert sum(limits) <= 9 * 60
