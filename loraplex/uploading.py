@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from loraplex.channel import CHUNK_BYTES, Channel
-from loraplex.errors import DataLoss, Unavailable
+from loraplex.errors import Blocked, DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -92,6 +92,10 @@ async def upload(
             return await _send(channel, session, files, progress)
         except Unavailable as error:
             await asyncio.sleep(error.retry_after_s or pause_s)
+        except Blocked as error:
+            # A file that need not be sent was collected meanwhile: open again and send it.
+            if error.reason != "UPLOAD_INCOMPLETE":
+                raise
         with contextlib.suppress(Unavailable):
             session = await _open(channel, request)
     return await _send(channel, session, files, progress)

@@ -169,8 +169,8 @@ class Catalog:
             )
         return int(values[0] or 0), int(values[1] or 0)
 
-    async def has_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[bool]:
-        """Which files this tenant already refers to from a live version."""
+    async def known_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[str]:
+        """Those of the files that this tenant refers to already from a live version."""
         if not sha256s:
             return []
         epoch = await self._patiently(self._current)
@@ -178,7 +178,7 @@ class Catalog:
             values = await _wait(
                 self._redis.hmget(f"{PREFIX}{epoch}:blobs:{tenant}", list(sha256s))
             )
-        return [value is not None for value in values]
+        return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
 
     async def last_sequence(self, epoch: str) -> int:
         """Number of the last event of an index."""

@@ -126,9 +126,7 @@ class Publisher:
 
     async def known_files(self, session: Session, files: Sequence[File]) -> set[File]:
         """Files whose bytes this tenant has already: they need not be sent again."""
-        tenant = session.options.tenant
-        have = await self._catalog.has_blobs(tenant, [file.sha256 for file in files])
-        candidates = [file for file, known in zip(files, have, strict=True) if known]
+        candidates = [file for file in files if file.sha256 in session.known]
         known = set()
         for file in candidates:
             info = await self._store.head(layout.blob(file.sha256))

@@ -50,7 +50,8 @@ class RegistryService(AdminService):
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
         await registry.tenants.check_quota(options.tenant, sum(file.size for file in files))
-        session = await registry.uploads.open(options, files, access.actor)
+        known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
+        session = await registry.uploads.open(options, files, access.actor, known)
         return pb.CreateUploadResponse(
             upload_id=session.upload_id, progress=await self._progress(session)
         )

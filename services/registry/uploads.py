@@ -54,6 +54,9 @@ class Session:
     files: tuple[File, ...]
     creator: str
     created_s: float
+    known: tuple[str, ...] = ()
+    """sha256 of files that the tenant referred to already when the session opened. Kept here, so
+    that what the client was told not to send stays known when the index is lost meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,22 @@ class Uploads:
         self._store = store
         self._scans = scans
 
-    async def open(self, options: Options, files: Sequence[File], creator: str) -> Session:
-        """Open a session, or find the open one for the same files and options."""
+    async def open(
+        self, options: Options, files: Sequence[File], creator: str, known: Sequence[str] = ()
+    ) -> Session:
+        """Open a session, or find the open one for the same files and options.
+
+        Args:
+            known: sha256 of the files that the tenant refers to already.
+        """
         ordered = tuple(sorted(files, key=lambda file: file.path))
         same = _fingerprint(options, ordered, creator)
         now_s = await self._store.clock_s()
         found = await self._open_session(same, now_s)
         if found is not None:
             return found
-        session = Session(f"{same}-{secrets.token_hex(8)}", options, ordered, creator, now_s)
+        upload_id = f"{same}-{secrets.token_hex(8)}"
+        session = Session(upload_id, options, ordered, creator, now_s, tuple(known))
         await documents.create(self._store, layout.upload_session(session.upload_id), session)
         failpoint("upload.session")
         return session

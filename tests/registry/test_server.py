@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
 from loraplex.convert import geometry_to_proto
 from loraplex.errors import (
@@ -71,6 +72,30 @@ async def test_an_interrupted_upload_continues_where_it_stopped(door: Door, tmp_
     assert (await door.client.upload(folder, Publication("sql"))).version.version == 1
     state = await stub.GetUpload(pb.GetUploadRequest(upload_id=session.upload_id))
     assert state.finished.version == 1
+
+
+async def test_an_upload_ends_though_the_index_is_lost_between_its_first_and_last_call(
+    door: Door, tmp_path: Path, metadata_url: str
+) -> None:
+    await _upload(door.client, tmp_path, "sql", 1)
+    files = adapter_files(2)
+    assert files[CONFIG] == adapter_files(1)[CONFIG]
+    stub = door.client._stub
+    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
+    for path, data in files.items():
+        request.files.add(path=path, size=len(data), sha256=_sha256(data))
+    session = await stub.CreateUpload(request)
+    assert {p.path for p in session.progress if p.complete} == {CONFIG}
+    await stub.UploadPart(iter([_part(session.upload_id, TENSORS, 0, files[TENSORS])]))
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await raw.flushall()
+    await raw.aclose()
+    # The index is back, but empty: it cannot say any more what the tenant had.
+    epoch = await door.registry.catalog.begin_rebuild()
+    assert epoch is not None
+    assert await door.registry.catalog.switch(epoch) is True
+    done = await stub.FinishUpload(pb.FinishUploadRequest(upload_id=session.upload_id))
+    assert done.version.version == 2
 
 
 async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(door: Door) -> None:
