@@ -75,7 +75,9 @@ async def opened(
     """A session with all bytes sent, ready to be finished."""
     tenant, bare = parse_name(name)
     wanted = Options(tenant, bare, (*tags, LATEST) if latest else tags, **options)  # type: ignore[arg-type]
-    session = await registry.uploads.open(wanted, declared(files), "tester")
+    sent = declared(files)
+    known = await registry.catalog.known_blobs(tenant, [file.sha256 for file in sent])
+    session = await registry.uploads.open(wanted, sent, "tester", known)
     for path, data in files.items():
         await registry.uploads.receive(session, path, 0, one_chunk(data))
     return session
