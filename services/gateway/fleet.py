@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
+from services.gateway.channels import open_channel
 from services.gateway.convert import base_from_wire
 from services.gateway.request import BaseModel, Job
 from services.gateway.template_pool import TemplatePool
 from services.gateway.token_stream import TokenStream
 from services.gateway.tokenizer import BaseTokenizer, IdsOnly
 from services.gateway.view import WorkerView
-from services.gateway.worker_link import Metadata, WorkerLink
+from services.gateway.worker_link import Metadata, OpenChannel, WorkerLink
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,13 @@ class Fleet:
         *,
         base_seen: BaseSeen,
         metadata: Metadata = (),
+        channel: OpenChannel = open_channel,
     ) -> None:
         """
         Args:
             workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name.
             base_seen: called when a base appears or comes back with another model.
+            channel: opens the way to an address.
         """
         self._static = [w for w in workers if not w.startswith("dns:")]
         self._names = [w.removeprefix("dns:").lstrip("/") for w in workers if w.startswith("dns:")]
@@ -60,6 +63,7 @@ class Fleet:
         self._pool = pool
         self._base_seen = base_seen
         self._metadata = metadata
+        self._channel = channel
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._bases: dict[str, ServedBase] = {}
         self._change = asyncio.Event()
@@ -121,6 +125,7 @@ class Fleet:
                     model_seen=self._model_seen,
                     changed=self._announce,
                     metadata=self._metadata,
+                    channel=self._channel,
                 )
                 self._links[address] = (link, asyncio.create_task(link.run()))
         for address in [known for known in self._links if known not in addresses]:

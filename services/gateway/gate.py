@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ from services.gateway.admission import (
     Verdict,
     too_late,
 )
+from services.gateway.clock import now_s
 from services.gateway.metrics import REJECTIONS, RUNNING, RUNNING_LIMIT, WAITING
 
 LEAST_RUNNING = 256
@@ -29,7 +29,7 @@ class Place:
     def __init__(self, gate: Gate, ticket: Ticket) -> None:
         self._gate = gate
         self._ticket = ticket
-        self._start_s = time.monotonic()
+        self._start_s = now_s()
         self._first_s = 0.0
         self._num_tokens = 0
 
@@ -38,18 +38,18 @@ class Place:
         if not num_tokens:
             return
         if not self._num_tokens:
-            self._first_s = time.monotonic()
+            self._first_s = now_s()
         self._num_tokens += num_tokens
         self._gate.served(self._ticket, num_tokens)
 
     def held_s(self) -> float:
         """Seconds since it was entered."""
-        return time.monotonic() - self._start_s
+        return now_s() - self._start_s
 
     def token_s(self) -> float:
         """Mean seconds between the tokens of one of its sequences; 0 = too few to say."""
         gaps = self._num_tokens / self._ticket.cost - 1
-        return (time.monotonic() - self._first_s) / gaps if gaps >= 8 else 0.0
+        return (now_s() - self._first_s) / gaps if gaps >= 8 else 0.0
 
 
 class Gate:
@@ -111,7 +111,7 @@ class Gate:
     async def _enter(self, ticket: Ticket) -> None:
         try:
             self._queue.max_ahead_tokens = self._room_ahead()
-            if self._queue.offer(ticket, time.monotonic()) is Verdict.WAIT:
+            if self._queue.offer(ticket, now_s()) is Verdict.WAIT:
                 await self._turn(ticket)
         except LoraplexError as error:
             REJECTIONS.labels(error.reason).inc()
@@ -123,7 +123,7 @@ class Gate:
         turn = self._turns[ticket.number] = asyncio.get_running_loop().create_future()
         self._publish()
         try:
-            async with asyncio.timeout(ticket.deadline_s - time.monotonic()):
+            async with asyncio.timeout(ticket.deadline_s - now_s()):
                 await turn
         except BaseException as error:
             self._leave_queue(ticket, turn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from loraplex.errors import LoraplexError, Unavailable
 from services.gateway.admission import Ticket, too_late
 from services.gateway.choice import ChoiceText
+from services.gateway.clock import now_s
 from services.gateway.detokenize import TokenBytes, whole_text
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate, Place
@@ -147,7 +147,7 @@ class Generation:
         """
         if self._is_draining:
             raise Unavailable("this gateway drains", reason="DRAINING", retry_after_s=1.0)
-        arrival_s = time.monotonic()
+        arrival_s = now_s()
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
         prompt_ids = await served.tokenizer.encode(call.prompt, served.model)
@@ -184,13 +184,13 @@ class Generation:
             is_first = True
             async for piece in pieces:
                 if is_first:
-                    FIRST_TOKEN_S.labels(base_id).observe(time.monotonic() - prepared.arrival_s)
+                    FIRST_TOKEN_S.labels(base_id).observe(now_s() - prepared.arrival_s)
                     is_first = False
                 _count(prepared.usage, piece)
                 place.served(len(piece.token_ids))
                 yield piece
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
-        REQUEST_S.labels(base_id).observe(time.monotonic() - prepared.arrival_s)
+        REQUEST_S.labels(base_id).observe(now_s() - prepared.arrival_s)
 
     @asynccontextmanager
     async def _admitted(self, prepared: Prepared) -> AsyncGenerator[Place]:
@@ -216,7 +216,7 @@ class Generation:
     def _check_deadline(self, prepared: Prepared) -> None:
         """Raises: DeadlineExceeded when its first token would come too late, before any work."""
         views = self._fleet.views(prepared.base.base_id)
-        left_s = prepared.deadline_s - time.monotonic()
+        left_s = prepared.deadline_s - now_s()
         if not can_start_within(views, len(prepared.prompt_ids), left_s):
             raise too_late()
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from services.common.callers import Caller
+from services.gateway.clock import now_s
 
 FRESH_S = 2.0
 MAX_REMEMBERED = 100_000
@@ -36,7 +36,7 @@ class _Known:
 class KeyRing:
     """Checks callers of all doors."""
 
-    def __init__(self, check: KeyCheck, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, check: KeyCheck, now: Callable[[], float] = now_s) -> None:
         self._check = check
         self._now = now
         self._known: dict[bytes, _Known] = {}

@@ -6,11 +6,11 @@ back when it ends.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.gateway.buckets import Grant, Lease
+from services.gateway.clock import now_s
 from services.gateway.reservoir import Reservoir
 from services.gateway.tenants import TenantLimits
 
@@ -20,7 +20,7 @@ _MAX_LEASES = 200_000
 class Rates:
     """The leases of this gateway."""
 
-    def __init__(self, reservoir: Reservoir, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reservoir: Reservoir, now: Callable[[], float] = now_s) -> None:
         self._reservoir = reservoir
         self._now = now
         self._leases: dict[str, Lease] = {}

@@ -8,13 +8,13 @@ another worker goes on exactly where the first stopped and the reader sees one u
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
+from services.gateway.clock import now_s
 from services.gateway.metrics import CONTINUATIONS, RETRIES
 from services.gateway.request import FinishReason, Job, Tokens
 from services.gateway.routing import HomeSizes, Placement, choose
@@ -110,9 +110,7 @@ class _Run:
         self._placement = replace(self._placement, numerics=view.numerics)
         stream = self._workers.submit(view.address, self._continued())
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(
-            self._job.deadline_s - time.monotonic(), stream.fail, _deadline_passed()
-        )
+        timer = loop.call_later(self._job.deadline_s - now_s(), stream.fail, _deadline_passed())
         try:
             while True:
                 tokens = self._new_part(await stream.next())
@@ -181,13 +179,13 @@ class _Run:
         return choose(others, self._placement) or choose(views, self._placement)
 
     async def _wait_for_worker(self) -> WorkerView | None:
-        wait_s = min(self._limits.wait_for_worker_s, self._job.deadline_s - time.monotonic())
+        wait_s = min(self._limits.wait_for_worker_s, self._job.deadline_s - now_s())
         try:
             async with asyncio.timeout(wait_s):
                 while (view := self._choose()) is None:
                     await self._workers.next_change()
         except TimeoutError:
-            if time.monotonic() >= self._job.deadline_s:
+            if now_s() >= self._job.deadline_s:
                 raise _deadline_passed() from None
             return None
         return view

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.gateway.buckets import Bucket, Grant, capacity_of
+from services.gateway.clock import now_s
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Reservoir(Protocol):
 class LocalReservoir:
     """Buckets of this process; `share` of each rate is ours."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = now_s) -> None:
         self._now = now
         self._buckets: dict[str, Bucket] = {}
         self.num_gateways = 1
@@ -97,7 +97,7 @@ class RedisReservoir:
         self,
         client: redis.asyncio.Redis,
         gateway_id: str,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = now_s,
     ) -> None:
         self._client = client
         self._gateway_id = gateway_id

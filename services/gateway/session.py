@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import grpc
 from loraplex.errors import Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail, from_rpc_error
+from services.gateway.clock import now_s
 from services.gateway.convert import job_to_wire, tokens_from_wire
 from services.gateway.request import Job
 from services.gateway.token_stream import Pace, TokenStream
@@ -75,7 +75,7 @@ class Session:
         stream = TokenStream(lambda: self._cancel(wire_id), self._pace)
         self._streams[wire_id] = stream
         self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
-        submit = job_to_wire(job, wire_id, time.monotonic())
+        submit = job_to_wire(job, wire_id, now_s())
         self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return stream
 

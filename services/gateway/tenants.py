@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
+from services.gateway.clock import now_s
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ Ask = Callable[[str], Awaitable[TenantLimits]]
 class TenantDirectory:
     """Remembers limits; an old answer is used while a new one is on its way."""
 
-    def __init__(self, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask: Ask, now: Callable[[], float] = now_s) -> None:
         self._ask = ask
         self._now = now
         self._known: dict[str, tuple[float, TenantLimits]] = {}

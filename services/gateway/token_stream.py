@@ -8,10 +8,10 @@ client costs nearly the same whether it carries one token or ten. First and last
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
+from services.gateway.clock import now_s
 from services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002
@@ -69,7 +69,7 @@ class TokenStream:
     def put(self, tokens: Tokens) -> None:
         """Add an event."""
         if not self._ready:
-            self._put_s = time.monotonic()
+            self._put_s = now_s()
         self._ready.append(tokens)
         if tokens.finish_reason is not None:
             self._wake()
@@ -91,7 +91,7 @@ class TokenStream:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._taken_s = time.monotonic()
+        self._taken_s = now_s()
         self._pace.observe(self._taken_s - max(self._put_s, self._woken_s))
         batch, self._ready = self._ready, []
         return batch[0] if len(batch) == 1 else merged(batch)
@@ -101,7 +101,7 @@ class TokenStream:
         self._cancel()
 
     def _wake_in_time(self) -> None:
-        wait_s = self._taken_s + self._pace.gather_s - time.monotonic()
+        wait_s = self._taken_s + self._pace.gather_s - now_s()
         if wait_s <= 0:
             self._wake()
         elif self._waiter is not None:
@@ -112,7 +112,7 @@ class TokenStream:
             self._timer.cancel()
             self._timer = None
         if self._waiter is not None and not self._waiter.done():
-            self._woken_s = time.monotonic()
+            self._woken_s = now_s()
             self._waiter.set_result(None)
 
 

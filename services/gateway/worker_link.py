@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.gateway.channels import open_channel
+from services.gateway.clock import now_s
 from services.gateway.convert import load_from_wire, residency_from_wire
 from services.gateway.request import Job
 from services.gateway.session import Session
@@ -30,6 +30,7 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
 """Takes in a model; False asks for it again with its tokenizer files."""
 Metadata = tuple[tuple[str, str], ...]
+OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 class WorkerLink:
@@ -43,9 +44,10 @@ class WorkerLink:
         model_seen: ModelSeen,
         changed: Callable[[], None],
         metadata: Metadata = (),
+        channel: OpenChannel = open_channel,
     ) -> None:
         """`model_seen` is awaited for each connection, `changed` called when the view changed."""
-        self._channel = open_channel(address)
+        self._channel = channel(address)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._gateway_id = gateway_id
         self._model_seen = model_seen
@@ -60,7 +62,7 @@ class WorkerLink:
         session = self._session
         if session is None:
             return self._view
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = now_s() - self._heard_s
         return replace(
             self._view,
             connected=session.is_open,
@@ -152,7 +154,7 @@ class WorkerLink:
             call.cancel()
 
     def _hear(self) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s = now_s()
 
     def _disconnect(self) -> None:
         was_connected = self._view.connected
