@@ -195,6 +195,20 @@ ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
     "gateway",
     "Host headers accepted besides loopback when there is no auth.",
 )
+TOOL_FORMAT: Knob[str] = Knob(
+    "LORAPLEX_TOOL_FORMAT",
+    choice("auto", "hermes", "llama3_json", "mistral", "none"),
+    "auto",
+    "gateway",
+    "How the bases write tool calls; auto = what the chat template shows.",
+)
+REASONING: Knob[str] = Knob(
+    "LORAPLEX_REASONING",
+    choice("auto", "think", "none"),
+    "auto",
+    "gateway",
+    "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
+)
 
 # Worker
 WORKER_LISTEN = _listen(
@@ -319,11 +333,18 @@ def markdown_table() -> str:
     rows = ["| variable | default | read by | meaning |", "|---|---|---|---|"]
     for knob in ALL_KNOBS:
         name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")
-        rows.append(f"| {name} | {_shown(knob.default)} | {knob.readers} | {knob.doc} |")
+        default = shown(knob.default)
+        rows.append(f"| {name} | {default and f'`{default}`'} | {knob.readers} | {knob.doc} |")
     return "\n".join(rows)
 
 
-def _shown(default: object) -> str:
+def read_by(service: str) -> list[Knob[object]]:
+    """The variables that a service reads, in the order of the table."""
+    return [knob for knob in ALL_KNOBS if {service, "all"} & set(knob.readers.split())]
+
+
+def shown(default: object) -> str:
+    """A default as text; "" where there is none."""
     if default is None or default == "" or default == ():
         return ""
-    return f"`{default:g}`" if isinstance(default, float) else f"`{str(default).lower()}`"
+    return f"{default:g}" if isinstance(default, float) else str(default).lower()

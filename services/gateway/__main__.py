@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import sys
 
-from loraplex.errors import LoraplexError, codes_of
-from services.common import env, grpc_server
-from services.common.log import setup_logging
+from services.common import grpc_server
+from services.common.process import run_service
 from services.gateway.config import GatewayConfig, from_env
 from services.gateway.gateway import Gateway
-
-logger = logging.getLogger("services.gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -31,16 +26,8 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
-    setup_logging("gateway", env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
-    for warning in env.unknown_variables(os.environ):
-        logger.warning(warning)
-    try:
-        asyncio.run(serve(from_env(os.environ)))
-    except LoraplexError as error:
-        print(f"gateway: {error.message}", file=sys.stderr)
-        return codes_of(error).exit
-    return 0
+    """Returns the exit status."""
+    return run_service("gateway", lambda: serve(from_env(os.environ)))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, codes_of
-from services.common import env, grpc_server
-from services.common.log import setup_logging
+from loraplex.errors import Unavailable
+from services.common import grpc_server
 from services.common.metrics import MetricsServer
 from services.common.objects import ObjectStore, open_store
 from services.common.objects.probe import probe
+from services.common.process import run_service
 from services.common.redis_url import connect_redis
 from services.common.signals import stop_event
 from services.registry import failpoint, layout
@@ -95,17 +95,8 @@ async def _prove(store: ObjectStore) -> None:
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
-    try:
-        setup_logging("registry", env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
-        config = from_env(os.environ)
-        for warning in env.unknown_variables(os.environ):
-            logger.warning(warning)
-        asyncio.run(run(config))
-    except LoraplexError as error:
-        print(f"registry: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidRequest) else codes_of(error).exit
-    return 0
+    """Returns the exit status."""
+    return run_service("registry", lambda: run(from_env(os.environ)))
 
 
 if __name__ == "__main__":

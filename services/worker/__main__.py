@@ -9,11 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from loraplex.errors import LoraplexError, codes_of
 from services.common import env, grpc_server
-from services.common.log import setup_logging
 from services.common.metrics import MetricsServer
 from services.common.objects.opening import open_store
+from services.common.process import run_service
 from services.common.service_token import ServiceTokenAuth
 from services.worker.adapters.disk import DiskCache
 from services.worker.adapters.source import AdapterSource
@@ -103,16 +102,8 @@ async def _report_ready(
 
 
 def main() -> int:
-    """Returns the exit code."""
-    setup_logging("worker", env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
-    for warning in env.unknown_variables(os.environ):
-        logger.warning(warning)
-    try:
-        asyncio.run(serve(from_env(os.environ)))
-    except LoraplexError as error:
-        print(f"worker: {error.message}", file=sys.stderr)
-        return codes_of(error).exit
-    return 0
+    """Returns the exit status."""
+    return run_service("worker", lambda: serve(from_env(os.environ)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""The entry point that every service shares: `--help`, logging, settings, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from loraplex.errors import InvalidRequest, LoraplexError, codes_of
+from services.common import env
+from services.common.log import setup_logging
+
+USAGE_STATUS = 2
+
+
+def run_service(
+    service: str,
+    serve: Callable[[], Coroutine[Any, Any, None]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run one service until its coroutine ends.
+
+    Args:
+        service: "registry", "gateway" or "worker".
+        serve: called once logging is set up; may raise InvalidRequest for a bad setting.
+        argv: arguments; those of the process by default. A service takes none but `--help`.
+
+    Returns:
+        The exit status.
+    """
+    argparse.ArgumentParser(
+        prog=f"python -m services.{service}",
+        description=f"Run one {service} in the foreground. Everything is set by environment "
+        "variables; `loraplex up` starts a whole stack on one machine.",
+        epilog=_variables(service),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
+    try:
+        setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
+        for warning in env.unknown_variables(os.environ):
+            logging.getLogger(f"services.{service}").warning(warning)
+        asyncio.run(serve())
+    except InvalidRequest as error:
+        print(f"{service}: {error.message}", file=sys.stderr)
+        return USAGE_STATUS
+    except LoraplexError as error:
+        print(f"{service}: {error.message}", file=sys.stderr)
+        return codes_of(error).exit
+    return 0
+
+
+def _variables(service: str) -> str:
+    """The variables that the service reads, each with its default and meaning."""
+    lines = ["variables:"]
+    for knob in env.read_by(service):
+        default = env.shown(knob.default)
+        lines.append(f"  {knob.name}" + (f" [{default}]" if default else ""))
+        lines += textwrap.wrap(knob.doc, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)

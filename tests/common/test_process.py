@@ -1,0 +1,60 @@
+"""What every service does before and after it serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.errors import InvalidRequest, Unavailable
+from services.common.process import run_service
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+async def _return() -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("service", "own", "foreign"),
+    [
+        ("registry", "LORAPLEX_OBJECTS", "LORAPLEX_KV_MEMORY"),
+        ("gateway", "LORAPLEX_HTTP_LISTEN", "LORAPLEX_KV_MEMORY"),
+        ("worker", "LORAPLEX_KV_MEMORY", "LORAPLEX_HTTP_LISTEN"),
+    ],
+)
+def test_help_lists_the_variables_of_the_service_and_starts_nothing(
+    service: str, own: str, foreign: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_service(service, lambda: _raise(AssertionError("must not start")), ["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert own in shown and "LORAPLEX_LOG_LEVEL [info]" in shown
+    assert foreign not in shown
+
+
+def test_arguments_are_refused() -> None:
+    with pytest.raises(SystemExit) as left:
+        run_service("worker", _return, ["--kv-memory=1GiB"])
+    assert left.value.code == 2
+
+
+def test_a_bad_log_level_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LORAPLEX_LOG_LEVEL", "loud")
+    assert run_service("gateway", _return, []) == 2
+    assert "LORAPLEX_LOG_LEVEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InvalidRequest.field("LORAPLEX_X", "1", "expected 2"), 2), (Unavailable("away"), 6)],
+)
+def test_the_exit_status_tells_what_went_wrong(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_service("registry", lambda: _raise(error), []) == status
+    assert str(error) in capsys.readouterr().err
