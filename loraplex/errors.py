@@ -6,6 +6,7 @@ beyond the names and numbers in the table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,18 @@ class Violation:
     @classmethod
     def of(cls, field: str, value: object, description: str) -> Violation:
         """Build a violation from any value, shortening its text."""
-        text = value if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else _spelled(value)
         if len(text) > MAX_VALUE_CHARS:
             text = text[: MAX_VALUE_CHARS - 3] + "..."
         return cls(field, text, description)
+
+
+def _spelled(value: object) -> str:
+    """As it stands in the file or request: true, null and [1, 2], not True, None and (1, 2)."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return repr(value)
 
 
 class LoraplexError(Exception):

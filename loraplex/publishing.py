@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
-from loraplex.adapter_format.folder import file_names, read_header_prefix
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
+from loraplex.adapter_format.files import check_files
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.folder import file_names, read_files, read_header_prefix
+from loraplex.errors import DataLoss
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
 from loraplex.uploading import LocalFile
@@ -64,6 +67,26 @@ def local_files(folder: Path) -> list[LocalFile]:
         LocalFile(name, folder / name, (folder / name).stat().st_size)
         for name in file_names(folder)
     ]
+
+
+def read_adapter(folder: Path) -> AdapterFolder:
+    """Read and hash the same files for a check on this machine.
+
+    Raises:
+        InvalidAdapter: files are missing, or of a refused kind or size.
+        DataLoss: a blob of a layout is not what its digest says.
+    """
+    files = local_files(folder)
+    findings = Findings()
+    declared = [File(file.path, file.size_bytes, file.sha256 or "0" * 64) for file in files]
+    check_files(declared, findings)
+    findings.raise_if_refused()
+    content = read_files({file.path: file.location for file in files})
+    hashed = {file.path: file.sha256 for file in content.files}
+    for file in files:
+        if file.sha256 not in ("", hashed[file.path]):
+            raise DataLoss(f"{file.path}: {file.location} is damaged")
+    return content
 
 
 def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:

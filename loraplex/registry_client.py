@@ -25,7 +25,7 @@ from loraplex.types import (
     Tag,
     TagMove,
 )
-from loraplex.uploading import Progress, hash_files, ignore_progress, upload
+from loraplex.uploading import LocalFile, Progress, hash_files, ignore_progress, upload
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -75,7 +75,11 @@ class RegistryClient:
             InvalidAdapter: the folder was refused; `violations` name the fields.
         """
         options = publication.to_proto()
-        answer = await upload(self._channel, options, local_files(Path(folder)), progress)
+        files = local_files(Path(folder))
+        specs = await hash_files(files, progress)
+        # What config and header give away is refused before a byte of a large file is sent.
+        await self._validate(options, files, specs)
+        answer = await upload(self._channel, options, files, specs, progress)
         return Published(
             decoding.adapter_version(answer.version),
             answer.created,
@@ -86,15 +90,20 @@ class RegistryClient:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
+        answer = await self._validate(options, files, await hash_files(files, ignore_progress))
+        return Checked(answer.base_id, answer.max_rank, decoding.violations(answer.warnings))
+
+    async def _validate(
+        self, options: pb.PublishOptions, files: Sequence[LocalFile], specs: Sequence[pb.FileSpec]
+    ) -> pb.ValidateAdapterResponse:
         config, header = config_and_header(files)
         request = pb.ValidateAdapterRequest(
-            options=options,
-            files=await hash_files(files, ignore_progress),
-            adapter_config_json=config,
-            safetensors_header=header,
+            options=options, files=specs, adapter_config_json=config, safetensors_header=header
         )
-        answer = await self._channel.call(self._stub.ValidateAdapter, request)
-        return Checked(answer.base_id, answer.max_rank, decoding.violations(answer.warnings))
+        answer: pb.ValidateAdapterResponse = await self._channel.call(
+            self._stub.ValidateAdapter, request
+        )
+        return answer
 
     async def get(self, ref: str, split_key: str = "") -> Resolved:
         """The version behind a reference. Raises AdapterNotFound."""

@@ -78,13 +78,13 @@ async def upload(
     channel: Channel,
     options: pb.PublishOptions,
     files: Sequence[LocalFile],
+    specs: Sequence[pb.FileSpec],
     progress: Progress = ignore_progress,
 ) -> pb.FinishUploadResponse:
-    """Send the files and publish them as one version.
+    """Send the files, declared by `specs`, and publish them as one version.
 
     Safe to repeat: an upload cut short, by either side, continues with the bytes that are missing.
     """
-    specs = await hash_files(files, progress)
     request = pb.CreateUploadRequest(options=options, files=specs)
     session = await _open(channel, request)
     for pause_s in PAUSES_S:

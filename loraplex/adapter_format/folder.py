@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ CHUNK_BYTES = 1024 * 1024
 class AdapterFolder:
     """A PEFT folder, read: what `validate` takes."""
 
-    path: Path
+    tensor_path: Path
     config_bytes: bytes
     header_prefix: bytes
     tensor_file_size: int
@@ -36,19 +37,29 @@ def read_folder(path: Path) -> AdapterFolder:
         InvalidRequest: there is no such folder.
         InvalidAdapter: a file is of a refused kind, or config or tensors are missing.
     """
-    names = file_names(path)
-    config = path / CONFIG_FILE
+    return read_files({name: path / name for name in file_names(path)})
+
+
+def read_files(locations: Mapping[str, Path]) -> AdapterFolder:
+    """Read and hash an adapter's files, config and tensors among them, wherever each lies.
+
+    Args:
+        locations: where each file is, by its name within the adapter.
+
+    Raises:
+        InvalidAdapter: the config is too large to be one.
+    """
+    config, tensors = locations[CONFIG_FILE], locations[TENSOR_FILE]
     if config.stat().st_size > MAX_CONFIG_BYTES:
         findings = Findings()
         findings.refuse(CONFIG_FILE, f"{config.stat().st_size} bytes", "is too large for a config")
         findings.raise_if_refused()
-    tensors = path / TENSOR_FILE
     return AdapterFolder(
-        path=path,
+        tensor_path=tensors,
         config_bytes=config.read_bytes(),
         header_prefix=read_header_prefix(tensors),
         tensor_file_size=tensors.stat().st_size,
-        files=tuple(_hash_file(path, name) for name in names),
+        files=tuple(_hash_file(locations[name], name) for name in sorted(locations)),
     )
 
 
@@ -115,10 +126,10 @@ def _is_hub_blob(link: Path) -> bool:
     )
 
 
-def _hash_file(folder: Path, name: str) -> File:
+def _hash_file(path: Path, name: str) -> File:
     digest = hashlib.sha256()
     num_bytes = 0
-    with (folder / name).open("rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)

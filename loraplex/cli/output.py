@@ -56,16 +56,18 @@ def print_fields(fields: Mapping[str, str]) -> None:
 def print_warnings(warnings: Sequence[Violation]) -> None:
     """Warnings of a validation, on stderr."""
     for warning in warnings:
-        print(f"warning: {warning.field} = {warning.value}: {warning.description}", file=sys.stderr)
+        print(f"warning: {_line(warning)}", file=sys.stderr)
 
 
 def print_error(error: LoraplexError, *, as_json: bool) -> None:
     """A failure, on stderr."""
     if not as_json:
+        if len(error.violations) == 1:
+            print(f"error: {_line(error.violations[0])}", file=sys.stderr)
+            return
         print(f"error: {error.message}", file=sys.stderr)
-        if len(error.violations) > 1:
-            for v in error.violations:
-                print(f"  {v.field} = {v.value}: {v.description}", file=sys.stderr)
+        for violation in error.violations:
+            print(f"  {_line(violation)}", file=sys.stderr)
         return
     body = {
         "code": _GRPC_NAMES[codes_of(error).grpc],
@@ -74,6 +76,13 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
         "violations": [dataclasses.asdict(violation) for violation in error.violations],
     }
     print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+
+
+def _line(violation: Violation) -> str:
+    """`field = value: description`; a value that says nothing new is left out."""
+    shown = violation.value not in ("", violation.field)
+    value = f" = {violation.value}" if shown else ""
+    return f"{violation.field}{value}: {violation.description}"
 
 
 def sized(num_bytes: float) -> str:

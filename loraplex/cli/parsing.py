@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -21,6 +22,7 @@ class Parser(argparse.ArgumentParser):
     """Prints usage errors as JSON where `--json` is among the arguments; exits 2."""
 
     def error(self, message: str) -> NoReturn:
+        message = with_nearest(message)
         if "--json" in sys.argv:
             from loraplex.cli.output import print_error
             from loraplex.errors import InvalidRequest
@@ -29,6 +31,18 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def with_nearest(message: str) -> str:
+    """argparse's complaint about an unknown word, with the known one that looks most like it."""
+    import difflib
+
+    match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+    if match is None:
+        return message
+    known = re.findall(r"[\w-]+", match[2])
+    near = difflib.get_close_matches(match[1], known, n=1)
+    return f"{message}; did you mean {near[0]!r}?" if near else message
 
 
 def add_command(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loraplex.publishing import Publication
     from loraplex.registry_client import RegistryClient
 
+DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
 DEFAULT_REGISTRY = "127.0.0.1:50052"
 
 
@@ -33,7 +34,7 @@ def add(commands: Any) -> None:
         "Publish a PEFT adapter folder as a new version.",
         "registry upload ./out/checkpoint-900 --name acme/support --tag staging",
     )
-    parser.add_argument("dir", metavar="DIR", help="folder that PEFT's save_pretrained wrote")
+    parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
     parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
     parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
     parser.add_argument("--no-latest", action="store_true", help="leave the tag latest alone")
@@ -55,7 +56,7 @@ def add(commands: Any) -> None:
         "Check an adapter folder offline, as an upload would.",
         "registry validate ./out/checkpoint-900 --base ./llama-3-8b",
     )
-    parser.add_argument("dir", metavar="DIR", help="folder that PEFT's save_pretrained wrote")
+    parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
     parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check it against")
     parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
     add_json(parser)
@@ -131,17 +132,16 @@ async def _dry_run(
 
 async def _validate(args: argparse.Namespace) -> None:
     from loraplex.adapter_format import (
-        TENSOR_FILE,
         core_manifest,
         digest_of,
         parse_header,
-        read_folder,
         validate,
     )
     from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
     from loraplex.errors import InvalidAdapter
+    from loraplex.publishing import read_adapter
 
-    folder = read_folder(Path(args.dir))
+    folder = read_adapter(Path(args.dir))
     geometry = _geometry(args.base)
     report = validate(
         folder.config_bytes,
@@ -152,7 +152,7 @@ async def _validate(args: argparse.Namespace) -> None:
         strict=args.strict,
     )
     header = parse_header(folder.header_prefix, folder.tensor_file_size)
-    zero_tensors = scan_file(folder.path / TENSOR_FILE, header)
+    zero_tensors = scan_file(folder.tensor_path, header)
     warnings = (*report.warnings, *warnings_of_zeros(report, zero_tensors))
     if args.strict and warnings:
         raise InvalidAdapter.of(warnings)
@@ -174,7 +174,7 @@ async def _validate(args: argparse.Namespace) -> None:
     against = args.base or "no base: shapes and module names were not compared"
     print_fields(
         {
-            "adapter": str(folder.path),
+            "adapter": args.dir,
             "base": against,
             "rank": str(report.max_rank),
             "modules": str(report.num_modules),

@@ -114,11 +114,15 @@ class RegistryService(AdminService):
         self, request: pb.ValidateAdapterRequest, context: Any
     ) -> pb.ValidateAdapterResponse:
         caller_access().require("reader")
+        files = files_from_proto(request.files)
+        findings = Findings()
+        check_files(files, findings)
+        findings.raise_if_refused()
         base, report, warnings = await check(
             self._registry.bases,
             request.adapter_config_json,
             request.safetensors_header,
-            files_from_proto(request.files),
+            files,
             request.options.base_id,
             strict=request.options.strict,
         )

@@ -135,3 +135,19 @@ def test_links_that_leave_the_cache_or_lie_outside_one_are_refused(
         (plain / path.name).symlink_to(path)
     with pytest.raises(InvalidAdapter, match="is a link"):
         local_files(plain)
+
+
+@pytest.mark.e2e
+def test_a_layout_is_checked_offline_like_a_folder(
+    registry: Any, offline: Any, adapter: Path, layout: Path
+) -> None:
+    base = str(Path(__file__).parents[2] / "demo" / "base")
+    checked = offline.json("validate", str(layout), "--base", base)
+    assert checked["digest"] == offline.json("validate", str(adapter), "--base", base)["digest"]
+    manifest = _manifest(layout)
+    [config] = [
+        layer for layer in manifest["layers"]
+        if layer["annotations"]["org.cncf.model.filepath"] == "adapter_config.json"
+    ]  # fmt: skip
+    _blob(layout, config["digest"]).write_bytes(b"x" * config["size"])
+    assert offline.error("validate", str(layout))[1]["code"] == "DATA_LOSS"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,12 @@ async def _upload(servicer: FlakyRegistry, files: list[LocalFile]) -> list[tuple
     async with serving(servicer) as address:
         channel = Channel(address, Credentials(), "registry")
         try:
-            await upload(channel, OPTIONS, files, lambda *progress: seen.append(progress))
+
+            def progress(*step: Any) -> None:
+                seen.append(step)
+
+            specs = await hash_files(files, progress)
+            await upload(channel, OPTIONS, files, specs, progress)
         finally:
             await channel.close()
     return seen
@@ -85,7 +91,7 @@ async def test_refusal_is_not_repeated(files: list[LocalFile]) -> None:
 async def test_nobody_there_fails_at_once_naming_the_address(files: list[LocalFile]) -> None:
     channel = Channel("127.0.0.1:1", Credentials(), "registry")
     with pytest.raises(LoraplexError) as caught:
-        await upload(channel, OPTIONS, files)
+        await upload(channel, OPTIONS, files, await hash_files(files, ignore_progress))
     assert caught.value.reason == "UNREACHABLE"
     assert "127.0.0.1:1" in caught.value.message
     await channel.close()

@@ -1,0 +1,44 @@
+"""How the commands talk to people: corrections, values of bad fields, and bytes spared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["uplaod"], "upload"), (["base", "ad"], "add"), (["keys", "crate"], "create")],
+)
+def test_a_misspelt_command_is_answered_with_the_nearest(
+    offline: Any, words: list[str], meant: str
+) -> None:
+    done = offline(*words)
+    assert done.returncode == 2
+    assert f"did you mean {meant!r}?" in done.stderr
+
+
+def test_a_refusal_shows_the_value_people_gave(offline: Any) -> None:
+    done = offline("validate", "/no/such/folder")
+    assert done.returncode == 2
+    assert "DIR = /no/such/folder: is not a folder" in done.stderr
+
+
+def test_values_are_spelled_as_in_the_file(offline: Any, adapter: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    fields = {
+        **json.loads(path.read_text()),
+        "r": True,
+        "bias": None,
+        "layer_replication": [[0, 1]],
+    }
+    path.write_text(json.dumps(fields))
+    code, error = offline.error("validate", str(folder))
+    values = {v["field"].partition(":")[2]: v["value"] for v in error["violations"]}
+    assert code == 3
+    assert values == {"r": "true", "bias": "null", "layer_replication": "[[0, 1]]"}
