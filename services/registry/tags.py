@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
 from services.common.objects import ObjectStore
@@ -101,19 +101,19 @@ class Tags:
     async def rollback(
         self, place: Place, version: int, expect: str | None, mover: str
     ) -> TagRecord:
-        """Move a tag back to its previous targets, or to `version` where that is not 0."""
+        """Move a tag back to its previous targets, or to `version` where that is not 0.
+
+        Targets of which a version was deleted meanwhile are passed over.
+        """
         target = await self._resolved(place, Target(version, "")) if version else None
+        versions = await self._versions.of(place.tenant, place.name)
+        live = {record.version for record in versions if not record.deleted}
 
         def choose(current: TagRecord | None) -> Sequence[Target]:
             check_expected(place, current, expect)
-            if target is not None:
-                return [target]
-            return _previous(place, current)
+            return [target] if target is not None else _previous(place, current, live)
 
-        record = await self._move_and_tell(place, choose, mover, "tag.rollback")
-        for side in record.targets:
-            await self._resolved(place, side)
-        return record
+        return await self._move_and_tell(place, choose, mover, "tag.rollback")
 
     async def _move_and_tell(
         self,
@@ -132,6 +132,7 @@ class Tags:
             await self._catalog.apply(place.scope, items, operation=operation)
             raise
         assert record is not None, "choose returned targets"
+        record = await self._withdrawn_if_dead(place, record, mover)
         details = {"targets": describe(record.targets), "generation": str(record.generation)}
         digest = record.targets[0].digest if record.targets else ""
         await self._audit.write(
@@ -140,6 +141,23 @@ class Tags:
         items = await self._versions.items_of_tag(record)
         await self._catalog.apply(place.scope, items, operation=operation)
         return record
+
+    async def _withdrawn_if_dead(self, place: Place, record: TagRecord, mover: str) -> TagRecord:
+        """The tag without targets that were deleted while it moved: who deletes looks at the tags
+        after burying, who moves looks at the versions after moving, so one of them sees it."""
+        versions = [
+            await self._versions.read(place.tenant, place.name, target.version)
+            for target in record.targets
+        ]
+        if all(version is not None and not version.deleted for version in versions):
+            return record
+
+        def choose(current: TagRecord | None) -> Sequence[Target] | None:
+            return () if current is not None and current.targets == record.targets else None
+
+        settled = await self.move(place, choose, mover, secrets.token_hex(8))
+        assert settled is not None, "tags are never removed"
+        return settled
 
     async def resolved(self, place: Place, targets: Sequence[Target]) -> tuple[Target, ...]:
         """Targets with version and digest. Raises AdapterNotFound where one is not live."""
@@ -173,11 +191,12 @@ def describe(targets: Sequence[Target]) -> str:
     return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
 
 
-def _previous(place: Place, current: TagRecord | None) -> Sequence[Target]:
-    """The targets before the present ones."""
+def _previous(place: Place, current: TagRecord | None, live: Set[int]) -> Sequence[Target]:
+    """The last targets before the present ones of which no version is deleted."""
     if current is not None:
         for move in reversed(current.moves):
-            if move.targets and move.targets != current.targets:
+            wanted = {target.version for target in move.targets}
+            if wanted and wanted <= live and move.targets != current.targets:
                 return move.targets
     raise AdapterNotFound(str(place), "the tag has no earlier target to go back to")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,8 @@ from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidRequest
 from loraplex.refs import parse_ref
 from services.registry.access import Access
 from services.registry.assembly import Registry
-from services.registry.records import MAX_TAG_MOVES, Target
-from services.registry.tags import Place
+from services.registry.records import MAX_TAG_MOVES, TagRecord, Target
+from services.registry.tags import Place, Tags
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -80,6 +81,39 @@ async def test_rollback_returns_to_the_target_before(registry: Registry) -> None
     assert [target.version for target in record.targets] == [1]
     record = await registry.tags.rollback(PROD, 2, None, "me")
     assert [target.version for target in record.targets] == [2]
+
+
+async def test_rollback_passes_over_versions_that_were_deleted(registry: Registry) -> None:
+    await _versions(registry, 3)
+    for version in (1, 2, 3):
+        await registry.tags.set(PROD, [Target(version, "")], None, "me")
+    await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
+    record = await registry.tags.rollback(PROD, 0, None, "me")
+    assert [target.version for target in record.targets] == [1]
+    assert await _version_of(registry, "sql:prod") == 1
+    with pytest.raises(AdapterNotFound):
+        await registry.tags.rollback(PROD, 2, None, "me")
+    assert await _version_of(registry, "sql:prod") == 1
+
+
+async def test_a_tag_that_moved_while_its_target_was_deleted_points_nowhere(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version dies after the mover looked at it and before the tag is written."""
+    await _versions(registry, 2)
+    await registry.tags.set(PROD, [Target(1, "")], None, "me")
+    write = registry.tags.move
+
+    async def late(*args: Any) -> TagRecord | None:
+        monkeypatch.setattr(Tags, "move", staticmethod(write))
+        await registry.deletion.version("default", "sql", 2, "you", force=False, purge=False)
+        return await write(*args)
+
+    monkeypatch.setattr(Tags, "move", staticmethod(late))
+    record = await registry.tags.set(PROD, [Target(2, "")], None, "me")
+    assert record.targets == ()
+    with pytest.raises(AdapterNotFound):
+        await _version_of(registry, "sql:prod")
 
 
 async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
