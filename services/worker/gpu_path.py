@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.cuda_graphs import DecodeGraphs, DecodeInputs
+from services.worker.cuda_graphs import DecodeGraphs
+from services.worker.decode_inputs import DecodeInputs
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
@@ -21,7 +22,7 @@ from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
 from services.worker.request import StepPlan
 
 MIN_PLANE_ROWS = 4096
-"""Rows of workspace: 256 generations of 16 partial sums."""
+"""Rows of workspace at full width: 256 generations of 16 partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class GpuPath:
         self._table = table
         self._model = model
         self._served = {site.id for site in served}
+        self._heads = frozenset(site.id for site in served if site.kind == LM_HEAD)
         self._itemsize = kv.groups.itemsize
         tables = DeviceTables(
             arena.data.view(-1),
@@ -66,7 +68,8 @@ class GpuPath:
         self.lora = DeviceLora(tables, planes, max(site.in_features for site in served))
         operators.lora = self.lora
         self._graphs: DecodeGraphs | None = None
-        if arena.data.is_cuda:
+        # Experts are chosen on the host, which a graph cannot hold.
+        if arena.data.is_cuda and model.config.moe is None:
             inputs = self.decode_inputs(kv)
             self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()))
             self._graphs.capture()
@@ -74,7 +77,7 @@ class GpuPath:
     def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
         """Static inputs for graphs of this runner."""
         max_model_len = self._model.config.max_position_embeddings
-        return DecodeInputs(kv, self.lora, max_model_len, self._itemsize)
+        return DecodeInputs(kv, self.lora, max_model_len, self._itemsize, self._heads)
 
     def enter(self, slot: int) -> None:
         """Copy a slot of the table to the device."""

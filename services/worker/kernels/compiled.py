@@ -22,7 +22,9 @@ from triton.compiler import ASTSource
 from services.worker.kernels.attention import triton as attention_launch
 from services.worker.kernels.attention import triton_kernels as attention
 from services.worker.kernels.lora import plan as lora_plan
+from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
+from services.worker.kernels.lora import triton_work
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
 from services.worker.kernels.silu import triton as silu
@@ -99,52 +101,34 @@ def variants() -> Iterator[Variant]:
 
 
 def _count_work() -> Variant:
-    types = {
-        "runs": "*i32",
-        "index": "*i32",
-        "records": "*i64",
-        "in_features": "*i32",
-        "ends": "*i32",
-        "first_site": "i32",
-        "num_sites": "i32",
-        "split_inputs": "i32",
-    }
-    constants = {"MAX_RUNS": 256, "BLOCK_ROWS": 16, "BLOCK_OUTPUTS": 256}
-    return Variant("lora.count_work", lora.count_work, types, constants)
+    names = list(triton_work.count_work.arg_names)
+    types = dict.fromkeys(names[:-1], "i32")
+    types |= dict.fromkeys(("runs", "index", "in_features", "ends"), "*i32")
+    types["records"] = "*i64"
+    return Variant("lora.count_work", triton_work.count_work, types, {"MAX_RUNS": 256})
 
 
 def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     half, single = lora_plan.PLANS_HALF, lora_plan.PLANS_FLOAT32
     tables = {"planes": "*fp32", "arena": "*u8", "runs": "*i32", "index": "*i32"}
     tables |= {"records": "*i64", "ends": "*i32"}
-    numbers = ["site", "num_sites", "x_stride", "y_stride", "plane_stride", "rank_stride"]
-    numbers += ["num_inputs"]
+    strides = ("x_stride", "y_stride", "plane_stride", "rank_stride", "num_inputs")
+    types = dict.fromkeys(("site", "num_sites", *strides), "i32") | tables
+    types |= {"x": f"*{name}", "y": f"*{name}"}
     for family, plan in (single if dtype is torch.float32 else half).items():
-        common = {
-            "MAX_RUNS": 256,
-            "BLOCK_ROWS": plan.block_rows,
-            "USES_DOT": plan.uses_dot,
-            "WIDEN": False,
-            "ALIGN": 16,
-            "STAGES": plan.num_stages,
-        }
         of_kernel = {
-            lora.shrink: {"BLOCK_INPUTS": plan.block_inputs, "SPLIT_INPUTS": plan.split_inputs},
-            lora.expand: {
-                "BLOCK_OUTPUTS": plan.block_outputs,
-                "PLANES": plan.num_planes(WIDEST_INPUTS),
-            },
+            lora.shrink: lora_launch.shrink_constants(plan, 256, dtype, 16),
+            lora.expand: lora_launch.expand_constants(plan, 256, WIDEST_INPUTS, dtype, 16),
         }
         for kernel, constants in of_kernel.items():
-            types = dict.fromkeys(numbers, "i32") | tables | {"x": f"*{name}", "y": f"*{name}"}
             yield Variant(
                 f"lora.{kernel.__name__}.{family}.{name}",
                 kernel,
                 {key: value for key, value in types.items() if key in kernel.arg_names},
-                common | constants,
+                constants,
                 plan.num_warps,
                 plan.num_stages,
-                ("x_stride", "y_stride", "plane_stride", "rank_stride", "num_inputs"),
+                strides,
             )
 
 

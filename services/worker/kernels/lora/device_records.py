@@ -4,7 +4,7 @@ Every record is `RECORD_WORDS` int64. Offsets are bytes from the arena's start; 
 name other records of the same adapter, as indices that `DeviceTables` shifts to their place.
 
     entry  first band, number of bands, first strip, number of strips
-    band   first rank row, number of rank rows (<= 16), first piece, number of pieces
+    band   first rank row, number of rank rows (<= 64), first piece, number of pieces
     piece  offset of the band's first row, first input, number of inputs, row stride in elements
     strip  first output, number of outputs, first tile, number of tiles, scale (float32 bits),
            offsets of gain, bias of B, bias delta (-1 = absent)
@@ -12,7 +12,7 @@ name other records of the same adapter, as indices that `DeviceTables` shifts to
            number of rank rows (<= 16), row stride in elements
 
 Bands cut the stacked A `[rank, in]` into rows, strips cut B `[rank, out]` into columns: a shrink
-program reads one band, an expand program a part of one strip. Tiles that end inside of a
+program reads a part of one band, an expand program a part of one strip. Tiles that end inside of a
 neighbour's rows or columns are cut there, so that bands and strips are rectangles.
 """
 
@@ -25,7 +25,8 @@ from itertools import pairwise
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 
 RECORD_WORDS = 8
-BAND_ROWS = 16
+BAND_ROWS = 64
+TILE_ROWS = 16
 ABSENT = -1
 
 Record = tuple[int, ...]
@@ -64,8 +65,8 @@ class RecordBuilder:
         for tile in delta.b:
             if not (tile.col_begin <= col_begin and col_end <= tile.col_end):
                 continue
-            for row in range(tile.row_begin, tile.row_end, BAND_ROWS):
-                num_rows = min(BAND_ROWS, tile.row_end - row)
+            for row in range(tile.row_begin, tile.row_end, TILE_ROWS):
+                num_rows = min(TILE_ROWS, tile.row_end - row)
                 tiles.append((self._at(tile, row, col_begin), row, num_rows, _width(tile)))
         vectors = (self._vector(part, col_begin) for part in _vectors(delta))
         scale = _float_bits(_scale_of(delta.slices, col_begin))
@@ -93,7 +94,7 @@ class RecordBuilder:
 
 
 def _bands(delta: SiteDelta) -> list[tuple[int, int]]:
-    """Rank rows [begin, end) of each band: cut where a slice or any tile is, and every 16 rows."""
+    """Rank rows [begin, end) of each band: cut where a slice or any tile is, and every 64 rows."""
     cuts = {part.rank_begin for part in delta.slices} | {delta.rank}
     for tile in delta.a:
         cuts |= {tile.row_begin, tile.row_end}

@@ -76,9 +76,13 @@ class DeviceTables:
         for site_id, entry in builder.entries.items():
             row[site_id] = begin + entry
         self.index[slot].copy_(row)
-        trains_norms = any(delta.norm for delta in deltas.values())
         self._held[slot] = Held(
-            begin, len(builder.records), frozenset(builder.entries), not in_torch, trains_norms
+            begin,
+            len(builder.records),
+            frozenset(builder.entries),
+            in_torch,
+            any(delta.norm for delta in deltas.values()),
+            max((deltas[site].rank for site in builder.entries), default=0),
         )
 
     def remove(self, slot: int) -> None:
@@ -91,9 +95,13 @@ class DeviceTables:
         """Sites where kernels have something to add for the adapter."""
         return self._held[slot].sites
 
-    def kernels_do_all(self, slot: int) -> bool:
-        """Whether kernels alone apply the adapter, so that a captured graph can."""
-        return self._held[slot].kernels_do_all
+    def in_torch(self, slot: int) -> Set[int]:
+        """Sites whose deltas kernels do not apply."""
+        return self._held[slot].in_torch
+
+    def max_ranks(self, slot: int) -> int:
+        """Ranks of the adapter's widest stacked A, of those that kernels apply."""
+        return self._held[slot].max_ranks
 
     def trains_norms(self, slot: int) -> bool:
         """Whether the adapter brings a norm's weight."""
@@ -107,8 +115,9 @@ class Held:
     begin: int
     num_records: int
     sites: frozenset[int]
-    kernels_do_all: bool
+    in_torch: Set[int]
     trains_norms: bool
+    max_ranks: int
 
 
 class Segments:

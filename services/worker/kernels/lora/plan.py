@@ -1,69 +1,102 @@
-"""Which kernel family and tile sizes a step's low-rank updates use. Pure functions and a table.
+"""Which kernel families and tile sizes a step's low-rank updates use. Pure functions and a table.
 
 The table holds starting points by reasoning, not by measurement: nothing here has been timed on a
-GPU yet. `benchmarks/gpu/gpu_lora_ops.py --tune` measures the alternatives.
+GPU yet. `benchmarks/gpu/gpu_lora_ops.py --tune` measures the alternatives and writes a file that
+`tuned.py` reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+WHOLE = 1 << 20
+"""As split_inputs: one plane for every site."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoraPlan:
-    """Constants of the shrink and expand launches of one step."""
+class Tiling:
+    """Sizes of one family's items."""
 
     uses_dot: bool
     """True: tensor-core tiles. False: rows, multiplied and summed element by element."""
     block_rows: int
-    """Token rows of one program's item."""
+    """Token rows of one item."""
     block_inputs: int
     """Inputs a shrink program reads at a time."""
     split_inputs: int
     """Inputs of one shrink item; a site has ceil(in / split_inputs) partial sums (planes)."""
     block_outputs: int
     """Outputs of one expand item."""
-    num_warps: int = 4
-    num_stages: int = 3
-    programs_per_processor: int = 8
+    block_ranks: int = 16
+    """Most rank rows of one shrink item; above 16 the program chooses among 16, 32 and this."""
 
     def num_planes(self, in_features: int) -> int:
         """Partial sums of a site."""
         return -(-in_features // self.split_inputs)
 
 
-ROWS_MAX = 2
-"""Most rows of one adapter for which summing beats a tensor-core tile that is 7/8 empty."""
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """Constants of the shrink and expand launches of one step: two families, chosen on the device
+    for each run by its length."""
 
-WHOLE = 1 << 20
-"""As split_inputs: one plane for every site."""
+    short: Tiling
+    long: Tiling
+    short_max: int
+    """Most rows of a run that the short family computes."""
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_processor: int = 8
+
+    def num_planes(self, in_features: int) -> int:
+        """Most partial sums of a site."""
+        return max(self.short.num_planes(in_features), self.long.num_planes(in_features))
+
+    def with_fewer_planes(self) -> LoraPlan:
+        """The same with splits twice as wide."""
+        return replace(
+            self,
+            short=replace(self.short, split_inputs=2 * self.short.split_inputs),
+            long=replace(self.long, split_inputs=2 * self.long.split_inputs),
+        )
+
+
+ROW_HALF = Tiling(False, 1, 256, 1024, 256)
+TILE_HALF = Tiling(True, 16, 256, 1024, 256)
+ROW_FLOAT32 = Tiling(False, 1, 256, 1024, 256)
+TILE_FLOAT32 = Tiling(True, 16, 64, 1024, 64)
 
 PLANS_HALF = {
-    "row": LoraPlan(False, 1, 256, 1024, 256),
-    "rows": LoraPlan(False, 2, 256, 1024, 256),
-    "tile": LoraPlan(True, 16, 256, 1024, 256),
-    "prefill": LoraPlan(True, 64, 64, WHOLE, 128, num_warps=8, programs_per_processor=4),
+    "decode": LoraPlan(ROW_HALF, TILE_HALF, short_max=1),
+    "mixed": LoraPlan(TILE_HALF, Tiling(True, 64, 64, 1024, 128, 64), 16, 4, 3, 4),
+    "prefill": LoraPlan(TILE_HALF, Tiling(True, 64, 64, 4096, 128, 64), 16, 4, 3, 4),
 }
 """For bfloat16 and float16."""
 
 PLANS_FLOAT32 = {
-    "row": LoraPlan(False, 1, 256, 1024, 256),
-    "rows": LoraPlan(False, 2, 128, 1024, 128),
-    "tile": LoraPlan(True, 16, 64, 1024, 64),
-    "prefill": LoraPlan(True, 32, 32, WHOLE, 64, programs_per_processor=4),
+    "decode": LoraPlan(ROW_FLOAT32, TILE_FLOAT32, short_max=1),
+    "mixed": LoraPlan(TILE_FLOAT32, Tiling(True, 32, 32, 1024, 64), 16, 4, 3, 4),
+    "prefill": LoraPlan(TILE_FLOAT32, Tiling(True, 32, 32, 4096, 64), 16, 4, 3, 4),
 }
 """float32 products run on ordinary cores: smaller tiles, fewer registers."""
 
+PREFILL_ROWS = 1024
+"""Rows of a step from which row blocks alone fill a device, so that inputs are split less."""
 
-def choose_plan(max_run_rows: int, num_rows: int, itemsize: int) -> LoraPlan:
-    """Pick by the longest row run of the step: the rows that share one read of an adapter.
+
+def family_of(max_run_rows: int, num_rows: int) -> str:
+    """Key of the plans.
 
     Args:
-        max_run_rows: token rows of the longest run.
+        max_run_rows: token rows of the longest run: those that share one read of an adapter.
         num_rows: token rows of the step.
-        itemsize: bytes of an element.
     """
+    if max_run_rows <= 16 or num_rows <= 64:
+        return "decode"
+    return "mixed" if num_rows < PREFILL_ROWS else "prefill"
+
+
+def choose_plan(max_run_rows: int, num_rows: int, itemsize: int) -> LoraPlan:
+    """The plan of a step whose elements have `itemsize` bytes; see `family_of`."""
     plans = PLANS_FLOAT32 if itemsize == 4 else PLANS_HALF
-    if max_run_rows <= ROWS_MAX:
-        return plans["row" if max_run_rows <= 1 else "rows"]
-    return plans["tile" if max_run_rows <= 16 or num_rows <= 64 else "prefill"]
+    return plans[family_of(max_run_rows, num_rows)]

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.worker.kernels.launch import must_widen, num_programs
 from services.worker.kernels.lora import triton_kernels as kernels
+from services.worker.kernels.lora import triton_work
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import WHOLE, LoraPlan, choose_plan
+from services.worker.kernels.lora.plan import LoraPlan, choose_plan
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
 
 MIN_RUNS = 16
+MIN_EAGER_RUNS = 128
+"""Eager steps with fewer runs share compiled kernels: none is compiled while requests wait."""
+RANK_STRIDE_STEP = 16
 ALIGNED_ELEMENTS = 16
 
 
@@ -30,11 +34,18 @@ class StepWork:
     Runs of one `StepWork` cover disjoint rows: rows that combine adapters take several.
     """
 
-    def __init__(self, tables: DeviceTables, max_runs: int, plan: LoraPlan) -> None:
-        """`max_runs` is rounded up to a power of two."""
+    def __init__(
+        self, tables: DeviceTables, max_runs: int, plan: LoraPlan, rank_stride: int
+    ) -> None:
+        """
+        Args:
+            max_runs: rounded up to a power of two.
+            rank_stride: floats of a row of the planes; no adapter of the step has more ranks.
+        """
         device = tables.arena.device
         self.tables = tables
         self.plan = plan
+        self.rank_stride = rank_stride
         self.max_runs = max(MIN_RUNS, power_of_two(max(1, max_runs)))
         self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
         self.ends = torch.zeros(
@@ -48,9 +59,9 @@ class StepWork:
 
     def count(self, first_site: int = 0, num_sites: int | None = None) -> None:
         """Count the items of these sites (all by default) in one launch."""
-        tables, plan = self.tables, self.plan
+        tables, short, long = self.tables, self.plan.short, self.plan.long
         grid = (tables.num_sites if num_sites is None else num_sites,)
-        kernels.count_work[grid](
+        triton_work.count_work[grid](
             self.runs,
             tables.index,
             tables.records,
@@ -58,10 +69,16 @@ class StepWork:
             self.ends,
             first_site,
             tables.num_sites,
-            plan.split_inputs,
+            self.plan.short_max,
+            short.block_rows,
+            short.block_ranks,
+            short.split_inputs,
+            short.block_outputs,
+            long.block_rows,
+            long.block_ranks,
+            long.split_inputs,
+            long.block_outputs,
             MAX_RUNS=self.max_runs,
-            BLOCK_ROWS=plan.block_rows,
-            BLOCK_OUTPUTS=plan.block_outputs,
         )
 
 
@@ -92,25 +109,20 @@ class Planes:
         self.max_ranks = max_ranks
         self.data = torch.empty(max_rows * max_ranks, dtype=torch.float32, device=device)
 
-    def holds(self, num_planes: int, num_rows: int) -> bool:
+    def holds(self, num_planes: int, num_rows: int, rank_stride: int) -> bool:
         """Whether that many fit."""
-        return num_planes * num_rows * self.max_ranks <= len(self.data)
+        return num_planes * num_rows * rank_stride <= len(self.data)
 
+    def fit(self, plan: LoraPlan, num_rows: int, rank_stride: int, max_inputs: int) -> LoraPlan:
+        """The plan with as many planes as there is room for, one at the least.
 
-def plan_step(
-    runs: Sequence[RowRun], num_rows: int, itemsize: int, planes: Planes, max_inputs: int
-) -> LoraPlan:
-    """`choose_plan`, with one plane where the workspace has no room for more."""
-    longest = max((run.end - run.begin for run in runs), default=1)
-    plan = choose_plan(longest, num_rows, itemsize)
-    if planes.holds(plan.num_planes(max_inputs), num_rows):
+        Args:
+            max_inputs: the widest site.
+        """
+        while not self.holds(plan.num_planes(max_inputs), num_rows, rank_stride):
+            assert plan.num_planes(max_inputs) > 1, (num_rows, rank_stride, len(self.data))
+            plan = plan.with_fewer_planes()
         return plan
-    return unsplit(plan)
-
-
-def unsplit(plan: LoraPlan) -> LoraPlan:
-    """The same plan with one plane."""
-    return replace(plan, split_inputs=WHOLE)
 
 
 class DeviceLora:
@@ -125,9 +137,11 @@ class DeviceLora:
     def begin(self, runs: Sequence[RowRun], num_rows: int, itemsize: int) -> tuple[StepWork, ...]:
         """Upload a step's runs and count the items of every site."""
         works = []
+        rank_stride = self.rank_stride(runs)
         for part in disjoint_passes(runs):
-            plan = plan_step(part, num_rows, itemsize, self.planes, self._max_inputs)
-            work = StepWork(self.tables, len(part), plan)
+            longest = max(run.end - run.begin for run in part)
+            plan = self.fit(choose_plan(longest, num_rows, itemsize), num_rows, rank_stride)
+            work = StepWork(self.tables, max(len(part), MIN_EAGER_RUNS), plan, rank_stride)
             work.fill(part)
             work.count()
             works.append(work)
@@ -143,9 +157,14 @@ class DeviceLora:
         for work in works:
             add_lora(y, x, site_id, work, self.planes)
 
-    def holds(self, plan: LoraPlan, num_rows: int) -> bool:
-        """Whether the workspace has room for a plan's planes at every site."""
-        return self.planes.holds(plan.num_planes(self._max_inputs), num_rows)
+    def fit(self, plan: LoraPlan, num_rows: int, rank_stride: int) -> LoraPlan:
+        """See `Planes.fit`."""
+        return self.planes.fit(plan, num_rows, rank_stride, self._max_inputs)
+
+    def rank_stride(self, runs: Sequence[RowRun]) -> int:
+        """Floats of a row of the planes that the adapters of a step need."""
+        widest = max((self.tables.max_ranks(run.slot) for run in runs), default=0)
+        return max(RANK_STRIDE_STEP, -(-widest // RANK_STRIDE_STEP) * RANK_STRIDE_STEP)
 
     def touches(self, runs: Sequence[RowRun], site_id: int) -> bool:
         """Whether kernels have anything to add at a site."""
@@ -171,7 +190,7 @@ def shrink(x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
     tables, plan = work.tables, work.plan
     num_rows, num_inputs = x.shape
     assert x.stride(1) == 1, x.stride()
-    assert planes.holds(plan.num_planes(num_inputs), num_rows), (plan, x.shape)
+    assert planes.holds(plan.num_planes(num_inputs), num_rows, work.rank_stride), (plan, x.shape)
     kernels.shrink[(num_programs(x.device, plan.programs_per_processor),)](
         x,
         planes.data,
@@ -184,16 +203,9 @@ def shrink(x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
         tables.num_sites,
         num_inputs,
         x.stride(0),
-        num_rows * planes.max_ranks,
-        planes.max_ranks,
-        MAX_RUNS=work.max_runs,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_INPUTS=plan.block_inputs,
-        SPLIT_INPUTS=plan.split_inputs,
-        USES_DOT=plan.uses_dot,
-        WIDEN=must_widen(x.dtype),
-        ALIGN=_alignment(tables, site_id),
-        STAGES=plan.num_stages,
+        num_rows * work.rank_stride,
+        work.rank_stride,
+        **shrink_constants(plan, work.max_runs, x.dtype, _alignment(tables, site_id)),
         num_warps=plan.num_warps,
     )
 
@@ -202,6 +214,7 @@ def expand(y: Tensor, num_inputs: int, site_id: int, work: StepWork, planes: Pla
     """Add B times the intermediate in place; see `add_lora`."""
     tables, plan = work.tables, work.plan
     assert y.stride(1) == 1, y.stride()
+    alignment = _alignment(tables, site_id)
     kernels.expand[(num_programs(y.device, plan.programs_per_processor),)](
         y,
         planes.data,
@@ -213,18 +226,55 @@ def expand(y: Tensor, num_inputs: int, site_id: int, work: StepWork, planes: Pla
         site_id,
         tables.num_sites,
         y.stride(0),
-        len(y) * planes.max_ranks,
-        planes.max_ranks,
-        MAX_RUNS=work.max_runs,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_OUTPUTS=plan.block_outputs,
-        PLANES=plan.num_planes(num_inputs),
-        USES_DOT=plan.uses_dot,
-        WIDEN=must_widen(y.dtype),
-        ALIGN=_alignment(tables, site_id),
-        STAGES=plan.num_stages,
+        len(y) * work.rank_stride,
+        work.rank_stride,
+        **expand_constants(plan, work.max_runs, num_inputs, y.dtype, alignment),
         num_warps=plan.num_warps,
     )
+
+
+def shrink_constants(
+    plan: LoraPlan, max_runs: int, dtype: torch.dtype, alignment: int
+) -> dict[str, Any]:
+    """What the kernel `shrink` is compiled for."""
+    short, long = plan.short, plan.long
+    return {
+        "MAX_RUNS": max_runs,
+        "SHORT_MAX": plan.short_max,
+        "SHORT_ROWS": short.block_rows,
+        "SHORT_RANKS": short.block_ranks,
+        "SHORT_INPUTS": short.block_inputs,
+        "SHORT_SPLIT": short.split_inputs,
+        "SHORT_DOT": short.uses_dot,
+        "LONG_ROWS": long.block_rows,
+        "LONG_RANKS": long.block_ranks,
+        "LONG_INPUTS": long.block_inputs,
+        "LONG_SPLIT": long.split_inputs,
+        "WIDEN": must_widen(dtype),
+        "ALIGN": alignment,
+        "STAGES": plan.num_stages,
+    }
+
+
+def expand_constants(
+    plan: LoraPlan, max_runs: int, num_inputs: int, dtype: torch.dtype, alignment: int
+) -> dict[str, Any]:
+    """What the kernel `expand` is compiled for."""
+    short, long = plan.short, plan.long
+    return {
+        "MAX_RUNS": max_runs,
+        "SHORT_MAX": plan.short_max,
+        "SHORT_ROWS": short.block_rows,
+        "SHORT_OUTPUTS": short.block_outputs,
+        "SHORT_PLANES": short.num_planes(num_inputs),
+        "SHORT_DOT": short.uses_dot,
+        "LONG_ROWS": long.block_rows,
+        "LONG_OUTPUTS": long.block_outputs,
+        "LONG_PLANES": long.num_planes(num_inputs),
+        "WIDEN": must_widen(dtype),
+        "ALIGN": alignment,
+        "STAGES": plan.num_stages,
+    }
 
 
 def power_of_two(number: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from services.worker.kernels.lora import naive
 from services.worker.kernels.lora import triton as fast
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan
+from services.worker.kernels.lora.plan import LoraPlan, Tiling
 from services.worker.kernels.lora.tables import SiteDelta
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
 from tests.worker.kernels.triton.adapters import (
@@ -19,11 +19,11 @@ from tests.worker.kernels.triton.adapters import (
 )
 
 SITE, NUM_SITES, NUM_ADAPTERS = 1, 3, 3
+ROW = Tiling(False, 1, 64, 64, 64)
+TILE = Tiling(True, 16, 32, 32, 32)
 PLANS = {
-    "row": LoraPlan(False, 1, 64, 64, 64),
-    "rows": LoraPlan(False, 2, 32, 64, 64),
-    "tile": LoraPlan(True, 16, 32, 32, 32),
-    "prefill": LoraPlan(True, 16, 64, 1 << 20, 64),
+    "decode": LoraPlan(ROW, TILE, short_max=1),
+    "mixed": LoraPlan(TILE, Tiling(True, 32, 64, 1 << 20, 64, 64), short_max=2),
 }
 SHAPES = [(1, 1, 1), (3, 33, 5), (9, 40, 70)]
 
@@ -45,7 +45,7 @@ def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64)):
 def apply(y, x, runs, tables, plan, num_ranks=256):
     planes = fast.Planes(16 * len(x), num_ranks, x.device)
     for part in fast.disjoint_passes(runs):
-        work = fast.StepWork(tables, len(part), plan)
+        work = fast.StepWork(tables, len(part), plan, num_ranks)
         work.fill(part)
         work.count()
         fast.add_lora(y, x, SITE, work, planes)
@@ -72,7 +72,7 @@ def check(shape, dtype, device, mix, plan, block_bytes=1024, ranks=(1, 3, 16, 17
     "mix", ["distinct", "uniform", "zipf", "identical", "skewed", "none", "half-base"]
 )
 def test_named_mixes_equal_the_naive_truth(mix, device):
-    check((9, 40, 70), torch.float32, device, mix, PLANS["tile"])
+    check((9, 40, 70), torch.float32, device, mix, PLANS["decode"])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-I{s[1]}-O{s[2]}")
@@ -82,13 +82,13 @@ def test_every_family_equals_the_naive_truth_on_odd_shapes(shape, family, device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["rows", "tile"])
+@pytest.mark.parametrize("family", PLANS)
 def test_half_precision_equals_the_naive_truth(dtype, family, device):
     check((5, 33, 34), dtype, device, "zipf", PLANS[family])
 
 
 def test_rows_wider_than_a_block_are_read_in_pieces(device):
-    check((3, 70, 90), torch.float32, device, "distinct", PLANS["tile"], 128, (1, 5))
+    check((3, 70, 90), torch.float32, device, "distinct", PLANS["decode"], 128, (1, 5))
 
 
 def test_rows_that_combine_adapters_add_up(device):
@@ -103,7 +103,7 @@ def test_rows_that_combine_adapters_add_up(device):
     x, y = torch.randn(4, 20, device=device), torch.zeros(4, 20, device=device)
     expected = y.clone()
     naive.add_lora(expected, x, SITE, LoraBatch(runs, plain))
-    apply(y, x, runs, tables, PLANS["tile"])
+    apply(y, x, runs, tables, PLANS["decode"])
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -113,12 +113,12 @@ def test_rows_outside_of_every_run_and_absent_sites_stay_as_they_are(device):
     y = torch.full((4, 8), float("nan"), device=device)
     y[1:3] = 0.0
     runs = [RowRun(0, 1.0, 1, 3)]
-    apply(y, x, runs, tables, PLANS["tile"])
+    apply(y, x, runs, tables, PLANS["decode"])
     assert y[[0, 3]].isnan().all()
     assert not y[1:3].isnan().any()
     tables.remove(0)
     before = y.clone()
-    apply(y, x, runs, tables, PLANS["tile"])
+    apply(y, x, runs, tables, PLANS["decode"])
     assert y.equal(before) or torch.equal(y[1:3], before[1:3])
 
 
@@ -126,7 +126,7 @@ def test_the_result_does_not_depend_on_the_neighbours_in_the_batch(device):
     tables, _ = build(random.Random(7), (6, 70, 40), torch.float32, device, 1024, (3, 17))
     x = torch.randn(6, 70, device=device)
     alone, together = torch.zeros(1, 40, device=device), torch.zeros(6, 40, device=device)
-    apply(alone, x[4:5].contiguous(), [RowRun(1, 1.0, 0, 1)], tables, PLANS["row"])
+    apply(alone, x[4:5].contiguous(), [RowRun(1, 1.0, 0, 1)], tables, PLANS["decode"])
     runs = [RowRun(0, 1.0, 0, 4), RowRun(1, 1.0, 4, 5), RowRun(2, 1.0, 5, 6)]
-    apply(together, x, runs, tables, PLANS["row"])
+    apply(together, x, runs, tables, PLANS["decode"])
     assert together[4].equal(alone[0])
