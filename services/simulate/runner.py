@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loraplex.adapter_format.geometry import Geometry
 from services.simulate.costs import Costs
+from services.worker.adapters.layout import AdapterLayout
+from services.worker.model.sites import SiteTable
 from services.worker.request import SampledRow, StepPlan
-from services.worker.runner_protocol import ModelInfo
+from services.worker.runner_protocol import Copied, ModelInfo
 
 CONTEXT = 1 << 20
 VOCAB_SIZE = 1 << 30
@@ -34,11 +39,30 @@ class VirtualClock:
         self.now_s = max(self.now_s, moment_s)
 
 
-class TimedRunner:
-    """The `Runner` of a simulated worker: every call moves the clock by its cost.
+@dataclass(frozen=True, slots=True)
+class SimulatedCopy:
+    """A copy that ends when the clock says so; what it leaves is itself."""
 
-    An adapter's "folder" is its rank, as `rank/NAME`.
-    """
+    path: Path
+    num_blocks: int
+    elapsed_s: float
+    end_s: float
+    clock: VirtualClock
+
+    def done(self) -> bool:
+        """True from `end_s` on."""
+        return self.clock.now_s >= self.end_s
+
+    def result(self) -> SimulatedCopy:
+        """The copy itself."""
+        return self
+
+    def add_done_callback(self, callback: Callable[[SimulatedCopy], object], /) -> None:
+        """Nobody sleeps here who would have to be woken."""
+
+
+class TimedRunner:
+    """The `Runner` of a simulated worker: steps move the clock by their cost, copies go beside."""
 
     def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
@@ -49,17 +73,36 @@ class TimedRunner:
         self._costs = costs
         self._clock = clock
         self._slot_bytes: dict[int, int] = {}
+        self._copies: list[SimulatedCopy] = []
+        self._copies_end_s = 0.0
 
-    def adapter_blocks(self, path: Path) -> int:
-        """By the rank."""
-        return self._costs.adapter_blocks(int(path.parent.name))
+    @property
+    def layout(self) -> AdapterLayout:
+        """Nothing is packed here."""
+        return AdapterLayout(self.block_bytes, "F32", False, 0, "simulated", SiteTable((), {}))
 
-    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Takes the time of the copy."""
+    @property
+    def next_copy_s(self) -> float:
+        """When the next copy under way ends; infinite when there is none."""
+        self._copies = [copy for copy in self._copies if not copy.done()]
+        return min((copy.end_s for copy in self._copies), default=math.inf)
+
+    def pack_adapter(self, path: Path) -> Any:
+        """Never asked for: adapters come packed."""
+        raise AssertionError(path)
+
+    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> SimulatedCopy:
+        """One copy after another, beside the steps."""
+        elapsed_s = self._costs.load(len(blocks) * self.block_bytes)
+        self._copies_end_s = max(self._copies_end_s, self._clock.now_s) + elapsed_s
+        copy = SimulatedCopy(path, len(blocks), elapsed_s, self._copies_end_s, self._clock)
+        self._copies.append(copy)
+        return copy
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Takes no time."""
         assert slot not in self._slot_bytes, f"slot {slot} is in use"
-        num_bytes = len(blocks) * self.block_bytes
-        self._slot_bytes[slot] = num_bytes
-        self._clock.advance(self._costs.load(num_bytes))
+        self._slot_bytes[slot] = copied.num_blocks * self.block_bytes
 
     def unload_adapter(self, slot: int) -> None:
         """Takes no time."""

@@ -29,7 +29,8 @@ class SimulatedWorker:
         self._costs = costs
         self._on_disk = on_disk
         self.clock = VirtualClock()
-        self.engine = Engine(TimedRunner(costs, config.arena_bytes, self.clock), config, self.clock)
+        self._runner = TimedRunner(costs, config.arena_bytes, self.clock)
+        self.engine = Engine(self._runner, config, self.clock)
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._asked: set[str] = set()
@@ -52,7 +53,8 @@ class SimulatedWorker:
         self._asked.add(digest)
         num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
         wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
-        self._deliver(moment_s + wait_s, Fetched(digest, f"{rank}/{digest}", rank))
+        num_blocks = self._costs.adapter_blocks(rank)
+        self._deliver(moment_s + wait_s, Fetched(digest, digest, rank, num_blocks))
 
     def _deliver(self, moment_s: float, command: Command) -> None:
         heapq.heappush(self._inbox, (moment_s, next(self._order), command))
@@ -65,7 +67,7 @@ class SimulatedWorker:
             return now
         arrival_s = self._inbox[0][0] if self._inbox else math.inf
         patience_s = now + STALLED_WAIT_S if self.engine.has_requests else math.inf
-        return max(now, min(arrival_s, patience_s))
+        return max(now, min(arrival_s, patience_s, self._runner.next_copy_s))
 
     def step(self) -> StepOutput:
         """Run the step that begins at `next_step_s`."""

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from loraplex.errors import LoraplexError, ResourceExhausted
+from loraplex.errors import LoraplexError
+from services.worker.adapters.arrivals import Arrivals
 from services.worker.adapters.cache import AdapterCache
 from services.worker.adapters.residency import Load
 from services.worker.gauges import Gauges
@@ -112,18 +113,22 @@ class Engine:
         self._gauges = Gauges()
         self._prompt_logprobs: dict[str, list[Logprobs]] = {}
         self._failures: list[Failure] = []
-        self._copies_s: list[float] = []
-        self._awaited_since_s: dict[str, float] = {}
-        """Adapters that requests came for while they were not on disk."""
+        self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests whose first step is about to run."""
 
     @property
+    def arrivals(self) -> Arrivals:
+        """Adapters on their way in; its `wake` is for the loop to set."""
+        return self._arrivals
+
+    @property
     def ready(self) -> EngineReady:
         """What the door is told when the engine stands."""
-        return EngineReady(self._info, self._arena.num_blocks, self._runner.block_bytes)
+        sizes = self._arena.num_blocks, self._runner.block_bytes
+        return EngineReady(self._info, *sizes, self._runner.layout)
 
     @property
     def may_advance(self) -> bool:
@@ -149,12 +154,13 @@ class Engine:
         begin_s = self._clock()
         for command in commands:
             self._obey(command, begin_s)
+        self._collect(begin_s)
         self._take_opened(begin_s)
         self._grammars.hold_back()
         for request, error in self.scheduler.hopeless(begin_s):
             self._fail(request, error, begin_s)
         plan = self.scheduler.plan(begin_s)
-        has_loaded = self._carry_out(begin_s)
+        has_acted = self._carry_out(begin_s)
         if entered := [r.request.request_id for r in plan.rows if _enters(r, begin_s)]:
             self.announce(entered)
         rows = self._runner.execute(plan) if plan.rows else []
@@ -164,14 +170,14 @@ class Engine:
         if plan.rows:
             self._gauges.measure(plan, now - begin_s)
             self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
-        self._may_advance = bool(plan.rows) or has_loaded
+        self._may_advance = bool(plan.rows) or has_acted
         return StepOutput(
             step=plan.step,
             tokens=tokens,
             failures=self._take_failures(),
             residency=self._take_residency(),
             load=self._gauges.load(self.scheduler, self._reclaimer, self._arena),
-            copies_s=self._take_copies(),
+            copies_s=self._arrivals.take_copies_s(),
         )
 
     def check_integrity(self) -> None:
@@ -185,13 +191,14 @@ class Engine:
             case Cancel(request_id):
                 self._drop(request_id, now)
             case Fetched():
-                self._fetched(command, now)
+                self._fail_all(self._arrivals.fetched(command, now), now)
             case FetchFailed(digest, error):
                 self._fetch_failed(digest, error.to_error(), now)
             case Gone(digest):
+                self._arrivals.gone(digest)
                 self.cache.gone(digest)
             case Want(digest, pin):
-                self._want(digest, pin, now)
+                self._arrivals.want(digest, pin, now)
             case Unpin(digest):
                 self.cache.unpin(digest)
             case Unload(digest):
@@ -203,8 +210,7 @@ class Engine:
             if (error := self.cache.failures.blocked(digest, now)) is not None:
                 self._failures.append(Failure(request.request_id, WireError.of(error)))
                 return
-            if not self.cache.known([digest]):
-                self._awaited_since_s.setdefault(digest, now)
+            self._arrivals.awaited(digest, now)
         if command.grammar is None:
             self.scheduler.submit(request)
         else:
@@ -218,59 +224,27 @@ class Engine:
             else:
                 self._fail(request, error, now)
 
-    def _fetched(self, command: Fetched, now: float) -> None:
-        path = Path(command.path)
-        if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
-            self.scheduler.times.fetches.add(now - since_s)
-        if (adapter := self.cache.get(command.digest)) is not None:
-            self.cache.fetched(command.digest, path, adapter.num_blocks, command.max_rank)
-            return
-        try:
-            num_blocks = self._runner.adapter_blocks(path)
-            self.cache.fetched(command.digest, path, num_blocks, command.max_rank)
-        except Exception as failure:
-            self._fail_waiting(command.digest, _load_error(failure, command.digest), now)
-
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """A copy on the device serves on, whatever became of the files."""
-        self._awaited_since_s.pop(digest, None)
+        self._arrivals.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.unwant(digest)
             self._fail_waiting(digest, error, now)
 
-    def _want(self, digest: str, pin: bool, now: float) -> None:
-        if not self.cache.known([digest]):
-            return
-        try:
-            if pin:
-                self.cache.pin(digest, now)
-            self.cache.want(digest)
-        except ResourceExhausted as error:
-            self._residency_errors[digest] = error
-
     def _carry_out(self, now: float) -> bool:
-        """Run loads and evictions. True when an adapter became usable or unusable."""
+        """Begin loads, carry out evictions. True when there was anything to do."""
         actions = self.cache.take_actions()
         for action in actions:
             if isinstance(action, Load):
-                self._load(action, now)
+                self._arrivals.copy(action)
             else:
                 self._runner.unload_adapter(action.slot)
+        self._collect(now)
         return bool(actions)
 
-    def _load(self, action: Load, now: float) -> None:
-        begin_s = self._clock()
-        try:
-            self._runner.load_adapter(action.slot, action.path, action.blocks)
-        except Exception as failure:
-            error = _load_error(failure, action.digest)
-            self.cache.failed(action.digest, error, now)
-            self._fail_waiting(action.digest, error, now)
-        else:
-            copy_s = self._clock() - begin_s
-            self.cache.loaded(action.digest, copy_s)
-            self._copies_s.append(copy_s)
-            self.scheduler.times.copies.add(copy_s)
+    def _collect(self, now: float) -> None:
+        """Take in adapters that have arrived."""
+        self._fail_all(self._arrivals.collect(now), now)
 
     def _take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
         """Append what was sampled. Mutates the requests; removes those that end."""
@@ -334,6 +308,10 @@ class Engine:
             pooled=list(sampled.pooled),
         )
 
+    def _fail_all(self, failures: Iterable[tuple[str, LoraplexError]], now: float) -> None:
+        for digest, error in failures:
+            self._fail_waiting(digest, error, now)
+
     def _fail_waiting(self, digest: str, error: LoraplexError, now: float) -> None:
         self._residency_errors[digest] = error
         for request in self.scheduler.waiting_for(digest):
@@ -349,16 +327,14 @@ class Engine:
         self._grammars.forget(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _take_copies(self) -> list[float]:
-        copies_s, self._copies_s = self._copies_s, []
-        return copies_s
-
     def _take_failures(self) -> list[Failure]:
         failures, self._failures = self._failures, []
         return failures
 
     def _take_residency(self) -> list[Residency]:
-        errors, self._residency_errors = self._residency_errors, {}
+        errors = {**self._arrivals.refused, **self._residency_errors}
+        self._residency_errors.clear()
+        self._arrivals.refused.clear()
         changes = dict(self.cache.take_changes())
         for digest in errors:
             changes.setdefault(digest, self.cache.get(digest))
@@ -378,11 +354,3 @@ def _base_key(info: ModelInfo, layout: KvLayout) -> str:
 def _enters(row: PlannedRow, now: float) -> bool:
     """True in the first step of a request."""
     return row.request.first_scheduled_s == now
-
-
-def _load_error(failure: Exception, digest: str) -> LoraplexError:
-    """What requests are told when an adapter cannot be read or copied."""
-    if isinstance(failure, LoraplexError):
-        return failure
-    logger.error("adapter load failed", exc_info=failure, extra={"digest": digest})
-    return LoraplexError(f"adapter {digest} could not be loaded", reason="ADAPTER_LOAD_FAILED")

@@ -7,6 +7,7 @@ nothing to do it sleeps on it. It ends when the door hangs up, never on a signal
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
@@ -54,11 +55,19 @@ class DoorGone(Exception):
 
 
 class DoorSocket:
-    """The engine's end of the socket pair; blocking."""
+    """The engine's end of the socket pair; blocking. Threads of the engine may interrupt a wait."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._frames = FrameBuffer()
+        self._bell, self._rope = socket.socketpair()
+        for side in (self._bell, self._rope):
+            side.setblocking(False)
+
+    def wake(self) -> None:
+        """End the wait in `commands`, or the next one. From any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: it rings already
+            self._rope.send(b"!")
 
     def first(self) -> EngineConfig:
         """Wait for the configuration."""
@@ -75,9 +84,12 @@ class DoorSocket:
             DoorGone: the door closed its end.
         """
         commands: list[Command] = []
-        while select.select([self._socket], [], [], timeout_s)[0]:
-            for body in self._receive():
-                commands += decode_input(body).commands
+        while ready := select.select([self._socket, self._bell], [], [], timeout_s)[0]:
+            if self._bell in ready:
+                self._bell.recv(RECEIVE_BYTES)
+            if self._socket in ready:
+                for body in self._receive():
+                    commands += decode_input(body).commands
             timeout_s = 0.0
         return commands
 
@@ -101,6 +113,7 @@ class DoorSocket:
 def run(engine: Engine, door: DoorSocket) -> NoReturn:
     """Serve until the door hangs up. Raises DoorGone then."""
     is_checked = True
+    engine.arrivals.wake = door.wake
     engine.announce = lambda request_ids: door.send(Entered(request_ids))
     while True:
         commands = door.commands(_patience_s(engine, is_checked))

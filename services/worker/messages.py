@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
+from services.worker.adapters.layout import AdapterLayout
 from services.worker.request import AdapterSet, Grammar, Logprobs, SamplingParams
 from services.worker.runner_protocol import ModelInfo
 
@@ -95,6 +96,8 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     digest: str
     path: str
     max_rank: int
+    num_blocks: int = 0
+    """Of its packed image; 0 = the engine has to pack it, because that takes the base's weights."""
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
@@ -148,6 +151,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
     total_blocks: int
     block_bytes: int
+    layout: AdapterLayout
+    """What the door packs adapters for."""
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):

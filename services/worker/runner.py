@@ -6,15 +6,20 @@ It decides nothing: plans come from the scheduler, blocks and slots from their o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import InvalidRequest, LoraplexError
-from services.worker.adapters.contents import ModuleReader, base_geometry
+from services.worker.adapters.base_values import TORCH_DTYPES, SiteValues
+from services.worker.adapters.contents import ModuleReader, base_geometry, weights_key
+from services.worker.adapters.layout import AdapterLayout
+from services.worker.adapters.loader import AdapterLoader, CopiedImage
+from services.worker.adapters.packing import Packer
 from services.worker.adapters.weights import AdapterWeights
 from services.worker.kernels.launch import INTERPRETING
 from services.worker.kernels.lora.records import Records
@@ -36,7 +41,7 @@ from services.worker.numerics import (
     set_threads,
 )
 from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
-from services.worker.runner_protocol import ModelInfo
+from services.worker.runner_protocol import Copied, ModelInfo
 from services.worker.sampling.sampler import LogitsOf, sample, score_tokens
 from services.worker.step_batch import BatchMaker, runs_of
 
@@ -54,10 +59,12 @@ class TorchRunner:
         model: Decoder,
         arena: ArenaBuffer,
         kv: KvBuffer,
-        adapters: AdapterWeights,
+        adapters: AdapterLoader,
+        layout: AdapterLayout,
         info: ModelInfo,
         batches: BatchMaker,
     ) -> None:
+        self.layout = layout
         self.arena = arena
         self.arena_blocks = arena.num_blocks
         self.block_bytes = arena.block_bytes
@@ -72,14 +79,31 @@ class TorchRunner:
         """Facts about the base."""
         return self._info
 
+    def pack_adapter(self, path: Path) -> Future[int]:
+        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        return self._adapters.pack(path)
+
+    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Future[CopiedImage]:
+        """Fill `blocks` from the image in a folder."""
+        return self._adapters.copy(path, blocks)
+
+    @torch.inference_mode()
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let steps use what was copied under `slot`, which is not in use."""
+        self._adapters.enter(slot, cast(CopiedImage, copied))
+        self._entered(slot)
+
     def adapter_blocks(self, path: Path) -> int:
-        """Blocks that the adapter in a verified folder needs. Reads headers only."""
-        return self._adapters.blocks_needed(path)
+        """Blocks that the adapter in a verified folder needs, for `load_adapter`."""
+        return self._adapters.num_blocks(path)
 
     @torch.inference_mode()
     def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Copy an adapter into `blocks` and enter it under `slot`, which is not in use."""
+        """Pack, copy and enter at once, without an image on disk: for tools and tests."""
         self._adapters.load(slot, path, blocks)
+        self._entered(slot)
+
+    def _entered(self, slot: int) -> None:
         if self._batches.records is not None:
             self._batches.records.address(slot)
         if self._batches.gpu is not None:
@@ -89,12 +113,12 @@ class TorchRunner:
         try:
             gpu.enter(slot)
         except LoraplexError:
-            self._adapters.unload(slot)
+            self._adapters.weights.unload(slot)
             raise
 
     def unload_adapter(self, slot: int) -> None:
         """Take `slot` out of the tables."""
-        self._adapters.unload(slot)
+        self._adapters.weights.unload(slot)
         if self._batches.records is not None:
             self._batches.records.forget(slot)
         if self._batches.gpu is not None:
@@ -201,6 +225,7 @@ def build_runner(
     max_num_tokens: int = 2048,
     load_format: str = "auto",
     cpu_isa: str = "auto",
+    executors: tuple[Executor, Executor] | None = None,
 ) -> TorchRunner:
     """Load a base and allocate its arena.
 
@@ -212,6 +237,7 @@ def build_runner(
         max_num_tokens: the most positions of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
+        executors: of copies and of packing (see `AdapterLoader`).
 
     Raises:
         LoraplexError: naming the file, field or setting that is wrong.
@@ -232,19 +258,27 @@ def build_runner(
     )
     sites = model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    reader = ModuleReader(geometry, sites.table, max_lora_rank)
     is_native = isinstance(operators, NativeOperators)
-    adapters = AdapterWeights(arena, sites, torch_dtype, reader, max_resident, is_native)
+    facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
+    layout = AdapterLayout(groups.block_bytes, *facts, sites.table)
+    adapters = AdapterWeights(arena, max_resident)
+    values = SiteValues(sites, layout, torch_device)
+    packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
+    loader = AdapterLoader(adapters, packer, executors)
     info = _model_info(config, geometry, torch_device, torch_dtype, operators.name)
     kv = KvBuffer(arena, groups, torch_dtype)
     records = Records(adapters.table, len(sites.table.sites)) if is_native else None
-    limits = max_resident, max_lora_rank, max_num_tokens
-    gpu = _gpu_path(model, operators, kv, adapters, limits)
+    gpu = _gpu_path(model, operators, kv, adapters, (max_resident, max_lora_rank, max_num_tokens))
     make_metadata = operators.make_metadata
     batches = BatchMaker(
         kv, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
     )
-    return TorchRunner(model, arena, kv, adapters, info, batches)
+    return TorchRunner(model, arena, kv, loader, layout, info, batches)
+
+
+def _dtype_key(dtype: torch.dtype) -> str:
+    """Its safetensors name."""
+    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
 
 
 def _gpu_path(
@@ -283,8 +317,7 @@ def _share_threads(weight_bytes: int, operators: Operators) -> None:
     set_threads(weight_bytes)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())
-        if not operators.products_in_torch:
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)
 
 
 def _weights(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Weights:

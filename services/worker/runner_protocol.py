@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from loraplex.adapter_format.geometry import Geometry
+from services.worker.adapters.layout import AdapterLayout
 from services.worker.request import SampledRow, StepPlan
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,41 @@ class ModelInfo:
     """What adapters are validated against."""
 
 
+class Pending(Protocol[T_co]):
+    """Work under way beside the step; `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool:
+        """True when `result` would not wait."""
+        ...
+
+    def result(self) -> T_co:
+        """What came of it. Raises what the work raised."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call `callback` once it is done, from any thread."""
+        ...
+
+
+class Copied(Protocol):
+    """An adapter whose bytes are in their blocks, to be entered."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that it came from."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """That it fills."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the copy took."""
+        ...
+
+
 class Runner(Protocol):
     """One base on one device: the arena's bytes, the adapters' tables, the forward pass."""
 
@@ -40,12 +78,21 @@ class Runner(Protocol):
     kv_group_windows: tuple[int | None, ...]
     """Sliding window of each KV group in tokens; None = full attention."""
 
-    def adapter_blocks(self, path: Path) -> int:
-        """Blocks that the adapter in a verified folder needs. Reads headers only."""
+    @property
+    def layout(self) -> AdapterLayout:
+        """What images of adapters are packed for."""
         ...
 
-    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Copy an adapter into `blocks` and enter it under `slot`, which is not in use."""
+    def pack_adapter(self, path: Path) -> Pending[int]:
+        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        ...
+
+    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Pending[Copied]:
+        """Fill `blocks`, which no step reads meanwhile, from the image in a folder."""
+        ...
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let steps use what was copied under `slot`, which is not in use."""
         ...
 
     def unload_adapter(self, slot: int) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
+from services.worker.adapters.layout import AdapterLayout
 from services.worker.request import SampledRow, StepPlan
-from services.worker.runner_protocol import ModelInfo, Runner
+from services.worker.runner_protocol import Copied, ModelInfo, Pending, Runner
 
 
 class TracedRunner:
@@ -38,19 +39,25 @@ class TracedRunner:
             tokens_per_block=self.tokens_per_block,
         )
 
-    def adapter_blocks(self, path: Path) -> int:
-        """The runner's answer."""
-        return self._runner.adapter_blocks(path)
+    @property
+    def layout(self) -> AdapterLayout:
+        """The runner's."""
+        return self._runner.layout
 
-    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Let the runner copy; the time does not count for the step around it."""
-        begin_s = time.monotonic()
-        self._runner.load_adapter(slot, path, blocks)
-        elapsed_s = time.monotonic() - begin_s
-        self._last_end_s += elapsed_s
-        self._slot_bytes[slot] = num_bytes = len(blocks) * self.block_bytes
-        rank = json.loads((path / CONFIG_FILE).read_bytes()).get("r", 0)
-        self._write(load_s=elapsed_s, bytes=num_bytes, rank=rank)
+    def pack_adapter(self, path: Path) -> Pending[int]:
+        """Let the runner pack."""
+        return self._runner.pack_adapter(path)
+
+    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Pending[Copied]:
+        """Let the runner copy."""
+        return self._runner.copy_adapter(path, blocks)
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let the runner enter what it copied, beside the step."""
+        self._runner.enter_adapter(slot, copied)
+        self._slot_bytes[slot] = num_bytes = copied.num_blocks * self.block_bytes
+        rank = json.loads((copied.path / CONFIG_FILE).read_bytes()).get("r", 0)
+        self._write(load_s=copied.elapsed_s, bytes=num_bytes, rank=rank)
 
     def unload_adapter(self, slot: int) -> None:
         """Let the runner forget a slot."""

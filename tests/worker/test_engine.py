@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from loraplex.errors import AdapterNotFound
+from services.worker.adapters.image import images_in
+from services.worker.adapters.loader import AtOnce
 from services.worker.adapters.residency import Tier
 from services.worker.engine import Engine
 from services.worker.messages import (
@@ -52,6 +54,7 @@ def make_runner(files: Path, arena_bytes: int = 1 << 20, max_num_tokens: int = 6
         arena_bytes=arena_bytes,
         max_resident=8,
         max_num_tokens=max_num_tokens,
+        executors=(AtOnce(), AtOnce()),
     )
 
 
@@ -111,6 +114,10 @@ class Stage:
             assert max_steps, "the engine does not finish"
             self.step()
         return self.outputs
+
+    def blocks_used(self, *commands: Command) -> int:
+        load = self.step(*commands).load
+        return load.total_blocks - load.free_blocks
 
     def fetched(self, *digests: str) -> Iterable[Fetched]:
         return [Fetched(digest, str(self.files / digest), 8) for digest in digests]
@@ -259,17 +266,13 @@ def test_windows_free_blocks_and_change_no_token(files: Path, tmp_path: Path) ->
         runner = make_runner(tmp_path, max_num_tokens=max_step_tokens)
         assert runner.kv_group_windows == (24,)
         stage = Stage(runner, files, max_step_tokens=max_step_tokens)
-        used = [blocks_used(stage.step(*requests))]
+        used = [stage.blocks_used(*requests)]
         while stage.engine.has_requests:
-            used.append(blocks_used(stage.step()))
+            used.append(stage.blocks_used())
         outputs.append(stage.outputs)
         most_used.append(max(used))
     assert outputs[0] == outputs[1]
     assert most_used[1] < most_used[0], "small steps hold no more than the window and a step"
-
-
-def blocks_used(output: StepOutput) -> int:
-    return output.load.total_blocks - output.load.free_blocks
 
 
 def test_cancelling_frees_the_blocks_within_the_step(stage: Stage) -> None:
@@ -353,7 +356,7 @@ def test_an_adapter_that_cannot_be_copied_fails_with_a_reason_and_a_pause(
     doomed = tiny.write_adapter(tmp_path / "doomed", seed=3)
     digest = "sha256:" + "c" * 64
     stage.step(Fetched(digest, str(doomed), 4))
-    (doomed / "adapter_model.safetensors").unlink()
+    images_in(doomed)[0].write_bytes(b"damaged")
     stage.step(submit("first", digest), submit("base"))
     stage.run(submit("second", digest))
     assert set(stage.failures) == {"first", "second"} and len(stage.outputs["base"]) == 12
@@ -394,7 +397,5 @@ def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> N
 
 
 def test_one_step_holds_every_distinct_adapter(stage: Stage) -> None:
-    output = stage.step(*mixed(), *stage.fetched(A, B))
-    while stage.engine.has_requests:
-        output = stage.step()
-    assert output.load.max_distinct_adapters == 2
+    stage.run(*mixed(), *stage.fetched(A, B))
+    assert stage.step().load.max_distinct_adapters == 2

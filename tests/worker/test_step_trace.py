@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.simulate.runner import TimedRunner, VirtualClock
@@ -11,9 +12,23 @@ from services.worker.step_trace import TracedRunner
 from tests.simulate.fleets import COSTS
 
 
-def traced(tmp_path: Path) -> tuple[TracedRunner, Path]:
-    path = tmp_path / "steps.jsonl"
-    return TracedRunner(TimedRunner(COSTS, 1 << 20, VirtualClock()), path), path
+@dataclass
+class Traced:
+    """A traced runner whose copies take no longer than it is waited for."""
+
+    runner: TracedRunner
+    clock: VirtualClock
+
+    def load(self, slot: int, folder: Path, blocks: list[int]) -> None:
+        pending = self.runner.copy_adapter(folder, blocks)
+        while not pending.done():
+            self.clock.advance(1.0)
+        self.runner.enter_adapter(slot, pending.result())
+
+
+def traced(tmp_path: Path) -> tuple[Traced, Path]:
+    path, clock = tmp_path / "steps.jsonl", VirtualClock()
+    return Traced(TracedRunner(TimedRunner(COSTS, 1 << 20, clock), path), clock), path
 
 
 def row(
@@ -29,13 +44,13 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 
 def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path: Path) -> None:
-    runner, path = traced(tmp_path)
+    stage, path = traced(tmp_path)
     folder = tmp_path / "8"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    runner.load_adapter(3, folder, [1, 2])
+    stage.load(3, folder, [1, 2])
     rows = (row("a", slot=3), row("b", start=4, num_tokens=2, slot=3), row("c"))
-    results = runner.execute(StepPlan(0, rows))
+    results = stage.runner.execute(StepPlan(0, rows))
     assert [result.request_id for result in results] == ["a", "b", "c"]
     arena, load, step = lines(path)
     assert arena["block_bytes"] == COSTS.block_bytes
@@ -45,23 +60,23 @@ def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path
 
 
 def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
-    runner, path = traced(tmp_path)
+    stage, path = traced(tmp_path)
     folder = tmp_path / "8"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
     for blocks in ([1, 2], [5]):
-        runner.load_adapter(0, folder, blocks)
-        runner.execute(StepPlan(0, (row("a", slot=0),)))
-        runner.unload_adapter(0)
+        stage.load(0, folder, blocks)
+        stage.runner.execute(StepPlan(0, (row("a", slot=0),)))
+        stage.runner.unload_adapter(0)
     steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]
     assert steps == [2 * COSTS.block_bytes, COSTS.block_bytes]
 
 
 def test_nothing_of_the_prompt_or_the_adapters_name_is_written(tmp_path: Path) -> None:
-    runner, path = traced(tmp_path)
+    stage, path = traced(tmp_path)
     secret = row("secret-id")
     secret.request.prompt_ids[:] = [987654] * 10
     secret.request.adapters = AdapterSet((("sha256:secret", 1.0),))
-    runner.execute(StepPlan(0, (secret,)))
+    stage.runner.execute(StepPlan(0, (secret,)))
     text = path.read_text()
     assert "secret" not in text and "987654" not in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
@@ -11,7 +13,6 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.adapter_format.validate import validate
 from loraplex.errors import InvalidAdapter, Violation
-from services.worker.adapters.rows import with_tied_rows
 from services.worker.model.config import ModelConfig
 from services.worker.model.sites import SiteTable
 
@@ -48,6 +49,25 @@ class ModuleReader:
         if self._geometry.tied_embeddings:
             return with_tied_rows(report.modules, "model.embed_tokens", "lm_head")
         return report.modules
+
+
+def with_tied_rows(
+    modules: Sequence[AdapterModule], embedding: str, head: str
+) -> tuple[AdapterModule, ...]:
+    """Give single trained rows of a tied embedding to the head, too, as PEFT does."""
+    trained = next((m for m in modules if m.name == embedding and m.token_delta), None)
+    if trained is None:
+        return tuple(modules)
+    own = next((m for m in modules if m.name == head), AdapterModule(head))
+    shared = replace(own, token_delta=trained.token_delta, token_ids=trained.token_ids)
+    return (*(m for m in modules if m.name != head), shared)
+
+
+def weights_key(folder: Path, geometry: Geometry) -> str:
+    """Changes with the base's weights: by name, size and time of its files, not by their bytes."""
+    files = sorted(folder.glob("*.safetensors"))
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return repr((geometry.fingerprint, facts))
 
 
 def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geometry:

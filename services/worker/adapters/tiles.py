@@ -39,10 +39,12 @@ class TilePlace:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The tiles of each matrix, in the order given, and the number of blocks they fill."""
+    """The tiles of each matrix, in the order given, and what they fill."""
 
     tiles: tuple[tuple[TilePlace, ...], ...]
     num_blocks: int
+    num_bytes: int
+    """Up to the end of the last tile."""
 
 
 class TileLayout:
@@ -59,7 +61,7 @@ class TileLayout:
         for matrix in matrices:
             placed, position = self._place(matrix, position)
             tiles.append(placed)
-        return Packing(tuple(tiles), -(-position // self._block_bytes))
+        return Packing(tuple(tiles), -(-position // self._block_bytes), position)
 
     def _place(self, matrix: Matrix, position: int) -> tuple[tuple[TilePlace, ...], int]:
         """Tiles of one matrix from a byte position on, and the position after them."""

@@ -40,7 +40,7 @@ def test_both_paths_serve_the_same_tokens_from_half_precision_files(base, dtype,
     drivers = [driver_of(base, folder, isa) for isa in ("auto", "torch")]
     if drivers[0].runner.model_info() == drivers[1].runner.model_info():
         pytest.skip("no compiled kernels here")
-    tiles = [next(iter(d.runner._adapters.table.values())).a[0].data for d in drivers]
+    tiles = [next(iter(d.runner._adapters.weights.table.values())).a[0].data for d in drivers]
     assert [tile.dtype for tile in tiles] == [dtype, torch.float32]
     compiled, portable = (d.runner.adapter_blocks(folder) for d in drivers)
     assert compiled < 0.6 * portable

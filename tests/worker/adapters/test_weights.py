@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.worker.adapters import weights as weights_module
-from services.worker.adapters.weights import dora_gain
+from loraplex.errors import InvalidAdapter
+from services.worker.adapters import base_values
+from services.worker.adapters.base_values import dora_gain
 from services.worker.layers.linear import DenseLinear
 from services.worker.runner import build_runner
 from tests.worker.parity.adapters import make_adapter
@@ -44,7 +45,7 @@ def tiles_of(delta):
 
 
 def table_of(runner):
-    return runner._adapters.table
+    return runner._adapters.weights.table
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -74,11 +75,10 @@ def test_tables_hold_views_of_the_arena(runner, folders, feature):
 def test_a_damaged_file_enters_nothing(runner, folders, tmp_path):
     for file in folders["dora"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    blocks = scattered(runner, runner.adapter_blocks(tmp_path))
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
-    with pytest.raises(Exception, match=r"adapter_model\.safetensors|[Ii]ncomplete|[Hh]eader"):
-        runner.load_adapter(0, tmp_path, blocks)
+    with pytest.raises(InvalidAdapter, match=r"adapter_model\.safetensors|cut|[Hh]eader"):
+        runner.load_adapter(0, tmp_path, [])
     assert not table_of(runner)
 
 
@@ -104,7 +104,7 @@ def test_gains_do_not_depend_on_their_chunks(monkeypatch):
     base = DenseLinear(torch.randn(50, 12))
     a, b, magnitude = torch.randn(3, 12), torch.randn(40, 3), torch.rand(40, 1) + 0.5
     whole = dora_gain(base, 7, a, b, 0.5, magnitude)
-    monkeypatch.setattr(weights_module, "GAIN_CHUNK_ROWS", 9)
+    monkeypatch.setattr(base_values, "GAIN_CHUNK_ROWS", 9)
     assert dora_gain(base, 7, a, b, 0.5, magnitude).equal(whole)
     merged = base.weight_rows(7, 47) + 0.5 * b @ a
     torch.testing.assert_close(whole, magnitude[:, 0] / merged.norm(dim=1))

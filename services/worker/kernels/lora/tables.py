@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # plans are made of slices where no torch is
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

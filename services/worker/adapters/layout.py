@@ -1,0 +1,43 @@
+"""What an adapter's image depends on besides the adapter: one worker's base, types and blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from services.worker.model.sites import SiteTable
+
+IMAGE_VERSION = 1
+"""Of the images' format and of the arithmetic that fills them: raised with every change of either.
+"""
+HALF_DTYPES = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Plain data, so that the door's packing processes can have it. Types as safetensors names."""
+
+    block_bytes: int
+    dtype: str
+    """The model's: F32, BF16 or F16."""
+    keeps_half: bool
+    """A and B published in half precision stay so under a float32 model, since its kernels widen
+    them; exact, and half the bytes."""
+    max_rank: int
+    """Adapters of a higher rank are refused."""
+    base_key: str
+    """Names the base's geometry and weights: DoRA's gains depend on them."""
+    sites: SiteTable
+
+    def lora_dtype(self, published: str) -> str:
+        """What A and B are packed as."""
+        keeps = self.keeps_half and self.dtype == "F32" and published in HALF_DTYPES
+        return published if keeps else self.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Images of equal fingerprints hold the same bytes for an adapter."""
+        sites = (self.sites.sites, sorted(self.sites.places.items()))
+        types = (self.block_bytes, self.dtype, self.keeps_half, self.max_rank)
+        parts = repr((IMAGE_VERSION, types, self.base_key, sites))
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]

@@ -1,0 +1,213 @@
+"""From a verified adapter folder to its image. Pure of torch, so that the door's processes pack.
+
+What needs the base's own weights (DoRA's gains, differences from the base) comes from
+`BaseValues`, which only the engine's process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.safetensors_header import TensorInfo
+from services.worker.adapters.contents import ModuleReader
+from services.worker.adapters.image import (
+    ImageIndex,
+    PackedAdapter,
+    PackedRole,
+    PackedSite,
+    PackedTile,
+)
+from services.worker.adapters.layout import AdapterLayout
+from services.worker.adapters.site_plan import ItemBytes, Part, Role, SitePlan, plan_sites
+from services.worker.adapters.tiles import Packing, TileLayout, TilePlace
+from services.worker.adapters.values import Read, TensorFile, Values, check_finite, itemsize
+from services.worker.model.sites import EMBEDDING
+
+PLAIN_ROLES = frozenset({Role.A, Role.B, Role.LORA_BIAS})
+"""What the file alone decides."""
+
+
+class NeedsBase(Exception):
+    """The adapter's image depends on the base's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRows:
+    """Rows in place of the base's."""
+
+    token_ids: tuple[int, ...]
+    """Ascending."""
+    rows: Values
+    """`[len(token_ids), width]`."""
+
+
+class BaseValues(Protocol):
+    """Values that follow from an adapter and the base together."""
+
+    def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
+        """The rows of an embedding or head that the module replaces; None where it brings none."""
+        ...
+
+    def value(self, part: Part, site_id: int, read: Read) -> Values:
+        """`[1, out]` of a part that is neither plain nor rows."""
+        ...
+
+
+class Packer:
+    """Packs adapters for one layout. Without `base`, only what does not depend on it."""
+
+    def __init__(
+        self, reader: ModuleReader, layout: AdapterLayout, base: BaseValues | None = None
+    ) -> None:
+        self._reader = reader
+        self._layout = layout
+        self._base = base
+        self._tiles = TileLayout(layout.block_bytes)
+        self.fingerprint = layout.fingerprint
+
+    def pack(self, folder: Path) -> PackedAdapter:
+        """Validate the adapter and lay out its bytes.
+
+        Raises:
+            InvalidAdapter: not for this base, over the rank limit, or not finite.
+            NeedsBase: there is no `base` and the adapter needs it.
+        """
+        modules = self._reader(folder)
+        if self._base is None and any(map(_needs_base, modules)):
+            raise NeedsBase
+        file = TensorFile(folder)
+        changed = self._changed(modules, file.read)
+        token_ids = {name: rows.token_ids for name, rows in changed.items()}
+        lora_bytes = lambda info: itemsize(self._layout.lora_dtype(info.dtype))  # noqa: E731
+        sizes = ItemBytes(lora_bytes, itemsize(self._layout.dtype))
+        plans = plan_sites(modules, self._layout.sites, sizes, token_ids)
+        packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
+        return self._fill(plans, packing, changed, file.read)
+
+    def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
+        if self._base is None:
+            return {}
+        found = ((module.name, self._base.changed_rows(module, read)) for module in modules)
+        return {name: rows for name, rows in found if rows is not None}
+
+    def _fill(
+        self,
+        plans: Sequence[SitePlan],
+        packing: Packing,
+        changed: dict[str, ChangedRows],
+        read: Read,
+    ) -> PackedAdapter:
+        data = np.zeros(packing.num_bytes, np.uint8)
+        placed = iter(packing.tiles)
+        sites = []
+        for plan in plans:
+            by_role: dict[Role, tuple[str, list[PackedTile]]] = {}
+            row_ids: tuple[int, ...] = ()
+            for part in plan.parts:
+                if part.role is Role.ROWS:
+                    row_ids = changed[part.module.name].token_ids
+                    value = changed[part.module.name].rows.to(self._layout.dtype)
+                else:
+                    value = self._value(part, plan.site_id, read)
+                places = next(placed)
+                self._write(data, value, places)
+                _, tiles = by_role.setdefault(part.role, (value.dtype, []))
+                tiles += [_shifted(place, part) for place in places]
+            sites.append(self._site(plan, by_role, row_ids))
+        index = ImageIndex(self.fingerprint, packing.num_blocks, packing.num_bytes, sites)
+        return PackedAdapter(index, data.data)
+
+    def _site(
+        self,
+        plan: SitePlan,
+        by_role: dict[Role, tuple[str, list[PackedTile]]],
+        row_ids: Sequence[int],
+    ) -> PackedSite:
+        slices = [
+            (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
+            for part in plan.slices
+        ]
+        roles = [
+            PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
+            for role, (dtype, tiles) in by_role.items()
+        ]
+        return PackedSite(plan.site_id, slices, roles, list(row_ids))
+
+    def _value(self, part: Part, site_id: int, read: Read) -> Values:
+        """The matrix to be packed, in the type to be packed in."""
+        module, is_embedding = part.module, self._layout.sites.sites[site_id].kind == EMBEDDING
+        if part.role is Role.A:
+            return self._matrix(module.embedding_a or module.a, is_embedding, read)
+        if part.role is Role.B:
+            return self._matrix(module.embedding_b or module.b, True, read)
+        if part.role is Role.LORA_BIAS:
+            assert module.lora_bias is not None, "the plan asked for it"
+            bias = read(module.lora_bias).to("F32").data
+            return Values(bias[None] * np.float32(module.scale), "F32")
+        assert self._base is not None, "asked before"
+        return self._base.value(part, site_id, read)
+
+    def _matrix(self, info: TensorInfo | None, is_turned: bool, read: Read) -> Values:
+        assert info is not None, "the plan asked for it"
+        value = read(info).to(self._layout.lora_dtype(info.dtype))
+        if value.dtype != info.dtype:
+            check_finite(value, info.name)
+        return Values(value.data.T, value.dtype) if is_turned else value
+
+    def _write(self, data: NDArray[np.uint8], value: Values, places: Sequence[TilePlace]) -> None:
+        item_type: Any = value.data.dtype
+        for place in places:
+            begin = place.block * self._layout.block_bytes + place.offset_bytes
+            shape = place.row_end - place.row_begin, place.col_end - place.col_begin
+            end = begin + shape[0] * shape[1] * item_type.itemsize
+            rows = slice(place.row_begin, place.row_end)
+            target = data[begin:end].view(item_type).reshape(shape)
+            target[:] = value.data[rows, place.col_begin : place.col_end]
+
+
+def _needs_base(module: AdapterModule) -> bool:
+    """Whether any of the module's parts is not plain."""
+    return any(
+        tensor is not None
+        for tensor in (
+            module.magnitude,
+            module.token_delta,
+            module.full,
+            module.base_copy,
+            module.bias,
+        )
+    )
+
+
+def _shifted(place: TilePlace, part: Part) -> PackedTile:
+    """A tile in the coordinates of its site."""
+    return (
+        part.row_begin + place.row_begin,
+        part.row_begin + place.row_end,
+        part.col_begin + place.col_begin,
+        part.col_begin + place.col_end,
+        place.block,
+        place.offset_bytes,
+    )
+
+
+def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
+    """Join tiles of a block whose rows follow each other in the matrix and in memory."""
+    last = tiles[0]
+    for _, tile in pairwise(tiles):
+        row_begin, row_end, col_begin, col_end, block, offset = last
+        end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
+        if (row_end, col_begin, col_end, block, end) == (tile[0], *tile[2:]):
+            last = (row_begin, tile[1], col_begin, col_end, block, offset)
+        else:
+            yield last
+            last = tile
+    yield last
