@@ -37,6 +37,10 @@ class GatewayConfig:
     """True checks an API key on every call."""
     service_token: str = ""
     gateway_id: str = ""
+    tool_format: str = "auto"
+    """"auto", or how every base writes tool calls."""
+    reasoning: str = "auto"
+    """"auto", "think" or "none"."""
     metadata_url: str = ""
     """Redis that several gateways share; "" = this gateway is alone."""
 
@@ -65,6 +69,8 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         ),
         service_token=_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
+        tool_format=env.TOOL_FORMAT.read(environ),
+        reasoning=env.REASONING.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),
         gateway_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
     )

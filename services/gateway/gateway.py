@@ -149,6 +149,8 @@ class Gateway:
             not_ready_reason=lambda: self.readiness.missing(),
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
+            tool_format=self._config.tool_format,
+            reasoning=self._config.reasoning,
         )
 
     def _host_rule(self) -> HostRule | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.errors import LoraplexError, Unavailable
 from services.gateway.admission import Ticket, too_late
+from services.gateway.chat_style import ChatStyle
 from services.gateway.choice import ChoiceText
 from services.gateway.clock import now_s
 from services.gateway.detokenize import TokenBytes, whole_text
@@ -57,6 +58,7 @@ class Prepared:
     target: Target
     base: BaseModel
     tokens: TokenBytes
+    style: ChatStyle
     prompt_ids: tuple[int, ...]
     resolved: Resolved
     arrival_s: float
@@ -164,6 +166,7 @@ class Generation:
             target=replace(target, adapters=_scaled(target, resolved.scale)),
             base=served.model,
             tokens=served.tokenizer.tokens,
+            style=served.tokenizer.style,
             prompt_ids=prompt_ids,
             resolved=resolved,
             arrival_s=arrival_s,

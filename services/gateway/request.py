@@ -40,6 +40,11 @@ class ChatPrompt:
 
     messages: tuple[Mapping[str, object], ...]
     add_special_tokens: bool = False
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Functions that the template tells the model of."""
+    template_options: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -13,7 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unsupported
+from services.gateway.chat_style import ChatStyle, detected
 from services.gateway.detokenize import TokenBytes
 from services.gateway.request import BaseModel, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.gateway.template_pool import TemplatePool
@@ -41,6 +42,7 @@ class BaseTokenizer:
         self._tokenizer = _load(files)
         self._pool = pool
         self.tokens = TokenBytes(self._tokenizer)
+        self.style = detected(self._chat.template if self._chat else "")
 
     async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
         """Token ids of a prompt in any form.
@@ -54,15 +56,15 @@ class BaseTokenizer:
             case TextPrompt(text, add_special):
                 ids = await self._ids(text, add_special_tokens=add_special) if text else ()
                 field = "prompt"
-            case ChatPrompt(messages, add_special):
-                rendered = await self._render(messages)
-                ids = await self._ids(rendered, add_special_tokens=add_special)
+            case ChatPrompt():
+                special = prompt.add_special_tokens
+                ids = await self._ids(await self._render(prompt), add_special_tokens=special)
                 field = "messages"
         if not ids:
             raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
         return ids
 
-    async def _render(self, messages: tuple[Mapping[str, object], ...]) -> str:
+    async def _render(self, prompt: ChatPrompt) -> str:
         if self._chat is None:
             raise InvalidRequest.field(
                 "chat_template",
@@ -70,14 +72,21 @@ class BaseTokenizer:
                 "this base has no chat template; use completions, or serve a base whose tokenizer "
                 "has one",
             )
+        template = self._chat.template
+        if "reasoning_effort" in prompt.template_options and "reasoning_effort" not in template:
+            raise Unsupported.field(
+                "reasoning_effort", "", "this base's chat template has no such choice; leave it out"
+            )
+        knows_developer = "developer" in template
         variables: dict[str, Any] = {
-            "messages": list(messages),
-            "add_generation_prompt": True,
-            "tools": None,
+            **prompt.template_options,
+            "messages": [m if knows_developer else _as_system(m) for m in prompt.messages],
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "tools": list(prompt.tools) or None,
             "documents": None,
             **self._chat.special_tokens,
         }
-        return await self._pool.render(self._chat.template, variables)
+        return await self._pool.render(template, variables)
 
     async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
@@ -94,6 +103,7 @@ class IdsOnly:
         empty = Tokenizer(models.WordLevel({}, unk_token=""))
         empty.decoder = decoders.ByteLevel()
         self.tokens = TokenBytes(empty)
+        self.style = ChatStyle()
 
     async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
         """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
@@ -102,6 +112,11 @@ class IdsOnly:
         raise InvalidRequest.field(
             "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
         )
+
+
+def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
+    """OpenAI's newer name of the system role, for templates that do not know it."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from loraplex.errors import LoraplexError, codes_of
 from services.common.callers import LOCAL, Caller
+from services.gateway.chat_style import overridden
 from services.gateway.embedding import embed_all
 from services.gateway.generation import Generation, Pieces, Prepared, interleaved
 from services.gateway.keyring import KeyRing, require_admin
@@ -52,6 +53,9 @@ class Surroundings:
     shows_metrics: bool
     keys: KeyRing | None
     """None where callers need no key."""
+    tool_format: str = "auto"
+    reasoning: str = "auto"
+    """How answers are read; "auto" = as each base's chat template shows."""
 
     async def caller(self, request: Request) -> Caller:
         """Who calls. Raises: Unauthenticated, PermissionDenied."""
@@ -142,6 +146,7 @@ class OpenAIDoor:
             prepared = await prepare
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
+        prepared = [self._styled(each, call) for each in prepared]
         head = Head(_completion_id(call, request), int(time.time()), call, prepared)
         printer = ChatPrinter(head) if call.is_chat else CompletionPrinter(head)
         pieces = self._pieces(prepared)
@@ -151,6 +156,15 @@ class OpenAIDoor:
                 chunks, head.headers(), lambda error: with_names(error, call.field_names)
             )
         return await _whole(request, pieces, head, printer)
+
+    def _styled(self, prepared: Prepared, call: OpenAICall) -> Prepared:
+        """With the settings' word on style, and marks of calls kept in the text."""
+        style = overridden(prepared.style, self._around.tool_format, self._around.reasoning)
+        resolved = prepared.resolved
+        if call.tool_use.tools and style.marks_are_special:
+            text = replace(resolved.text, skip_special=False)
+            resolved = replace(resolved, text=text)
+        return replace(prepared, style=style, resolved=resolved)
 
     def _pieces(self, prepared: Sequence[Prepared]) -> Pieces:
         """Pieces of all prompts, choices numbered prompt-major."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.openai.body import Body, bad_type, is_id
 from services.gateway.openai.guided import read_grammar
+from services.gateway.openai.tools import ToolUse, read_tools, told
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
@@ -47,6 +48,9 @@ class OpenAICall:
     include_usage: bool
     return_token_ids: bool
     field_names: dict[str, str]
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    include_reasoning: bool = True
+    """False drops thoughts from the answer."""
 
 
 def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -63,7 +67,9 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
 def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     """Body of /v1/chat/completions. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
-    prompt = ChatPrompt(_messages(body.raw("messages")), body.flag("add_special_tokens"))
+    tool_use = read_tools(body)
+    prompt = parse_conversation(body, tool_use)
+    include_reasoning = body.flag("include_reasoning", default=True)
     max_tokens, limit = body.whole("max_tokens"), body.whole("max_completion_tokens")
     wants_logprobs, top = body.flag("logprobs"), body.whole("top_logprobs")
     if top is not None and not wants_logprobs:
@@ -76,7 +82,9 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     )
     if asked.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
+    asked = replace(asked, grammar=tool_use.grammar)
     call = _call(body, fields, origin, [prompt], asked, is_chat=True)
+    call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
     if limit is not None:
         call.field_names["max_tokens"] = "max_completion_tokens"
     return call
@@ -102,7 +110,14 @@ def _call(
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     grammar, grammar_field = read_grammar(body)
-    asked = replace(asked, grammar=grammar)
+    if grammar is not None and _offers_tools(prompts[0]):
+        raise Unsupported.field(
+            grammar_field, "", "it would keep the model from calling its tools: send one or other"
+        )
+    if asked.grammar is None:
+        asked = replace(asked, grammar=grammar)
+    else:
+        grammar_field = "tools"
     body.finish()
     calls = tuple(
         GenerateCall(
@@ -114,7 +129,7 @@ def _call(
             adapters=adapters,
             cache_salt=cache_salt,
             priority=priority,
-            split_key=_split_key(fields, origin, prompt),
+            split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
         )
@@ -176,6 +191,24 @@ def _listed_prompt(field: str, item: Any, add_special_tokens: bool) -> Prompt:
 
 def _bad_prompt(field: str, value: object) -> InvalidRequest:
     return bad_type(field, value, "text, a list of texts, token ids or a list of token id lists")
+
+
+def parse_conversation(body: Body, tool_use: ToolUse) -> ChatPrompt:
+    """A conversation and what its template is told. Raises: InvalidRequest."""
+    options = body.raw("chat_template_kwargs")
+    if options is not None and not isinstance(options, dict):
+        raise bad_type("chat_template_kwargs", options, "an object")
+    effort = body.text("reasoning_effort")
+    return ChatPrompt(
+        told(_messages(body.raw("messages"))),
+        body.flag("add_special_tokens"),
+        tool_use.tools,
+        {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
+    )
+
+
+def _offers_tools(prompt: Prompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and bool(prompt.tools)
 
 
 def _messages(value: Any) -> tuple[dict[str, object], ...]:
@@ -240,7 +273,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
     return include_usage
 
 
-def _split_key(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:
+def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:
     """Header, else prompt_cache_key or user, else a hash of how the conversation begins."""
     for value in (origin.split_key, fields.get("prompt_cache_key"), fields.get("user")):
         if isinstance(value, str) and value:
@@ -255,6 +288,6 @@ def beginning_hash(prompt: Prompt) -> str:
             start = text
         case TokenPrompt(ids):
             start = repr(ids)
-        case ChatPrompt(messages):
-            start = str(messages[0].get("content"))
+        case ChatPrompt():
+            start = str(prompt.messages[0].get("content"))
     return hashlib.sha256(start.encode("utf-8", "surrogatepass")).hexdigest()

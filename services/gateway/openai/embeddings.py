@@ -11,7 +11,7 @@ from typing import Any
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.embedding import embed_call
 from services.gateway.openai.body import Body
-from services.gateway.openai.calls import Origin, parse_prompts
+from services.gateway.openai.calls import Origin, parse_prompts, split_key_of
 from services.gateway.request import GenerateCall
 
 FIELD_NAMES = {"prompt": "input"}
@@ -49,7 +49,7 @@ def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
             origin.tenant,
             model,
             prompt,
-            split_key=origin.split_key,
+            split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
         )

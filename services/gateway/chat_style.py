@@ -1,0 +1,61 @@
+"""How a base writes tool calls and thoughts, found in its chat template or told by a setting."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ToolFormat(enum.StrEnum):
+    """How a model writes the calls it wants made."""
+
+    NONE = "none"
+    HERMES = "hermes"
+    """`<tool_call>{"name", "arguments"}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+    LLAMA3_JSON = "llama3_json"
+    """`{"name", "parameters"}` as the whole answer: Llama 3.1 and later."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS]` and a list of objects, or name and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """What to look for in the text of a chat's answer."""
+
+    tool_format: ToolFormat = ToolFormat.NONE
+    thinks: bool = False
+    """Answers may begin with `<think>...</think>`."""
+
+    @property
+    def marks_are_special(self) -> bool:
+        """True where calls begin with a special token, which plain text leaves out."""
+        return self.tool_format in (ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL)
+
+
+def detected(template: str) -> ChatStyle:
+    """The style that a chat template speaks of; "" has none."""
+    return ChatStyle(_tool_format(template), "</think>" in template)
+
+
+def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
+    """The style with what the operator set; "auto" keeps what was detected.
+
+    Args:
+        tool_format: "auto" or a `ToolFormat`.
+        reasoning: "auto", "think" or "none".
+    """
+    return ChatStyle(
+        style.tool_format if tool_format == "auto" else ToolFormat(tool_format),
+        style.thinks if reasoning == "auto" else reasoning == "think",
+    )
+
+
+def _tool_format(template: str) -> ToolFormat:
+    """Qwen3-Coder and GLM write XML between the same marks; they are not served yet."""
+    if "[TOOL_CALLS]" in template:
+        return ToolFormat.MISTRAL
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return ToolFormat.HERMES
+    if "<|python_tag|>" in template or "Environment: ipython" in template:
+        return ToolFormat.LLAMA3_JSON
+    return ToolFormat.NONE

@@ -1,0 +1,176 @@
+"""The tools of a chat request: what is offered, what may be chosen, and the grammar of a must."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+from services.gateway.openai.body import Body, bad_type
+from services.gateway.request import Grammar
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that one request offers and how they may be used."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    """As the caller wrote them; what the chat template is told."""
+    must_call: bool = False
+    """The answer is a list of calls."""
+    named: str = ""
+    """The answer is the arguments of this function."""
+    grammar: Grammar | None = None
+    """What keeps the answer to `must_call` or `named`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Functions offered."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+
+def read_tools(body: Body) -> ToolUse:
+    """tools, tool_choice, parallel_tool_calls. Raises: InvalidRequest, Unsupported."""
+    tools = _tools(body.raw("tools"))
+    choice = body.raw("tool_choice")
+    is_parallel = body.flag("parallel_tool_calls", default=True)
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if not tools:
+        if choice in ("none", "auto"):
+            return ToolUse()
+        raise InvalidRequest.field("tool_choice", "", "needs tools")
+    if choice == "none":
+        return ToolUse()
+    if choice == "auto":
+        return ToolUse(tools)
+    if choice == "required":
+        return ToolUse(tools, must_call=True, grammar=_list_of_calls(tools, is_parallel))
+    return _named(tools, choice)
+
+
+def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest.field(
+            "tool_choice",
+            "",
+            'must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+        )
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            grammar = Grammar("json_schema", (json.dumps(_parameters(tool)),))
+            return ToolUse(tools, named=name, grammar=grammar)
+    raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise bad_type("tools", value, "a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidRequest.field("tools", len(value), f"at most {MAX_TOOLS} tools")
+    for place, tool in enumerate(value):
+        _check_tool(tool, f"tools[{place}]")
+    return tuple(value)
+
+
+def _check_tool(tool: Any, field: str) -> None:
+    if not isinstance(tool, dict):
+        raise bad_type(field, tool, "an object with type and function")
+    if tool.get("type") != "function":
+        raise Unsupported.field(f"{field}.type", "", "only tools of type function are served")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_type(f"{field}.function", function, "an object with name and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest.field(
+            f"{field}.function.name", "", "must be 1 to 64 letters, digits, '_', '.' or '-'"
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise bad_type(f"{field}.function.parameters", parameters, "a JSON Schema")
+
+
+def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool["function"].get("parameters") or _NO_PARAMETERS
+
+
+def _list_of_calls(tools: Sequence[dict[str, Any]], is_parallel: bool) -> Grammar:
+    """JSON Schema of `[{"name", "parameters"}, ...]`; each tool's schema keeps its own $defs."""
+    schemas = {str(place): _moved(_parameters(tool), place) for place, tool in enumerate(tools)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "parameters": {"$ref": f"#/$defs/{place}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for place, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        "$defs": schemas,
+    }
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return Grammar("json_schema", (json.dumps(schema),))
+
+
+def _moved(schema: Any, place: int) -> Any:
+    """A schema whose references hold although it became a definition of another."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = f"#/$defs/{place}{reference[1:]}"
+    return moved
+
+
+def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
+    """Messages as chat templates want them: the arguments of past calls as objects.
+
+    Raises: InvalidRequest for arguments that are not JSON.
+    """
+    return tuple(_told(message, f"messages[{place}]") for place, message in enumerate(messages))
+
+
+def _told(message: dict[str, object], field: str) -> dict[str, object]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise bad_type(f"{field}.tool_calls", calls, "a list of calls")
+    told_calls = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return {**message, "tool_calls": told_calls}
+
+
+def _call(call: Any, field: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_type(f"{field}.function", function, "an object with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise InvalidRequest.field(f"{field}.function.arguments", "", "must be JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
