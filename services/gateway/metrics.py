@@ -30,6 +30,11 @@ RETRIES = Counter("loraplex_gateway_retries_total", "Placements tried again befo
 CONTINUATIONS = Counter(
     "loraplex_gateway_continuations_total", "Streams continued on another placement."
 )
+HEDGES = Counter(
+    "loraplex_gateway_hedges_total",
+    "Second placements beside a slow one, by whether they spoke first.",
+    ["outcome"],
+)
 RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
 RUNNING_LIMIT = Gauge(
     "loraplex_gateway_running_limit_requests", "Sequences that may run at once, as learnt."

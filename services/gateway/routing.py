@@ -83,6 +83,11 @@ class HomeSizes:
         self._sizes: dict[str, int] = {}
         self._total = 0
 
+    @property
+    def total(self) -> int:
+        """Requests in flight."""
+        return self._total
+
     def start(self, key: str, num_workers: int) -> int:
         """Count a request in; returns the adapter's home set size now."""
         load = self._in_flight[key] = self._in_flight.get(key, 0) + 1

@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 STALE_S = 5.0
 """A worker with our requests that says nothing for so long is chosen last."""
+SILENT_CHECKS = 10
+"""Checks, a second apart, without a message between them until a worker counts as lost: its door
+reports every second, whatever its engine does."""
+_CHECK_S = 1.0
 _MODEL_TIMEOUT_S = 30.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 
@@ -127,7 +131,7 @@ class WorkerLink:
         self._hear()
         self._changed()
         logger.info("worker connected", extra=self._log_fields(None))
-        await _first_failure(session.run(self._hear), self._watch())
+        await _first_failure(session.run(self._hear), self._watch(), self._listen())
 
     async def _get_model(self, *, include_tokenizer: bool) -> worker_pb2.GetModelResponse:
         try:
@@ -152,6 +156,18 @@ class WorkerLink:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+    async def _listen(self) -> None:
+        """Raises: Unavailable when nothing was heard for long, though no connection broke.
+
+        Counts checks and not seconds: a gateway that slept itself has heard nothing either.
+        """
+        silent, heard_s = 0, self._heard_s
+        while silent < SILENT_CHECKS:
+            await asyncio.sleep(_CHECK_S)
+            silent = silent + 1 if heard_s == self._heard_s else 0
+            heard_s = self._heard_s
+        raise Unavailable(f"worker {self._view.worker_id} says nothing", reason="WORKER_SILENT")
 
     def _hear(self) -> None:
         self._heard_s = now_s()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -24,8 +23,11 @@ from services.gateway.request import (
 )
 from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.view import WorkerView
+from tests.gateway.simulated.loop import run_virtually
 
 OUTPUT = tuple(range(100, 110))
+LATE_S = 5.0
+"""Beyond the patience with a first token."""
 Feed = Callable[[TokenStream, Job], None]
 
 
@@ -65,7 +67,7 @@ def _job(**fields: object) -> Job:
         "adapters": (RunningAdapter("t/x:v1", "sha256:x"),),
         "sampling": Sampling(max_tokens=len(OUTPUT), seed=1, prompt_logprobs=0),
         "sample_index": 0,
-        "deadline_s": time.monotonic() + 30,
+        "deadline_s": 1e9,
     }
     return Job(**(values | fields))  # type: ignore[arg-type]
 
@@ -93,9 +95,11 @@ def _both(*feeds: Feed) -> Feed:
     return feed
 
 
-async def _ids(workers: Workers, job: Job | None = None) -> tuple[int, ...]:
+async def _ids(
+    workers: Workers, job: Job | None = None, limits: RelayLimits | None = None
+) -> tuple[int, ...]:
     out: list[int] = []
-    async for tokens in Relay(workers).stream(job or _job()):
+    async for tokens in Relay(workers, limits or RelayLimits()).stream(job or _job()):
         assert tokens.position == len(out)
         assert [entry.token_id for entry in tokens.logprobs] == list(tokens.token_ids)
         out += tokens.token_ids
@@ -113,7 +117,7 @@ def test_every_position_comes_once_across_failures(cuts: list[int]) -> None:
     for start, end in itertools.pairwise(places):
         last = end == len(OUTPUT)
         workers.feeds.append(_send(start, end) if last else _both(_send(start, end), _fail(AWAY)))
-    assert asyncio.run(_ids(workers)) == OUTPUT
+    assert run_virtually(_ids(workers)) == OUTPUT
     given_back = [len(job.output_ids) for job in workers.jobs]
     assert given_back == places[: len(given_back)]
     assert all(job.output_ids == OUTPUT[: len(job.output_ids)] for job in workers.jobs)
@@ -124,9 +128,9 @@ async def test_tokens_sent_twice_are_dropped() -> None:
     assert await _ids(workers) == OUTPUT
 
 
-async def test_gap_means_another_placement() -> None:
+def test_gap_means_another_placement() -> None:
     workers = Workers(_send(3, 6), _send(0, 10))
-    assert await _ids(workers) == OUTPUT
+    assert run_virtually(_ids(workers)) == OUTPUT
     assert workers.num_cancelled == 2
 
 
@@ -154,10 +158,10 @@ async def test_other_errors_pass() -> None:
     assert len(workers.jobs) == 1
 
 
-async def test_failures_without_progress_are_bounded() -> None:
+def test_failures_without_progress_are_bounded() -> None:
     workers = Workers(*[_fail(AWAY)] * 50)
     with pytest.raises(Unavailable):
-        await _ids(workers)
+        run_virtually(_ids(workers))
     assert len(workers.jobs) == RelayLimits().max_failures + 1
 
 
@@ -181,6 +185,48 @@ async def test_accepted_request_gives_up_waiting_after_its_limit() -> None:
         async for _ in relay.stream(_job()):
             workers.names = []
     assert caught.value.reason == "NO_READY_WORKER"
+
+
+def test_every_worker_is_tried_before_one_is_tried_again() -> None:
+    workers = Workers(*[_fail(AWAY)] * 2, _send(0, 10))
+    workers.names = ["a", "b", "c"]
+    assert run_virtually(_ids(workers)) == OUTPUT
+    assert sorted(workers.addresses) == ["a", "b", "c"]
+
+
+def test_stream_that_has_begun_outlives_more_failures_than_one_that_has_not() -> None:
+    limits = RelayLimits(max_failures=1)
+    workers = Workers(_both(_send(0, 4), _fail(AWAY)), *[_fail(AWAY)] * 4, _send(4, 10))
+    assert run_virtually(_ids(workers, limits=limits)) == OUTPUT
+
+
+def _silent(stream: TokenStream, job: Job) -> None:
+    """Takes the job and says nothing."""
+
+
+def test_slow_first_token_gets_a_second_placement_and_the_first_to_speak_goes_on() -> None:
+    workers = Workers(_silent, _send(0, 10))
+    assert run_virtually(_ids(workers)) == OUTPUT
+    assert sorted(workers.addresses) == ["a", "b"]
+    assert workers.num_cancelled >= 1
+
+
+def test_second_placement_that_fails_leaves_the_first_alone() -> None:
+    def late(stream: TokenStream, job: Job) -> None:
+        asyncio.get_running_loop().call_later(LATE_S, _send(0, 10), stream, job)
+
+    workers = Workers(late, _fail(AWAY))
+    assert run_virtually(_ids(workers)) == OUTPUT
+    assert len(workers.addresses) == 2
+
+
+def test_no_second_placement_where_there_is_nobody_else() -> None:
+    def late(stream: TokenStream, job: Job) -> None:
+        asyncio.get_running_loop().call_later(LATE_S, _send(0, 10), stream, job)
+
+    workers = Workers(late)
+    workers.names = ["a"]
+    assert run_virtually(_ids(workers)) == OUTPUT
 
 
 async def test_closing_the_stream_cancels_the_job() -> None:

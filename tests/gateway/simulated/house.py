@@ -1,0 +1,186 @@
+"""Gateways and workers in one virtual world: real rooms of the gateway on simulated neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from loraplex.errors import LoraplexError
+from loraplex.v1 import common_pb2, worker_pb2
+from services.gateway.admission import AdmissionLimits
+from services.gateway.choice import ChoiceText
+from services.gateway.convert import job_to_wire, tokens_from_wire
+from services.gateway.fleet import Fleet
+from services.gateway.gate import Gate
+from services.gateway.generation import Generation, Prepared
+from services.gateway.rates import Rates
+from services.gateway.relay import Relay
+from services.gateway.request import GenerateCall, Piece
+from services.gateway.reservoir import RedisReservoir
+from services.gateway.resolve import Resolver
+from services.gateway.template_pool import TemplatePool
+from services.gateway.tenants import TenantDirectory, TenantLimits
+from tests.gateway.simulated.network import Channel, Way
+from tests.gateway.simulated.shared import SimulatedRedis, SimulatedRegistry
+from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer
+
+MAX_REQUEST_S = 600.0
+
+
+class SimulatedGateway:
+    """All of a gateway but its doors."""
+
+    def __init__(self, house: House, name: str, limits: AdmissionLimits) -> None:
+        self.name = name
+        self.fleet = Fleet(
+            sorted(house.workers),
+            name,
+            TemplatePool(),
+            base_seen=lambda message: None,
+            channel=house.channel,
+        )
+        self.resolver = Resolver(house.registry, self.fleet.bases)
+        self.resolver.catalog = house.registry.snapshot(house.known)
+        self.gate = Gate(limits, self.fleet.room_ahead)
+        client: Any = house.redis
+        self.reservoir = RedisReservoir(client, name)
+        self.relay = Relay(self.fleet)
+        self.generation = Generation(
+            self.resolver,
+            self.fleet,
+            self.relay,
+            self.gate,
+            Rates(self.reservoir),
+            TenantDirectory(house.limits_of),
+            max_request_s=MAX_REQUEST_S,
+            draw_seed=lambda: house.rng.getrandbits(64),
+        )
+        self._tasks = [
+            asyncio.create_task(run)
+            for run in (self.fleet.run(), self.reservoir.run(), self._follow_room())
+        ]
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that it may send requests to."""
+        return sum(view.takes_requests for view in self.fleet.views())
+
+    async def close(self) -> None:
+        """End its tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow_room(self) -> None:
+        while True:
+            await self.fleet.next_change()
+            self.gate.room_changed()
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one client got."""
+
+    prepared: Prepared | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    error: BaseException | None = None
+    left: bool = False
+    """The client went away by itself."""
+    num_ready: int = 0
+    """Workers ready when the error came."""
+    began_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every choice ended."""
+        return self.error is None and not self.left
+
+
+class House:
+    """Owns everything of one run."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        workers: Sequence[str],
+        adapters: Sequence[str] = (),
+        known: Sequence[str] | None = None,
+        speed: Speed | None = None,
+    ) -> None:
+        """`known`: adapters of the gateways' first snapshot; None = all."""
+        self.rng = random.Random(seed)
+        self.workers = {
+            name: SimulatedWorker(name, Way(random.Random(f"{seed}/{name}")), speed or Speed())
+            for name in workers
+        }
+        self.gone: dict[str, float] = {}
+        for worker in self.workers.values():
+            worker.gone = self.gone
+        self.registry = SimulatedRegistry(adapters)
+        self.known = list(adapters if known is None else known)
+        self.redis = SimulatedRedis()
+        self.tenants: dict[str, TenantLimits] = {}
+        self.gateways: list[SimulatedGateway] = []
+
+    def channel(self, address: str) -> Any:
+        """Opens the way to a worker."""
+        worker = self.workers[address]
+        return Channel(worker.way, worker)
+
+    async def limits_of(self, tenant: str) -> TenantLimits:
+        """A tenant as the registry knows it."""
+        return self.tenants.get(tenant, TenantLimits(tenant))
+
+    async def start(self, num_gateways: int, limits: AdmissionLimits) -> None:
+        """Open the gateways and wait until every worker is ready at each."""
+        self.gateways = [SimulatedGateway(self, f"g{i}", limits) for i in range(num_gateways)]
+        while any(gateway.num_ready < len(self.workers) for gateway in self.gateways):
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """End everything."""
+        for gateway in self.gateways:
+            await gateway.close()
+        for worker in self.workers.values():
+            worker.kill()
+
+    async def ask(
+        self, gateway: SimulatedGateway, call: GenerateCall, leave_after: int | None = None
+    ) -> Seen:
+        """Run a call as a door would; the client leaves after so many pieces."""
+        loop = asyncio.get_running_loop()
+        seen = Seen(began_s=loop.time())
+        try:
+            seen.prepared = await gateway.generation.prepare(call)
+            async with aclosing(gateway.generation.run(seen.prepared)) as pieces:
+                async for piece in pieces:
+                    seen.first_s = seen.first_s or loop.time()
+                    seen.pieces.append(piece)
+                    if leave_after is not None and len(seen.pieces) >= leave_after:
+                        seen.left = True
+                        break
+        except LoraplexError as error:
+            seen.error, seen.num_ready = error, gateway.num_ready
+        seen.ended_s = self.gone[call.request_id] = loop.time()
+        return seen
+
+
+def undisturbed(prepared: Prepared, index: int) -> Piece:
+    """A whole choice as one piece, as a worker that nothing happens to would have given it."""
+    job = prepared.job(index)
+    request = job_to_wire(job, "", 0.0)
+    ids = whole_answer(request)
+    ends = ids[-1] in prepared.base.eos_token_ids
+    event = worker_pb2.TokenEvent(token_ids=ids)
+    event.finish_reason = common_pb2.FINISH_REASON_STOP if ends else common_pb2.FINISH_REASON_LENGTH
+    if ends:
+        event.stop_token_id = ids[-1]
+    text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
+    return text.add(tokens_from_wire(event, ""), job.sampling.stop_token_ids)

@@ -1,0 +1,94 @@
+"""What gateways share: a registry that may be away and a metadata server that may be away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisAway
+
+from loraplex.errors import AdapterNotFound, Unavailable
+from loraplex.refs import Ref
+from services.gateway.buckets import Bucket
+from services.gateway.catalog import Catalog, Side, TagState, Version
+from tests.gateway.simulated.worker import BASE_ID
+
+
+class SimulatedRegistry:
+    """Knows every adapter; gateways know those that were there when they started."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.is_away = False
+        self._versions = {name: _version(name, number) for number, name in enumerate(names)}
+
+    def snapshot(self, names: Sequence[str]) -> Catalog:
+        """Of some adapters."""
+        catalog = Catalog()
+        for name in names:
+            catalog.put_version(self._versions[name])
+            catalog.put_tag(_latest(name))
+        return catalog
+
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+        """Raises: Unavailable, AdapterNotFound."""
+        await asyncio.sleep(0.005)
+        if self.is_away:
+            raise Unavailable("the registry is away")
+        if ref.name not in self._versions:
+            raise AdapterNotFound(str(ref))
+        return self._versions[ref.name], (_latest(ref.name),)
+
+
+def _version(name: str, number: int) -> Version:
+    digest = f"sha256:{number:064x}"
+    return Version("default", name, 1, digest, BASE_ID, is_public=True)
+
+
+def _latest(name: str) -> TagState:
+    return TagState("default", name, "latest", (Side(1, 1),), 1)
+
+
+class SimulatedRedis:
+    """Runs the reservoir's two scripts, in the manner of their Lua."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self._buckets: dict[str, Bucket] = {}
+        self._signed: dict[str, float] = {}
+
+    def register_script(self, text: str) -> Callable[[list[str], list[Any]], Awaitable[Any]]:
+        """Signing has two arguments, asking five."""
+
+        async def call(keys: list[str], arguments: list[Any]) -> Any:
+            await asyncio.sleep(0.001)
+            if self.is_away:
+                raise RedisAway("connection refused")
+            now_s = asyncio.get_running_loop().time()
+            if len(arguments) == 2:
+                return self._sign(*arguments, now_s)
+            return self._ask(keys[0], *arguments, now_s)
+
+        return call
+
+    async def aclose(self) -> None:
+        """Nothing is kept."""
+
+    def _sign(self, gateway: str, gone_s: float, now_s: float) -> int:
+        self._signed[gateway] = now_s
+        self._signed = {g: at for g, at in self._signed.items() if at > now_s - gone_s}
+        return len(self._signed)
+
+    def _ask(
+        self,
+        name: str,
+        rate: float,
+        need: float,
+        extra: float,
+        returned: float,
+        capacity: float,
+        now_s: float,
+    ) -> list[str]:
+        bucket = self._buckets.setdefault(name, Bucket(capacity, now_s))
+        grant = bucket.ask(rate, need, extra, returned, now_s)
+        return [str(grant.amount), str(grant.wait_s)]

@@ -1,0 +1,111 @@
+"""Whole gateways over simulated workers, with seeded faults: no stream is lost, doubled or changed.
+
+Time is virtual and everything follows from the seed: a seed that fails fails again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from services.gateway.admission import AdmissionLimits
+from services.gateway.hedging import BUDGET_SHARE
+from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from services.gateway.worker_link import SILENT_CHECKS
+from tests.gateway.simulated.chaos import Chaos
+from tests.gateway.simulated.house import House, Seen, undisturbed
+from tests.gateway.simulated.loop import run_virtually
+from tests.gateway.simulated.worker import BASE_ID, Speed
+
+
+def _run(seeds: range) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        chaos = Chaos(seed)
+        try:
+            run_virtually(chaos.run())
+        except Exception as error:
+            error.add_note(f"seed {seed}: {chaos.faults}")
+            raise
+        total += chaos.outcomes()
+    return total
+
+
+def _call(number: int, max_tokens: int) -> GenerateCall:
+    sampling = AskedSampling(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateCall(f"r{number}", "t", BASE_ID, TokenPrompt((number,)), sampling)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_accepted_streams_survive_seeded_faults(part: int) -> None:
+    found = _run(range(50 * part, 50 * (part + 1)))
+    assert found["whole"] > 100
+
+
+def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
+    """Its connections stand, nothing comes: as with a stopped process or a dead switch."""
+
+    async def main() -> list[Seen]:
+        house = House(1, workers=["w0", "w1"], speed=Speed(step_s=0.05))
+        await house.start(1, AdmissionLimits())
+        calls = [
+            GenerateCall(
+                f"r{n}",
+                "t",
+                BASE_ID,
+                TokenPrompt((n,)),
+                AskedSampling(max_tokens=40, ignore_eos=True),
+            )
+            for n in range(6)
+        ]
+        clients = [asyncio.create_task(house.ask(house.gateways[0], call)) for call in calls]
+        await asyncio.sleep(1.0)
+        assert min(worker.num_live for worker in house.workers.values()) > 0
+        house.workers["w0"].way.stalled_until_s = 1e6
+        seen = await asyncio.gather(*clients)
+        await house.close()
+        return seen
+
+    for seen in run_virtually(main()):
+        assert seen.is_whole and seen.prepared is not None
+        ids = tuple(i for piece in seen.pieces for i in piece.token_ids)
+        assert ids == undisturbed(seen.prepared, 0).token_ids
+        assert seen.ended_s - seen.began_s < SILENT_CHECKS + 5
+
+
+def test_a_slow_worker_is_hedged_within_the_budget() -> None:
+    """One of three takes half a minute for a step; first tokens come soon all the same."""
+
+    async def main() -> tuple[list[Seen], int]:
+        house = House(1, workers=["w0", "w1", "w2"])
+        await house.start(1, AdmissionLimits())
+        gateway, seen = house.gateways[0], []
+        for n in range(200):
+            if n == 185:
+                house.workers["w0"].slow = 1500.0
+            seen.append(await house.ask(gateway, _call(n, max_tokens=3)))
+        submitted = sum(worker.num_submitted for worker in house.workers.values())
+        await house.close()
+        return seen, submitted
+
+    seen, submitted = run_virtually(main())
+    assert all(each.is_whole for each in seen)
+    assert 201 <= submitted <= 200 + 1 + 200 * BUDGET_SHARE
+    assert max(each.first_s - each.began_s for each in seen) < 1.0
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def moments(seed: int) -> list[tuple[float, float, float]]:
+        chaos = Chaos(seed)
+        run_virtually(chaos.run())
+        return [(seen.began_s, seen.first_s, seen.ended_s) for seen in chaos.seen]
+
+    assert moments(7) == moments(7)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_accepted_streams_survive_ten_thousand_seeds() -> None:
+    print(_run(range(10_000, 20_000)))
