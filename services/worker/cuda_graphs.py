@@ -1,11 +1,11 @@
 """Pure-decode steps as CUDA graphs: one launch on the host instead of hundreds.
 
-A graph is captured for each batch size of a short list, once for the base alone and once with
-adapters. It reads its inputs at fixed addresses: `DecodeInputs` holds them for the largest batch,
-and a step fills the first rows. Rows up to the batch size are padding that writes nothing: no cache
-place, no keys, no adapter. Which adapters a step uses is read from device tables, so one graph
-serves any mix. Everything else (contexts, several adapters in one request, embeddings or norms of
-an adapter's own) runs eagerly, as does the head with sampling.
+A graph is captured for each batch size of a short list: for the base alone, for adapters on
+attention, and for adapters anywhere. It reads its inputs at fixed addresses: `DecodeInputs` holds
+them for the largest batch, and a step fills the first rows. Rows up to the batch size are padding
+that writes nothing: no cache place, no keys, no adapter. Which adapters a step uses is read from
+device tables, so one graph serves any mix. Everything else (contexts, several adapters in one
+request, embeddings or norms of an adapter's own) runs eagerly, as does the head with sampling.
 """
 
 from __future__ import annotations
@@ -44,21 +44,32 @@ class CapturedStep:
 class DecodeGraphs:
     """The captured steps of a runner."""
 
-    def __init__(self, model: Decoder, inputs: DecodeInputs, table: LoraBatch) -> None:
-        """`table`: a batch without runs that names the adapters' tables."""
+    def __init__(
+        self,
+        model: Decoder,
+        inputs: DecodeInputs,
+        table: LoraBatch,
+        site_masks: Sequence[frozenset[int]],
+    ) -> None:
+        """
+        Args:
+            table: a batch without runs that names the adapters' tables.
+            site_masks: sets of sites that adapters of a step touch, ascending; each gets graphs.
+        """
         self._model = model
         self._inputs = inputs
         self._table = table
-        self._steps: dict[tuple[int, bool], CapturedStep] = {}
+        self._masks = (frozenset[int](), *site_masks)
+        self._steps: dict[tuple[int, frozenset[int]], CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def capture(self) -> None:
         """Capture every batch size, largest first, so that the others fit into its memory."""
         began_s = time.monotonic()
-        kinds = [(size, has_lora) for size in reversed(BATCH_SIZES) for has_lora in (False, True)]
-        for i, (size, has_lora) in enumerate(kinds):
-            self._steps[size, has_lora] = self._capture(size, has_lora)
+        kinds = [(size, sites) for size in reversed(BATCH_SIZES) for sites in self._masks]
+        for i, (size, sites) in enumerate(kinds):
+            self._steps[size, sites] = self._capture(size, sites)
             logger.info("captured graph %d of %d: %d rows", i + 1, len(kinds), size)
         logger.info("captured all graphs in %.1f s", time.monotonic() - began_s)
 
@@ -67,17 +78,18 @@ class DecodeGraphs:
         size = batch_size_for(len(plan.rows))
         if size is None or not self._inputs.accepts(plan, runs):
             return None
-        step = self._steps[size, bool(runs)]
+        touched = self._inputs.touched_sites(runs)
+        step = self._steps[size, next(sites for sites in self._masks if touched <= sites)]
         self._inputs.fill(plan, runs, size)
         step.graph.replay()
         return step.hidden[: len(plan.rows)]
 
-    def _capture(self, size: int, has_lora: bool) -> CapturedStep:
+    def _capture(self, size: int, sites: frozenset[int]) -> CapturedStep:
         """Capture with padding rows only: what was in the cache stays as it is."""
         self._inputs.fill(StepPlan(0, ()), (), size)
-        if has_lora:
+        if sites:
             self._inputs.work(size).fill(())
-        batch = self._inputs.batch(size, has_lora, self._table)
+        batch = self._inputs.batch(size, sites, self._table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
         # libraries' workspaces, which would else be captured anew for every graph.
         self._stream.wait_stream(torch.cuda.current_stream())

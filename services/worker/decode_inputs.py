@@ -90,6 +90,10 @@ class DecodeInputs:
             and all(self._lora.tables.in_torch(r.slot) <= self._eager_sites for r in runs)
         )
 
+    def touched_sites(self, runs: Sequence[RowRun]) -> frozenset[int]:
+        """Sites of a graph where adapters of the step have something to add."""
+        return self._lora.sites_of(runs) - self._eager_sites
+
     def fill(self, plan: StepPlan, runs: Sequence[RowRun], size: int) -> None:
         """Copy a step to the device; rows after its last become padding up to `size`."""
         rows, num_padding = plan.rows, size - len(plan.rows)
@@ -121,14 +125,19 @@ class DecodeInputs:
             self._works[size] = StepWork(self._lora.tables, size, plan, ranks)
         return self._works[size]
 
-    def batch(self, size: int, has_lora: bool, table: LoraBatch) -> ForwardBatch:
-        """The batch that a graph of `size` rows reads; `table` names the adapters' tables."""
-        works = (self.work(size),) if has_lora else ()
+    def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
+        """The batch that a graph of `size` rows reads.
+
+        Args:
+            sites: where adapters may add something; none = the base alone.
+            table: names the adapters' tables.
+        """
+        works = (self.work(size),) if sites else ()
         return ForwardBatch(
             input_ids=self.input_ids[:size],
             positions=self.positions[:size],
             attention=self._metadata(size),
-            lora=replace(table, runs=(), works=works),
+            lora=replace(table, runs=(), works=works, sites=sites),
         )
 
     def _metadata(self, size: int) -> TritonAttentionMetadata:

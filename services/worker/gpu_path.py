@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.cuda_graphs import DecodeGraphs
 from services.worker.decode_inputs import DecodeInputs
 from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.side_stream import SideStream
 from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
@@ -20,6 +21,7 @@ from services.worker.memory.buffer import KvBuffer
 from services.worker.model.decoder import Decoder
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
 from services.worker.request import StepPlan
+from services.worker.warm_up import warm_up
 
 MIN_PLANE_ROWS = 4096
 """Rows of workspace at full width: 256 generations of 16 partial sums."""
@@ -65,13 +67,16 @@ class GpuPath:
         max_ranks = limits.max_lora_rank * max(modules[site.id] for site in served)
         rows = max(MIN_PLANE_ROWS, limits.max_num_tokens)
         planes = Planes(rows, max_ranks, arena.data.device)
-        self.lora = DeviceLora(tables, planes, max(site.in_features for site in served))
+        side = SideStream(arena.data.device) if arena.data.is_cuda else None
+        self.lora = DeviceLora(tables, planes, max(site.in_features for site in served), side)
         operators.lora = self.lora
         self._graphs: DecodeGraphs | None = None
+        if arena.data.is_cuda:
+            warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
         # Experts are chosen on the host, which a graph cannot hold.
         if arena.data.is_cuda and model.config.moe is None:
             inputs = self.decode_inputs(kv)
-            self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()))
+            self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
             self._graphs.capture()
 
     def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
@@ -101,10 +106,21 @@ class GpuPath:
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
         """The adapters of a step; with `num_rows`, their work is on the device already."""
-        works = None
+        works, touched = None, None
         if num_rows is not None and runs:
-            works = self.lora.begin(runs, num_rows, self._itemsize)
-        return LoraBatch(runs, self._table, None, self.lora.tables, works)
+            works, touched = (
+                self.lora.begin(runs, num_rows, self._itemsize),
+                self.lora.sites_of(runs),
+            )
+        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched)
+
+
+def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
+    """Sites that a graph's adapters may touch, smallest first: those of attention, then all. Most
+    adapters are on attention alone, and even an empty launch takes microseconds."""
+    attention = {p.site_id for name, p in sites.places.items() if "self_attn" in name}
+    linear = {site.id for site in sites.sites if site.kind == LINEAR}
+    return frozenset(attention & linear), frozenset(linear)
 
 
 def aligned_sites(sites: SiteTable) -> list[bool]:

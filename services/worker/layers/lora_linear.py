@@ -9,11 +9,21 @@ touch it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear
+
+
+@runtime_checkable
+class EarlyUpdate(Protocol):
+    """A low-rank update whose first half runs beside the base product."""
+
+    def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """Begin with what needs x only; the whole update of the same x is asked for next."""
+        ...
 
 
 class LoraLinear:
@@ -30,9 +40,12 @@ class LoraLinear:
         self.base = base
         self._bias = bias
         self._add_lora = add_lora
+        self._early = add_lora if isinstance(add_lora, EarlyUpdate) else None
 
     def forward(self, x: Tensor, lora: LoraBatch) -> Tensor:
         """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows."""
+        if self._early is not None:
+            self._early.start(x, self.site_id, lora)
         y = self.base.apply(x)
         self._add_lora(y, x, self.site_id, lora)
         return y if self._bias is None else y.add_(self._bias)

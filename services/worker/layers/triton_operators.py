@@ -38,17 +38,7 @@ class TritonOperators:
 
     def add_lora(self, may_replace_rows: bool) -> AddLora:
         """See Operators."""
-
-        def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-            if lora.works is None and not lora.runs:
-                return
-            if may_replace_rows and lora.replaces_rows(site_id):
-                portable.add_lora(y, x, site_id, lora)
-                return
-            assert self.lora is not None, "the runner sets it before the first step"
-            self.lora.add_lora(y, x, site_id, lora)
-
-        return add_lora
+        return TritonLora(self, may_replace_rows)
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
@@ -69,6 +59,36 @@ class TritonOperators:
             softcap=config.attention_softcap,
             window=config.windows[layer],
         )
+
+
+class TritonLora:
+    """The low-rank update of a site; implements `EarlyUpdate`."""
+
+    def __init__(self, operators: TritonOperators, may_replace_rows: bool) -> None:
+        self._operators = operators
+        self._may_replace_rows = may_replace_rows
+
+    def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """See `DeviceLora.start`."""
+        if lora.works and not self._in_torch(site_id, lora):
+            self._kernels.start(x, site_id, lora)
+
+    def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """See `kernels/lora`."""
+        if not lora.works and not lora.runs:
+            return
+        if self._in_torch(site_id, lora):
+            portable.add_lora(y, x, site_id, lora)
+        else:
+            self._kernels.add_lora(y, x, site_id, lora)
+
+    def _in_torch(self, site_id: int, lora: LoraBatch) -> bool:
+        return self._may_replace_rows and lora.replaces_rows(site_id)
+
+    @property
+    def _kernels(self) -> DeviceLora:
+        assert self._operators.lora is not None, "the runner sets it before the first step"
+        return self._operators.lora
 
 
 class TritonNorm:

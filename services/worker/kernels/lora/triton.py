@@ -19,11 +19,11 @@ from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora import triton_work
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan, choose_plan
+from services.worker.kernels.lora.side_stream import SideStream
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
 
-MIN_RUNS = 16
-MIN_EAGER_RUNS = 128
-"""Eager steps with fewer runs share compiled kernels: none is compiled while requests wait."""
+MIN_RUNS = 256
+"""Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
 RANK_STRIDE_STEP = 16
 ALIGNED_ELEMENTS = 16
 
@@ -46,7 +46,7 @@ class StepWork:
         self.tables = tables
         self.plan = plan
         self.rank_stride = rank_stride
-        self.max_runs = max(MIN_RUNS, power_of_two(max(1, max_runs)))
+        self.max_runs = max(MIN_RUNS, power_of_two(max_runs))
         self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
         self.ends = torch.zeros(
             (2, tables.num_sites, self.max_runs), dtype=torch.int32, device=device
@@ -128,11 +128,23 @@ class Planes:
 class DeviceLora:
     """Tables and workspace of one runner; makes the work of each step."""
 
-    def __init__(self, tables: DeviceTables, planes: Planes, max_inputs: int) -> None:
-        """`max_inputs`: the widest site that kernels serve."""
+    def __init__(
+        self,
+        tables: DeviceTables,
+        planes: Planes,
+        max_inputs: int,
+        side: SideStream | None = None,
+    ) -> None:
+        """
+        Args:
+            max_inputs: the widest site that kernels serve.
+            side: where shrinks run beside the base product; None = after it.
+        """
         self.tables = tables
         self.planes = planes
         self._max_inputs = max_inputs
+        self._side = side
+        self._started: StepWork | None = None
 
     def begin(self, runs: Sequence[RowRun], num_rows: int, itemsize: int) -> tuple[StepWork, ...]:
         """Upload a step's runs and count the items of every site."""
@@ -141,21 +153,34 @@ class DeviceLora:
         for part in disjoint_passes(runs):
             longest = max(run.end - run.begin for run in part)
             plan = self.fit(choose_plan(longest, num_rows, itemsize), num_rows, rank_stride)
-            work = StepWork(self.tables, max(len(part), MIN_EAGER_RUNS), plan, rank_stride)
+            work = StepWork(self.tables, len(part), plan, rank_stride)
             work.fill(part)
             work.count()
             works.append(work)
         return tuple(works)
 
+    def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """Shrink on the side while the base product runs; `add_lora` of the same x follows."""
+        if self._side is not None and lora.works and self.touches(lora, site_id):
+            self._started = lora.works[0]
+            with self._side.fork():
+                shrink(x, site_id, self._started, self.planes)
+
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """As `torch.add_lora`; a batch without works of its own (chosen rows) gets them here."""
-        if lora.works is None and not self.touches(lora.runs, site_id):
+        if not self.touches(lora, site_id):
             return
         works = lora.works
         if works is None:
             works = self.begin(lora.runs, len(x), x.itemsize)
         for work in works:
-            add_lora(y, x, site_id, work, self.planes)
+            if work is self._started:
+                assert self._side is not None, "only a side stream starts early"
+                self._side.join()
+                self._started = None
+            else:
+                shrink(x, site_id, work, self.planes)
+            expand(y, x.shape[1], site_id, work, self.planes)
 
     def fit(self, plan: LoraPlan, num_rows: int, rank_stride: int) -> LoraPlan:
         """See `Planes.fit`."""
@@ -166,9 +191,16 @@ class DeviceLora:
         widest = max((self.tables.max_ranks(run.slot) for run in runs), default=0)
         return max(RANK_STRIDE_STEP, -(-widest // RANK_STRIDE_STEP) * RANK_STRIDE_STEP)
 
-    def touches(self, runs: Sequence[RowRun], site_id: int) -> bool:
+    def touches(self, lora: LoraBatch, site_id: int) -> bool:
         """Whether kernels have anything to add at a site."""
-        return any(site_id in self.tables.sites_of(run.slot) for run in runs)
+        if lora.sites is not None:
+            return site_id in lora.sites
+        return any(site_id in self.tables.sites_of(run.slot) for run in lora.runs)
+
+    def sites_of(self, runs: Sequence[RowRun]) -> frozenset[int]:
+        """All sites where kernels have anything to add for these runs."""
+        sites = (self.tables.sites_of(slot) for slot in {run.slot for run in runs})
+        return frozenset[int]().union(*sites)
 
 
 def add_lora(y: Tensor, x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
@@ -279,7 +311,7 @@ def expand_constants(
 
 def power_of_two(number: int) -> int:
     """The smallest that is not below."""
-    return 1 << (number - 1).bit_length()
+    return 1 << max(0, number - 1).bit_length()
 
 
 def _alignment(tables: DeviceTables, site_id: int) -> int:

@@ -7,7 +7,7 @@ last), so an adapter has at most two runs unless requests combine several. Rows 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -44,6 +44,8 @@ class LoraBatch:
     """The table as Triton reads it; None elsewhere."""
     works: tuple[StepWork, ...] | None = None
     """The runs on the device, counted for every site; None = to be made where they are needed."""
+    sites: Set[int] | None = None
+    """Sites where kernels have anything to add; None = it is seen at the site."""
 
     @cached_property
     def packed_runs(self) -> Tensor:

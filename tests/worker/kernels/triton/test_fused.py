@@ -33,7 +33,7 @@ def test_norm_equals_addition_and_plain_norm(dtype, in_float32, has_update, devi
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_equals_silu_times_up(dtype, device):
     torch.manual_seed(0)
-    gate_up = torch.randn(3, 2 * 1027, device=device).to(dtype)
+    gate_up = torch.randn(2, 2 * 1027, device=device).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(

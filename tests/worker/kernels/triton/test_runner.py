@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from services.worker.cuda_graphs import forward_static
+from services.worker.gpu_path import site_masks
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.runner import build_runner
 from services.worker.step_batch import runs_of
+from services.worker.warm_up import idle_batch
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -80,8 +82,22 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, device):
         assert inputs.accepts(plan, runs_of(plan))
         size = 4  # one row of padding
         inputs.fill(plan, runs_of(plan), size)
-        static = forward_static(runner._model, inputs.batch(size, True, gpu.lora_batch(())))
+        static = forward_static(
+            runner._model,
+            inputs.batch(size, inputs.touched_sites(runs_of(plan)), gpu.lora_batch(())),
+        )
     torch.testing.assert_close(static[: len(plan.rows)], eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_warm_up_leaves_the_arena_as_it_is(folders, device):
+    runner, _ = make_runner(folders, device, "auto")
+    gpu, kv = runner._batches.gpu, runner._batches.kv
+    before = runner.arena.data.clone()
+    sites = site_masks(runner._model.site_weights.table)[-1]
+    with torch.inference_mode():
+        hidden = runner._model.forward(idle_batch(kv, gpu.lora, sites, 5, 2))
+    assert hidden.shape[0] == 6
+    assert runner.arena.data.equal(before)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
