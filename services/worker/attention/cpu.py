@@ -1,4 +1,7 @@
-"""Attention in C++ (`native/src/attention.cpp`): ragged, paged, contexts and generations alike."""
+"""Attention in C++: ragged, paged, contexts and generations alike.
+
+`native/src/attention_tiles.cpp` in bfloat16 on AMX, `native/src/attention.cpp` elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.backend import AttentionMask, AttentionMetadata
-from services.worker.native.library import Native, row_stride
+from services.worker.native.library import TILE_INPUTS, TILE_ROWS, Native, row_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,13 @@ class NativeAttention:
         planes = cache.planes(self._layer)
         group = metadata.groups[cache.group_of(self._layer)]
         layout = self._layout(q, k, v, planes[0], cache.tokens_per_block)
+        if self._fits_tiles(q.dtype, cache.tokens_per_block):
+            return self._native.attend_tiles(q, k, v, planes, layout, group.words)
         return self._native.attend(q, k, v, planes, layout, group.words, metadata.task_ends)
+
+    def _fits_tiles(self, dtype: torch.dtype, block_tokens: int) -> bool:
+        is_whole = self._head_dim % TILE_INPUTS == 0 and block_tokens == TILE_ROWS
+        return self._native.has_tiles and dtype is torch.bfloat16 and is_whole
 
     def _layout(self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int) -> Tensor:
         words = struct.pack(

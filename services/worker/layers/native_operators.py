@@ -12,13 +12,12 @@ from services.worker.attention.backend import AttentionBackend, AttentionMetadat
 from services.worker.attention.cpu import NativeAttention, NativeAttentionMetadata
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.linear import BaseLinear, DenseLinear
+from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import CosSin
 from services.worker.model.config import ModelConfig
-from services.worker.native.isa import has_amx
 from services.worker.native.library import Native
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -33,8 +32,7 @@ class NativeOperators:
         self.make_metadata: Callable[..., AttentionMetadata] = partial(
             NativeAttentionMetadata, task_queries=native.task_queries
         )
-        # oneDNN's products on AMX tiles outrun vector units several times.
-        self.products_in_torch = dtype is torch.bfloat16 and has_amx()
+        self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
         self._torch = TorchOperators()
 
     def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
@@ -44,8 +42,8 @@ class NativeOperators:
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
-        if self.products_in_torch:
-            return DenseLinear(weight)
+        if self._in_tiles:
+            return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
 
     def add_lora(self, may_replace_rows: bool) -> AddLora:
@@ -102,6 +100,23 @@ class PackedLinear:
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
+
+
+class TiledLinear:
+    """A bfloat16 base weight in the order that AMX reads."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = native.pack_tiles(weight)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._native.linear_tiles(x, self._packed, self.out_features)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
 
 
 class NativeNorm:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from functools import cache
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 ISA_FLAGS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "generic": ("-O1",),
 }
 """Libraries that can be built, best first; `generic` is portable C++, slow unless the compiler is
 good at it, and only used when asked for."""
 
+_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
 _NEEDED = {
-    isa: {flag.removeprefix("-m") for flag in flags if flag.startswith("-m")}
+    isa: {
+        _LINUX_NAMES.get(name, name)
+        for name in (flag.removeprefix("-m") for flag in flags if flag.startswith("-m"))
+    }
     for isa, flags in ISA_FLAGS.items()
 }
-_AMX = {"amx_tile", "amx_bf16"}
-GENERIC, TORCH = "generic", "torch"
+AMX, GENERIC, TORCH = "amx", "generic", "torch"
+
+_SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
+"""Linux: a process asks once before it uses tile registers."""
 
 
 @cache
@@ -39,20 +48,29 @@ def cpu_flags() -> frozenset[str]:
 
 def host_isas() -> tuple[str, ...]:
     """Libraries that run here, best first."""
-    return tuple(isa for isa, needed in _NEEDED.items() if needed <= cpu_flags())
+    isas = (isa for isa, needed in _NEEDED.items() if needed <= cpu_flags())
+    return tuple(isa for isa in isas if isa != AMX or may_use_tiles())
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask the system for AMX's tile registers, for all threads of this process."""
+    try:
+        return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def has_amx() -> bool:
     """Whether bfloat16 products run on AMX tiles."""
-    return cpu_flags() >= _AMX
+    return AMX in host_isas()
 
 
 def choose_isa(wanted: str) -> str:
     """The library to use, or `torch`.
 
     Args:
-        wanted: `auto`, `torch`, a name of ISA_FLAGS, or `amx`, which is avx512 plus the products
-            that oneDNN runs on tiles.
+        wanted: `auto`, `torch` or a name of ISA_FLAGS.
 
     Raises:
         InvalidRequest: when this machine cannot run it.
@@ -62,8 +80,7 @@ def choose_isa(wanted: str) -> str:
         return TORCH if hosts[0] == GENERIC else hosts[0]
     if wanted == TORCH:
         return TORCH
-    runnable = (*hosts, "amx") if has_amx() and "avx512" in hosts else hosts
-    if wanted not in runnable:
-        known = ", ".join(("auto", *runnable, TORCH))
+    if wanted not in hosts:
+        known = ", ".join(("auto", *hosts, TORCH))
         raise InvalidRequest.field("cpu_isa", wanted, f"is not what this machine has; use {known}")
-    return "avx512" if wanted == "amx" else wanted
+    return wanted

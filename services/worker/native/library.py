@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+TILE_ROWS, TILE_INPUTS = 16, 32
+"""Outputs and inputs of one tile of a packed weight (`native/src/amx.cpp`)."""
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -28,9 +30,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_packed_items": (_I, (_I, _I)),
     "lpx_pack": (None, (_P, _I, _I, _I, _P)),
     "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
+    "lpx_tile_items": (_I, (_I, _I)),
+    "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
+    "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
     "lpx_task_queries": (_I, ()),
     "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
+    "lpx_attend_tiles": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I)),
     "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
@@ -47,8 +53,10 @@ class Native:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
         self._linear = self._library.lpx_linear
+        self._linear_tiles = self._library.lpx_linear_tiles
         self._add_lora = self._library.lpx_add_lora
         self._attend = self._library.lpx_attend
+        self._attend_tiles = self._library.lpx_attend_tiles
         self._norm = self._library.lpx_norm
         self._rotate = self._library.lpx_rotate
         self._silu_multiply = self._library.lpx_silu_multiply
@@ -56,6 +64,8 @@ class Native:
         """Outputs that a packed weight holds side by side."""
         self.task_queries: int = self._library.lpx_task_queries()
         """Queries of one attention task."""
+        self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
+        """Whether bfloat16 products on AMX tiles are compiled in."""
 
     def set_threads(self, num_threads: int) -> None:
         """Threads of every later call, the caller included."""
@@ -93,6 +103,43 @@ class Native:
             y.data_ptr(),
             num_outputs,
             DTYPE_CODES[x.dtype],
+            num_rows,
+            num_inputs,
+            num_outputs,
+        )
+        return y
+
+    def pack_tiles(self, weight: Tensor) -> Tensor:
+        """bfloat16 `[out, in]` in the order that `linear_tiles` reads; a vector."""
+        assert self.has_tiles and weight.dtype is torch.bfloat16, (self.isa, weight.dtype)
+        weight = weight.contiguous()
+        packed = torch.empty(self._library.lpx_tile_items(*weight.shape), dtype=torch.bfloat16)
+        self._library.lpx_pack_tiles(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        return packed
+
+    def unpack_tile_rows(self, packed: Tensor, num_inputs: int, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a weight packed in tiles, `[end - begin, in]`."""
+        panel = 2 * TILE_ROWS
+        first = begin // panel
+        tiles = packed.view(-1, -(-num_inputs // TILE_INPUTS), 2, TILE_ROWS, TILE_ROWS, 2)
+        tiles = tiles[first : -(-end // panel)]  # [panel, tile, half, pair of inputs, output, 2]
+        rows = tiles.permute(0, 2, 4, 1, 3, 5).reshape(len(tiles) * panel, -1)
+        return rows[begin - first * panel : end - first * panel, :num_inputs]
+
+    def linear_tiles(
+        self, x: Tensor, packed: Tensor, num_outputs: int, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """bfloat16 `[T, in]` times a weight packed in tiles: fresh `[T, out]` of `dtype`."""
+        assert x.dtype is torch.bfloat16, x.dtype
+        num_rows, num_inputs = x.shape
+        y = torch.empty(num_rows, num_outputs, dtype=dtype)
+        self._linear_tiles(
+            x.data_ptr(),
+            row_stride(x),
+            packed.data_ptr(),
+            y.data_ptr(),
+            num_outputs,
+            DTYPE_CODES[dtype],
             num_rows,
             num_inputs,
             num_outputs,
@@ -144,6 +191,34 @@ class Native:
             sequences.data_ptr(),
             task_ends.data_ptr(),
             len(task_ends),
+        )
+        return y
+
+    def attend_tiles(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        planes: tuple[Tensor, Tensor],
+        layout: Tensor,
+        sequences: Tensor,
+    ) -> Tensor:
+        """As `attend`, in bfloat16, for heads of 32 * n dimensions and blocks of 16 tokens.
+
+        Blocks are laid out otherwise, so a cache must be used by one of the two only.
+        """
+        assert self.has_tiles and q.dtype is torch.bfloat16, (self.isa, q.dtype)
+        y = torch.empty(q.shape, dtype=q.dtype)
+        self._attend_tiles(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            planes[0].data_ptr(),
+            planes[1].data_ptr(),
+            y.data_ptr(),
+            layout.data_ptr(),
+            sequences.data_ptr(),
+            len(sequences),
         )
         return y
 

@@ -80,8 +80,15 @@ def test_odd_head_widths_equal_vanilla(library, head_dim):
     check(library, (4, 2), head_dim, None, None, torch.float32, 1e-5)
 
 
-def test_bfloat16_equals_vanilla(library):
-    check(library, (4, 2), 64, 33, None, torch.bfloat16, 2e-2)
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((9, 3), 64), ((4, 4), 32), ((34, 2), 96), ((8, 1), 128), ((2, 1), 40)],
+    ids=str,
+)
+def test_bfloat16_equals_vanilla(library, heads, head_dim, window, softcap):
+    check(library, heads, head_dim, window, softcap, torch.bfloat16, 2e-2)
 
 
 def check(library, heads, head_dim, window, softcap, dtype, tolerance):
@@ -119,14 +126,15 @@ def release_behind(sides, table, num_done, window, free):
             table[place] = RELEASED_BLOCK
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (torch.bfloat16, 64)], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_prompt_gives_the_same_bits_however_it_is_cut(library, window):
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(library, window, dtype, dim):
     torch.manual_seed(1)
-    qkv = torch.randn(50, 8 * 24)
-    q, k, v = qkv.split((4 * 24, 2 * 24, 2 * 24), dim=-1)
+    qkv = torch.randn(50, 8 * dim).to(dtype)
+    q, k, v = qkv.split((4 * dim, 2 * dim, 2 * dim), dim=-1)
     results = []
     for chunk in (50, 7, 1):
-        _, side = both_sides(library, (4, 2), 24, window, None, torch.float32)
+        _, side = both_sides(library, (4, 2), dim, window, None, dtype)
         out = []
         for begin in range(0, 50, chunk):
             rows = slice(begin, min(begin + chunk, 50))

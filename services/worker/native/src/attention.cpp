@@ -7,6 +7,7 @@
 // are skipped, never multiplied by zero: they may hold any bytes.
 #include <cmath>
 
+#include "attention.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -16,36 +17,9 @@ namespace {
 constexpr int64_t kTaskQueries = 8;
 constexpr int64_t kMaxBlockTokens = 64;
 
-struct Sequence {
-    int64_t row, num_tokens, start, blocks;  // blocks: address of int64 ids from position 0 on
-};
-
-struct Layout {
-    int64_t num_heads, num_kv_heads, head_dim;
-    int64_t block_tokens, block_stride;  // items from a plane's block to the next
-    int64_t ldq, ldk, ldv, ldy;
-    double scale, softcap;  // softcap 0 = none
-    int64_t window;         // 0 = none
-};
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 12 * 8, "library.py writes these");
-
+// Keys and values lie as [Hkv, block_tokens, D] in a block.
 template <class T>
-struct Call {
-    const Layout& layout;
-    const T* q;
-    const T* k;
-    const T* v;
-    T* keys;    // plane of the layer, [num_blocks, Hkv, block_tokens, D]
-    T* values;
-    T* y;
-};
-
-inline int64_t block_of(const Sequence& sequence, int64_t index) {
-    return reinterpret_cast<const int64_t*>(sequence.blocks)[index];
-}
-
-template <class T>
-void write_token(const Call<T>& call, const Sequence& sequence, int64_t token) {
+void write_token(const AttentionCall<T>& call, const Sequence& sequence, int64_t token) {
     const Layout& l = call.layout;
     const int64_t position = sequence.start + token, row = sequence.row + token;
     const int64_t block = block_of(sequence, position / l.block_tokens);
@@ -145,7 +119,7 @@ void gather(const float* weights, const T* values, int64_t head_dim, int64_t beg
 
 // Queries [first, last) of a sequence with the query heads of one KV head.
 template <class T>
-void attend(const Call<T>& call, const Sequence& sequence, int64_t head, int64_t first,
+void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head, int64_t first,
             int64_t last) {
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads;
@@ -193,7 +167,7 @@ void attend(const Call<T>& call, const Sequence& sequence, int64_t head, int64_t
 }
 
 template <class T>
-void run(const Call<T>& call, const Sequence* sequences, int64_t num_sequences,
+void run(const AttentionCall<T>& call, const Sequence* sequences, int64_t num_sequences,
          const int64_t* task_ends) {
     const int64_t num_kv_heads = call.layout.num_kv_heads;
     parallel_for(num_sequences, [&](int64_t i) {
@@ -230,7 +204,7 @@ LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* ke
     using namespace lpx;
     with_activation(dtype, [&](auto t) {
         using T = decltype(t);
-        const Call<T> call{*static_cast<const Layout*>(layout),
+        const AttentionCall<T> call{*static_cast<const Layout*>(layout),
                            static_cast<const T*>(q),
                            static_cast<const T*>(k),
                            static_cast<const T*>(v),

@@ -1,0 +1,35 @@
+// What both kinds of attention are told.
+#pragma once
+#include "abi.h"
+
+namespace lpx {
+
+struct Sequence {
+    int64_t row, num_tokens, start, blocks;  // blocks: address of int64 ids from position 0 on
+};
+
+struct Layout {
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t block_tokens, block_stride;  // items from a plane's block to the next
+    int64_t ldq, ldk, ldv, ldy;
+    double scale, softcap;  // softcap 0 = none
+    int64_t window;         // 0 = none
+};
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 12 * 8, "library.py writes these");
+
+template <class T>
+struct AttentionCall {
+    const Layout& layout;
+    const T* q;
+    const T* k;
+    const T* v;
+    T* keys;  // plane of the layer, block_stride items a block
+    T* values;
+    T* y;
+};
+
+inline int64_t block_of(const Sequence& sequence, int64_t index) {
+    return reinterpret_cast<const int64_t*>(sequence.blocks)[index];
+}
+
+}  // namespace lpx

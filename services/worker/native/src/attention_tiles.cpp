@@ -1,0 +1,253 @@
+// Attention in bfloat16 on AMX tiles, over blocks of 16 tokens and heads of whole tiles.
+//
+// In a block, a KV head's keys lie as [pair of dimensions][token][2] and its values as [pair of
+// tokens][dimension][2], as TDPBF16PS reads its right operand; only this file knows. A task is 16
+// query rows at most that share a KV head (some queries of one sequence, all heads of the group). It
+// scores all visible keys, takes the softmax of whole rows and multiplies with the values, so a row's
+// result depends neither on its neighbours nor on how its prompt was cut. Hidden places get weight 0;
+// a block's values are zeroed when its first token is written, so 0 never meets a stale NaN.
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "pool.h"
+#include "vec.h"
+
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+
+namespace lpx {
+namespace {
+
+constexpr int64_t kTokens = 16;
+
+struct QueryTask {
+    int64_t sequence, head, first, last;  // queries [first, last)
+};
+
+void write_token(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t token) {
+    const Layout& l = call.layout;
+    const int64_t position = sequence.start + token, row = sequence.row + token;
+    const int64_t slot = position % kTokens;
+    bf16* block = nullptr;
+    for (int64_t head = 0; head < l.num_kv_heads; ++head) {
+        const int64_t place = block_of(sequence, position / kTokens) * l.block_stride +
+                              head * kTokens * l.head_dim;
+        const bf16* key = call.k + row * l.ldk + head * l.head_dim;
+        const bf16* value = call.v + row * l.ldv + head * l.head_dim;
+        block = call.keys + place;
+        for (int64_t d = 0; d < l.head_dim; d += 2) {
+            std::memcpy(block + (d / 2 * kTokens + slot) * 2, key + d, 2 * sizeof(bf16));
+        }
+        block = call.values + place;
+        if (slot == 0) std::memset(block, 0, kTokens * l.head_dim * sizeof(bf16));
+        for (int64_t d = 0; d < l.head_dim; ++d) {
+            block[(slot / 2 * l.head_dim + d) * 2 + slot % 2] = value[d];
+        }
+    }
+}
+
+// Tiles: 0 to 3 sums, 4 left operand of scores (32 dimensions), 5 left operand of values (16
+// tokens), 6 keys, 7 values.
+void configure(int64_t num_rows) {
+    TileConfig config;
+    const uint8_t rows = static_cast<uint8_t>(num_rows);
+    for (int i = 0; i < 4; ++i) config.set(i, rows, 64);
+    config.set(4, rows, 64);
+    config.set(5, rows, 2 * kTokens);
+    config.set(6, 16, 64);
+    config.set(7, kTokens / 2, 64);
+    _tile_loadconfig(&config);
+}
+
+inline void prefetch_tile(const bf16* p, int64_t num_items) {
+    for (int64_t i = 0; i < num_items; i += 32) _mm_prefetch(p + i, _MM_HINT_T0);
+}
+
+// scores[row][16 * (block - first) ...] = q . k
+void score(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t head,
+           const bf16* queries, int64_t first, int64_t end, float* scores, int64_t width) {
+    const Layout& l = call.layout;
+    const int64_t items = kTokens * l.head_dim;
+    const auto keys_of = [&](int64_t block) {
+        return call.keys + block_of(sequence, block) * l.block_stride + head * items;
+    };
+    for (int64_t block = first; block < end; ++block) {
+        const bf16* keys = keys_of(block);
+        if (block + 1 < end) prefetch_tile(keys_of(block + 1), items);
+        _tile_zero(0);
+        for (int64_t d = 0; d < l.head_dim; d += kTileInputs) {
+            _tile_loadd(4, queries + d, l.head_dim * sizeof(bf16));
+            _tile_loadd(6, keys + d * kTokens, kTileBytes);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, scores + (block - first) * kTokens, width * sizeof(float));
+    }
+}
+
+// Softmax of scores[begin, end), zeros elsewhere, as bfloat16; returns 1 / sum.
+float weigh(const Layout& l, float* scores, int64_t begin, int64_t end, int64_t width,
+            bf16* weights) {
+    const Vec scale = set1(static_cast<float>(l.scale));
+    Vec most = set1(-INFINITY);
+    for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
+        Vec s = mul(load(scores + j), scale);
+        if (l.softcap != 0 || j < begin || j + kLanes > end) {
+            float lanes[kLanes];
+            store(lanes, s);
+            for (int64_t i = 0; i < kLanes; ++i) {
+                if (l.softcap != 0) {
+                    const float cap = static_cast<float>(l.softcap);
+                    lanes[i] = std::tanh(lanes[i] / cap) * cap;
+                }
+                if (j + i < begin || j + i >= end) lanes[i] = -INFINITY;
+            }
+            s = load(lanes);
+        }
+        store(scores + j, s);
+        most = max(most, s);
+    }
+    const Vec top = set1(_mm512_reduce_max_ps(most.v));
+    Vec total = zero();
+    for (int64_t j = 0; j < width; j += kLanes) {
+        if (j + kLanes <= begin || j >= end) {
+            store(weights + j, zero());
+            continue;
+        }
+        const Vec s = load(scores + j);
+        const __mmask16 visible = _mm512_cmp_ps_mask(s.v, set1(-INFINITY).v, _CMP_GT_OQ);
+        const Vec e = {_mm512_maskz_mov_ps(visible, exp(sub(s, top)).v)};
+        total = add(total, e);
+        store(weights + j, e);
+    }
+    return 1.0f / sum(total);
+}
+
+// out[row][d] = weights . values, four tiles of dimensions at a time.
+void gather(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t head,
+            const bf16* weights, int64_t first, int64_t end, int64_t width, float* out) {
+    const Layout& l = call.layout;
+    const int64_t items = kTokens * l.head_dim;
+    const int64_t stride = 2 * l.head_dim * sizeof(bf16);
+    for (int64_t d = 0; d < l.head_dim; d += 4 * 16) {
+        const bool more = d + 32 < l.head_dim;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t block = first; block < end; ++block) {
+            const bf16* values = call.values + block_of(sequence, block) * l.block_stride +
+                                 head * items + 2 * d;
+            if (block + 1 < end) {
+                prefetch_tile(call.values + block_of(sequence, block + 1) * l.block_stride +
+                                  head * items,
+                              items);
+            }
+            _tile_loadd(5, weights + (block - first) * kTokens, width * sizeof(bf16));
+            _tile_loadd(7, values, stride);
+            _tile_dpbf16ps(0, 5, 7);
+            _tile_loadd(7, values + 32, stride);
+            _tile_dpbf16ps(1, 5, 7);
+            if (more) {
+                _tile_loadd(7, values + 64, stride);
+                _tile_dpbf16ps(2, 5, 7);
+                _tile_loadd(7, values + 96, stride);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, out + d, l.head_dim * sizeof(float));
+        _tile_stored(1, out + d + 16, l.head_dim * sizeof(float));
+        if (more) {
+            _tile_stored(2, out + d + 32, l.head_dim * sizeof(float));
+            _tile_stored(3, out + d + 48, l.head_dim * sizeof(float));
+        }
+    }
+}
+
+void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const QueryTask& task) {
+    const Layout& l = call.layout;
+    const int64_t group = l.num_heads / l.num_kv_heads, head = task.head;
+    const int64_t num_rows = (task.last - task.first) * group;
+    const int64_t low = sequence.start + task.first, high = sequence.start + task.last;
+    const int64_t oldest = l.window == 0 || low < l.window ? 0 : low - l.window + 1;
+    const int64_t first = oldest / kTokens, end = (high + kTokens - 1) / kTokens;
+    const int64_t width = (end - first) * kTokens;
+    float* scores = scratch(0, num_rows * width);
+    bf16* weights = reinterpret_cast<bf16*>(scratch(1, num_rows * width / 2));
+    float* out = scratch(2, num_rows * l.head_dim * 2);
+    bf16* queries = reinterpret_cast<bf16*>(out + num_rows * l.head_dim);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const bf16* q = call.q + (sequence.row + task.first + row / group) * l.ldq +
+                        (head * group + row % group) * l.head_dim;
+        std::memcpy(queries + row * l.head_dim, q, l.head_dim * sizeof(bf16));
+    }
+    float factors[kTileRows];
+    for (int64_t begin = 0; begin < num_rows; begin += kTileRows) {
+        const int64_t n = num_rows - begin < kTileRows ? num_rows - begin : kTileRows;
+        configure(n);
+        score(call, sequence, head, queries + begin * l.head_dim, first, end, scores, width);
+        for (int64_t row = 0; row < n; ++row) {
+            const int64_t now = low + (begin + row) / group;
+            const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
+            const int64_t skipped = first * kTokens;
+            const int64_t from = seen > skipped ? seen - skipped : 0;
+            factors[row] = weigh(l, scores + row * width, from, now + 1 - skipped, width,
+                                 weights + row * width);
+        }
+        gather(call, sequence, head, weights, first, end, width, out);
+        for (int64_t row = 0; row < n; ++row) {
+            bf16* y = call.y + (sequence.row + task.first + (begin + row) / group) * l.ldy +
+                      (head * group + (begin + row) % group) * l.head_dim;
+            for (int64_t d = 0; d < l.head_dim; d += kLanes) {
+                store(y + d, mul(load(out + row * l.head_dim + d), set1(factors[row])));
+            }
+        }
+    }
+    _tile_release();
+}
+
+}  // namespace
+}  // namespace lpx
+
+// As `lpx_attend`, in bfloat16, for heads of 32 * n dimensions and blocks of 16 tokens.
+LPX_EXPORT void lpx_attend_tiles(const void* q, const void* k, const void* v, void* keys,
+                                 void* values, void* y, const void* layout, const void* sequences,
+                                 int64_t num_sequences) {
+    using namespace lpx;
+    const AttentionCall<bf16> call{*static_cast<const Layout*>(layout),
+                                   static_cast<const bf16*>(q),
+                                   static_cast<const bf16*>(k),
+                                   static_cast<const bf16*>(v),
+                                   static_cast<bf16*>(keys),
+                                   static_cast<bf16*>(values),
+                                   static_cast<bf16*>(y)};
+    const Layout& l = call.layout;
+    const Sequence* all = static_cast<const Sequence*>(sequences);
+    const int64_t group = l.num_heads / l.num_kv_heads;
+    const int64_t queries = group < kTileRows ? kTileRows / group : 1;
+    static thread_local std::vector<QueryTask> tasks;
+    tasks.clear();
+    for (int64_t i = 0; i < num_sequences; ++i) {
+        for (int64_t first = 0; first < all[i].num_tokens; first += queries) {
+            const int64_t last = first + queries;
+            const int64_t end = last < all[i].num_tokens ? last : all[i].num_tokens;
+            for (int64_t head = 0; head < l.num_kv_heads; ++head) {
+                tasks.push_back({i, head, first, end});
+            }
+        }
+    }
+    parallel_for(num_sequences, [&](int64_t i) {
+        for (int64_t t = 0; t < all[i].num_tokens; ++t) write_token(call, all[i], t);
+    });
+    const std::vector<QueryTask>& plan = tasks;
+    parallel_for(static_cast<int64_t>(plan.size()),
+                 [&](int64_t i) { attend(call, all[plan[i].sequence], plan[i]); });
+}
+
+#else
+
+// Built for a processor without tiles; nobody calls it.
+LPX_EXPORT void lpx_attend_tiles(const void*, const void*, const void*, void*, void*, void*,
+                                 const void*, const void*, int64_t) {}
+
+#endif
