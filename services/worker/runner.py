@@ -136,7 +136,7 @@ class TorchRunner:
             return []
         hidden, lora = self._forward(plan)
         logits_of = self._logits_of(hidden, lora)
-        prompt_logprobs = _score_prompts(plan.rows, logits_of, hidden.device)
+        prompt_logprobs = _score_prompts(plan.rows, logits_of)
         wanted = [
             (row.request, end - 1)
             for row, (_, end) in zip(plan.rows, _token_spans(plan.rows), strict=True)
@@ -145,7 +145,7 @@ class TorchRunner:
         token_rows = torch.tensor([row for _, row in wanted], dtype=torch.int64)
         requests = [request for request, _ in wanted]
         eos_ids = self._info.eos_token_ids
-        sampled = iter(sample(token_rows.to(hidden.device), requests, logits_of, eos_ids))
+        sampled = iter(sample(token_rows, requests, logits_of, eos_ids))
         out = []
         pooled = _pool(plan.rows, hidden)
         for row, scores in zip(plan.rows, prompt_logprobs, strict=True):
@@ -171,7 +171,7 @@ class TorchRunner:
     def _logits_of(self, hidden: Tensor, lora: LoraBatch) -> LogitsOf:
         def logits_of(token_rows: Tensor) -> Tensor:
             chosen = lora.select(token_rows.tolist())
-            return self._model.logits(hidden[token_rows], chosen)
+            return self._model.logits(hidden[token_rows.to(hidden.device)], chosen)
 
         return logits_of
 
@@ -199,9 +199,7 @@ def _pool(rows: Sequence[PlannedRow], hidden: Tensor) -> dict[str, tuple[float, 
     return {key: tuple(vector) for key, vector in zip(ends, vectors, strict=True)}
 
 
-def _score_prompts(
-    rows: Sequence[PlannedRow], logits_of: LogitsOf, device: torch.device
-) -> list[tuple[Logprobs, ...]]:
+def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[tuple[Logprobs, ...]]:
     out: list[tuple[Logprobs, ...]] = []
     for row, (begin, _) in zip(rows, _token_spans(rows), strict=True):
         num_top, prompt = row.request.sampling.prompt_logprobs, row.request.prompt_ids
@@ -209,7 +207,7 @@ def _score_prompts(
         if num_top is None or not next_ids:
             out.append(())
             continue
-        token_rows = torch.arange(begin, begin + len(next_ids), device=device)
+        token_rows = torch.arange(begin, begin + len(next_ids))
         out.append(tuple(score_tokens(token_rows, next_ids, num_top, logits_of)))
     return out
 

@@ -29,7 +29,8 @@ MIN_TEMPERATURE = 1e-5
 """Lower temperatures choose the argmax: dividing by them would overflow."""
 
 LogitsOf = Callable[[Tensor], Tensor]
-"""Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`."""
+"""Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`. The rows are on the
+host: asking a device for them would wait for the step."""
 
 
 @dataclass(frozen=True, slots=True)
