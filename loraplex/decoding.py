@@ -175,4 +175,5 @@ def tenant(message: pb.Tenant) -> Tenant:
         fairness_weight=message.fairness_weight or 1.0,
         used_bytes=message.used_bytes,
         used_versions=message.used_versions,
+        signature_keys=tuple(message.signature_keys),
     )

@@ -10,9 +10,11 @@ from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, Fil
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.folder import file_names, read_files, read_header_prefix
-from loraplex.errors import DataLoss
+from loraplex.errors import DataLoss, InvalidRequest
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
+from loraplex.signature_bundle import SIGNATURE_FILE
+from loraplex.signing import sign
 from loraplex.uploading import LocalFile
 from loraplex.v1 import registry_pb2 as pb
 
@@ -37,6 +39,10 @@ class Publication:
     """Reference this version was made from."""
     when_loaded_s: float = 0.0
     """Stage tag moves until gateways have the version loaded, for at most this long."""
+    signing_key: Path | None = None
+    """PEM of an EC private key to sign the files with."""
+    signature: Path | None = None
+    """A bundle of `model_signing` over the files; default: the folder's model.sig, if any."""
 
     def to_proto(self) -> pb.PublishOptions:
         """The wire form. Raises InvalidRequest for names and tags that cannot be."""
@@ -54,6 +60,30 @@ class Publication:
             parent=self.parent,
             when_loaded_s=self.when_loaded_s,
         )
+
+
+def signatures_of(
+    publication: Publication, folder: Path, specs: Sequence[pb.FileSpec]
+) -> list[pb.Signature]:
+    """What signs the files: the key that was given, the bundle that was, or the folder's own.
+
+    Raises:
+        InvalidRequest: key or bundle cannot be read.
+    """
+    if publication.signing_key is not None:
+        files = {spec.path: spec.sha256 for spec in specs}
+        bundle, public = sign(publication.name, files, publication.signing_key)
+        return [pb.Signature(bundle=bundle, public_key=public)]
+    path = publication.signature
+    if path is None:
+        path = folder / SIGNATURE_FILE
+        if not path.is_file():
+            return []
+    try:
+        return [pb.Signature(bundle=path.read_bytes())]
+    except OSError as error:
+        description = f"cannot be read: {error.strerror}"
+        raise InvalidRequest.field("--signature", str(path), description) from None
 
 
 def local_files(folder: Path) -> list[LocalFile]:

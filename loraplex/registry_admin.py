@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from loraplex import decoding
@@ -99,8 +99,8 @@ class RegistryAdmin:
         answer = await self._channel.call(self._stub.RevokeKey, request)
         return decoding.api_key(answer.key)
 
-    async def set_tenant(self, tenant: Tenant) -> Tenant:
-        """Create a tenant or change its limits."""
+    async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
+        """Create a tenant or change those of its `fields` that are named; none named = all."""
         message = pb.Tenant(
             tenant=tenant.tenant,
             max_bytes=tenant.max_bytes,
@@ -109,8 +109,10 @@ class RegistryAdmin:
             tokens_per_s=tenant.tokens_per_s,
             max_concurrent=tenant.max_concurrent,
             fairness_weight=tenant.fairness_weight,
+            signature_keys=tenant.signature_keys,
         )
-        answer = await self._channel.call(self._stub.SetTenant, pb.SetTenantRequest(tenant=message))
+        request = pb.SetTenantRequest(tenant=message, fields=fields)
+        answer = await self._channel.call(self._stub.SetTenant, request)
         return decoding.tenant(answer.tenant)
 
     async def tenants(self) -> Sequence[Tenant]:

@@ -12,7 +12,7 @@ from loraplex import decoding, settings
 from loraplex.channel import Channel
 from loraplex.downloading import download, read_file
 from loraplex.model_layout import make_layout
-from loraplex.publishing import Publication, config_and_header, local_files
+from loraplex.publishing import Publication, config_and_header, local_files, signatures_of
 from loraplex.registry_admin import RegistryAdmin
 from loraplex.settings import Credentials
 from loraplex.types import (
@@ -22,6 +22,7 @@ from loraplex.types import (
     Published,
     Resolved,
     Sharing,
+    Signed,
     Tag,
     TagMove,
 )
@@ -77,6 +78,7 @@ class RegistryClient:
         options = publication.to_proto()
         files = local_files(Path(folder))
         specs = await hash_files(files, progress)
+        options.signatures.extend(signatures_of(publication, Path(folder), specs))
         # What config and header give away is refused before a byte of a large file is sent.
         await self._validate(options, files, specs)
         answer = await upload(self._channel, options, files, specs, progress)
@@ -90,7 +92,9 @@ class RegistryClient:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
-        answer = await self._validate(options, files, await hash_files(files, ignore_progress))
+        specs = await hash_files(files, ignore_progress)
+        options.signatures.extend(signatures_of(publication, Path(folder), specs))
+        answer = await self._validate(options, files, specs)
         return Checked(answer.base_id, answer.max_rank, decoding.violations(answer.warnings))
 
     async def _validate(
@@ -266,18 +270,25 @@ class RegistryClient:
         answer = await self._channel.call(self._stub.SetSharing, request)
         return decoding.sharing(name, answer)
 
-    async def attach_signature(self, ref: str, bundle: bytes) -> AdapterVersion:
-        """Keep a signature (a sigstore bundle over the version's files) beside a version."""
-        request = pb.AttachSignatureRequest(ref=ref, bundle=bundle)
+    async def attach_signature(
+        self, ref: str, bundle: bytes, public_key: str = ""
+    ) -> AdapterVersion:
+        """Keep a signature (a sigstore bundle over the version's files) beside a version.
+
+        Args:
+            public_key: PEM of the signer's key, for the registry to verify the bundle by.
+        """
+        request = pb.AttachSignatureRequest(ref=ref, bundle=bundle, public_key=public_key)
         answer = await self._channel.call(self._stub.AttachSignature, request)
         return decoding.adapter_version(answer.version)
 
-    async def signatures(self, ref: str) -> tuple[AdapterVersion, Mapping[str, bytes]]:
-        """The version behind a reference, and its bundles by the sha256 of the signer's key."""
+    async def signatures(self, ref: str) -> Signed:
+        """The version behind a reference, its signatures, and what its tenant demands."""
         request = pb.ListSignaturesRequest(ref=ref)
         answer = await self._channel.call(self._stub.ListSignatures, request)
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
-        return decoding.adapter_version(answer.version), bundles
+        version = decoding.adapter_version(answer.version)
+        return Signed(version, bundles, tuple(answer.policy_keys))
 
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
         """A snapshot, or what came after `resume_token`, then every change as it happens."""

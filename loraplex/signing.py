@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def sign(subject: str, files: Mapping[str, str], key: Path) -> bytes:
-    """A bundle over files (sha256 by path), by the private key in a PEM file.
+def sign(subject: str, files: Mapping[str, str], key: Path) -> tuple[bytes, str]:
+    """A bundle over files (sha256 by path) by the private key in a PEM file, and its public key.
 
     Raises:
         InvalidRequest: the file is no unencrypted EC P-256, P-384 or P-521 private key.
@@ -30,12 +30,13 @@ def sign(subject: str, files: Mapping[str, str], key: Path) -> bytes:
     """
     private = _private_key(key)
     payload = statement(subject, files)
-    signature = private.sign(signed_bytes(payload), _algorithm(private.public_key()))
-    return make_bundle(payload, signature, key_sha256(private.public_key()))
+    public = private.public_key()
+    signature = private.sign(signed_bytes(payload), _algorithm(public))
+    return make_bundle(payload, signature, key_sha256(public)), public_pem(public)
 
 
-def verify(raw: bytes, files: Mapping[str, str], key: Path) -> Bundle:
-    """Check that a bundle is by the public key in a PEM file, over exactly these files.
+def verify(raw: bytes, files: Mapping[str, str], public: ec.EllipticCurvePublicKey) -> Bundle:
+    """Check that a bundle is by a key, over exactly these files.
 
     Raises:
         PermissionDenied: another key signed it, or the signature is wrong.
@@ -43,12 +44,14 @@ def verify(raw: bytes, files: Mapping[str, str], key: Path) -> Bundle:
     """
     from cryptography.exceptions import InvalidSignature
 
-    public = public_key(key)
     bundle = parse_bundle(raw)
     try:
         public.verify(bundle.signature, signed_bytes(bundle.payload), _algorithm(public))
     except InvalidSignature:
-        message = f"the signature by {bundle.key_sha256[:12]} was not made by the key in {key}"
+        message = (
+            f"the signature that names the key {bundle.key_sha256[:12]} was not made by "
+            f"{key_sha256(public)[:12]}"
+        )
         raise PermissionDenied(message, reason="SIGNATURE_WRONG") from None
     try:
         check_files(bundle, files)
@@ -59,30 +62,41 @@ def verify(raw: bytes, files: Mapping[str, str], key: Path) -> Bundle:
 
 def public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """The public key of a PEM file; of a private one too."""
-    _require()
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
     raw = _read(path)
     if b"PRIVATE KEY" in raw:
         return _private_key(path).public_key()
+    return parse_public_key(raw, "key file", str(path))
+
+
+def parse_public_key(pem: bytes, field: str, value: str) -> ec.EllipticCurvePublicKey:
+    """A key from its PEM. Raises InvalidRequest naming `field` and `value`."""
+    _require()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
     try:
-        key = load_pem_public_key(raw)
-    except ValueError:
+        key = load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise InvalidRequest.field("key file", str(path), "is no EC public key in PEM")
+        raise InvalidRequest.field(field, value, "is no EC public key in PEM")
+    _algorithm(key)
     return key
+
+
+def public_pem(public: ec.EllipticCurvePublicKey) -> str:
+    """The PEM of a key, always spelled alike."""
+    from cryptography.hazmat.primitives import serialization
+
+    return public.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    ).decode()
 
 
 def key_sha256(public: ec.EllipticCurvePublicKey) -> str:
     """How bundles name a key: sha256 of its PEM."""
-    from cryptography.hazmat.primitives import serialization
-
-    pem = public.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(pem).hexdigest()
+    return hashlib.sha256(public_pem(public).encode()).hexdigest()
 
 
 def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:

@@ -45,6 +45,7 @@ class AdapterVersion:
     shared_with: tuple[str, ...] = ()
     peft_version: str = ""
     signers: tuple[str, ...] = ()
+    """sha256 of the keys (PEM) whose signatures the registry verified."""
     pullable: bool = False
     """Whether tenants that may run it may download it too."""
     deleted: bool = False
@@ -65,6 +66,17 @@ class Sharing:
     shared_with: tuple[str, ...]
     pullable: bool
     """Whether they may download it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A version with its signatures."""
+
+    version: AdapterVersion
+    bundles: Mapping[str, bytes]
+    """Sigstore bundles by the sha256 of the signer's key."""
+    policy_keys: tuple[str, ...]
+    """Public keys in PEM of which the version's tenant demands one; empty = no demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,8 @@ class Tenant:
     fairness_weight: float = 1.0
     used_bytes: int = 0
     used_versions: int = 0
+    signature_keys: tuple[str, ...] = ()
+    """EC public keys in PEM; where there are any, versions need a signature by one of them."""
 
 
 @dataclass(frozen=True, slots=True)

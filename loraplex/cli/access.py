@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 from loraplex.cli.output import moment, print_json, print_table, sized
@@ -57,16 +58,32 @@ def _add_tenants(commands: Any) -> None:
         group,
         "set",
         _tenants_set,
-        "Create a tenant or change its limits; 0 = no limit.",
-        "registry tenants set acme --max-bytes 50GiB --max-concurrent 64",
+        "Create a tenant or change what is named of it; a limit of 0 is none.",
+        "registry tenants set acme --max-bytes 50GiB --require-signature-by release.pem",
     )
     parser.add_argument("tenant", metavar="TENANT")
-    parser.add_argument("--max-bytes", type=num_bytes, default=0, metavar="BYTES")
-    parser.add_argument("--max-versions", type=count, default=0)
-    parser.add_argument("--requests-per-s", type=float, default=0.0)
-    parser.add_argument("--tokens-per-s", type=float, default=0.0)
-    parser.add_argument("--max-concurrent", type=count, default=0)
-    parser.add_argument("--fairness-weight", type=float, default=1.0)
+    parser.add_argument("--max-bytes", type=num_bytes, metavar="BYTES")
+    parser.add_argument("--max-versions", type=count, metavar="N")
+    parser.add_argument("--requests-per-s", type=float, metavar="N")
+    parser.add_argument("--tokens-per-s", type=float, metavar="N")
+    parser.add_argument("--max-concurrent", type=count, metavar="N")
+    parser.add_argument("--fairness-weight", type=float, metavar="N")
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument(
+        "--require-signature-by",
+        dest="signature_keys",
+        action="append",
+        type=Path,
+        metavar="PEM",
+        help="EC public key; versions need a signature by one of those given; repeatable",
+    )
+    policy.add_argument(
+        "--require-no-signature",
+        dest="signature_keys",
+        action="store_const",
+        const=[],
+        help="end that",
+    )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
     parser = add_command(group, "list", _tenants_list, "List tenants.", "registry tenants list")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
@@ -134,21 +151,22 @@ async def _keys_revoke(args: argparse.Namespace) -> None:
 async def _tenants_set(args: argparse.Namespace) -> None:
     from loraplex.types import Tenant
 
-    wanted = Tenant(
-        args.tenant,
-        max_bytes=args.max_bytes,
-        max_versions=args.max_versions,
-        requests_per_s=args.requests_per_s,
-        tokens_per_s=args.tokens_per_s,
-        max_concurrent=args.max_concurrent,
-        fairness_weight=args.fairness_weight,
-    )
+    fields = [field.name for field in dataclasses.fields(Tenant) if field.name != "tenant"]
+    given = {name: value for name in fields if (value := getattr(args, name, None)) is not None}
+    if "signature_keys" in given:
+        given["signature_keys"] = _public_keys(given["signature_keys"])
     async with client_of(args) as client:
-        tenant = await client.admin.set_tenant(wanted)
+        tenant = await client.admin.set_tenant(Tenant(args.tenant, **given), given)
     if args.json:
         print_json(tenant)
         return
     print(f"set {tenant.tenant}")
+
+
+def _public_keys(paths: list[Path]) -> tuple[str, ...]:
+    from loraplex.signing import public_key, public_pem
+
+    return tuple(public_pem(public_key(path)) for path in paths)
 
 
 async def _tenants_list(args: argparse.Namespace) -> None:
@@ -165,7 +183,8 @@ async def _tenants_list(args: argparse.Namespace) -> None:
             sized(t.max_bytes) if t.max_bytes else "-",
             str(t.used_versions),
             str(t.max_versions or "-"),
+            "required" if t.signature_keys else "-",
         )
         for t in tenants
     ]
-    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT"), rows)
+    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE"), rows)

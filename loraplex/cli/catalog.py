@@ -109,7 +109,8 @@ async def _list(args: argparse.Namespace) -> None:
 async def _show(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         found = await client.get(args.ref)
-    version = found.version
+        # By number: a tag may have moved since.
+        version = (await client.signatures(found.version.ref)).version
     if args.json:
         import dataclasses
 
@@ -130,7 +131,7 @@ async def _show(args: argparse.Namespace) -> None:
             "labels": ", ".join(f"{key}={value}" for key, value in version.labels.items()),
             "parent": version.parent,
             "peft": version.peft_version,
-            "signers": ", ".join(version.signers),
+            "signers": ", ".join(sha256[:12] for sha256 in version.signers),
         }
     )
     if found.tags:

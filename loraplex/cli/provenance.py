@@ -33,11 +33,13 @@ def add(commands: Any) -> None:
         commands,
         "verify",
         _verify,
-        "Check that a version is signed by a key.",
+        "Check that a version is signed by a key, or as its tenant demands.",
         "registry verify acme/support:prod --public-key release.pem",
     )
     parser.add_argument("ref", metavar="REF")
-    parser.add_argument("--public-key", required=True, metavar="PEM", help="EC public key")
+    parser.add_argument(
+        "--public-key", metavar="PEM", help="EC public key; default: those the tenant demands"
+    )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
     parser = add_command(
         commands,
@@ -63,9 +65,9 @@ async def _sign(args: argparse.Namespace) -> None:
 
     async with client_of(args) as client:
         version = (await client.get(args.ref)).version
-        bundle = sign(version.ref, _files(version), Path(args.signing_key))
+        bundle, public = sign(version.ref, _files(version), Path(args.signing_key))
         # By number: a tag may have moved since.
-        await client.attach_signature(version.ref, bundle)
+        await client.attach_signature(version.ref, bundle, public)
     if args.out:
         Path(args.out).write_bytes(bundle)
     _print(args, version, parse_bundle(bundle).key_sha256, "signed")
@@ -95,18 +97,30 @@ async def _export(args: argparse.Namespace) -> None:
 
 
 async def _verify(args: argparse.Namespace) -> None:
-    from loraplex.errors import PermissionDenied
-    from loraplex.signing import key_sha256, public_key, verify
+    from loraplex.errors import InvalidRequest, PermissionDenied
+    from loraplex.signing import key_sha256, parse_public_key, public_key, verify
 
-    key = Path(args.public_key)
-    signer = key_sha256(public_key(key))
     async with client_of(args) as client:
-        version, bundles = await client.signatures(args.ref)
-    if signer not in bundles:
-        others = ", ".join(sha256[:12] for sha256 in bundles) or "nobody"
-        message = f"{version.ref} is not signed by {key} (key {signer[:12]}); signed by {others}"
+        signed = await client.signatures(args.ref)
+    version = signed.version
+    if args.public_key:
+        keys = [public_key(Path(args.public_key))]
+    else:
+        keys = [parse_public_key(pem.encode(), "policy", pem) for pem in signed.policy_keys]
+    if not keys:
+        description = f"tenant {version.tenant!r} demands no signature, so name the key to check by"
+        raise InvalidRequest.field("--public-key", "", description)
+    signer = next((sha256 for key in keys if (sha256 := key_sha256(key)) in signed.bundles), None)
+    if signer is None:
+        wanted = ", ".join(key_sha256(key)[:12] for key in keys)
+        others = ", ".join(sha256[:12] for sha256 in signed.bundles) or "nobody"
+        message = f"{version.ref} is not signed by {wanted}; signed by {others}"
         raise PermissionDenied(message, reason="NOT_SIGNED")
-    verify(bundles[signer], _files(version), key)
+    verify(
+        signed.bundles[signer],
+        _files(version),
+        next(key for key in keys if key_sha256(key) == signer),
+    )
     _print(args, version, signer, "is signed")
 
 

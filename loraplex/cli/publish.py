@@ -44,6 +44,13 @@ def add(commands: Any) -> None:
         "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
     )
     parser.add_argument("--parent", default="", metavar="REF", help="version this was made from")
+    signed = parser.add_mutually_exclusive_group()
+    signed.add_argument(
+        "--signing-key", type=Path, metavar="PEM", help="EC private key to sign the files with"
+    )
+    signed.add_argument(
+        "--signature", type=Path, metavar="FILE", help="signature of the files; default: model.sig"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check only, publish nothing")
     parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
     add_when_loaded(parser)
@@ -83,6 +90,8 @@ async def _upload(args: argparse.Namespace) -> None:
         strict=args.strict,
         parent=args.parent,
         when_loaded_s=args.when_loaded,
+        signing_key=args.signing_key,
+        signature=args.signature,
     )
     async with client_of(args) as client:
         if args.dry_run:

@@ -30,7 +30,7 @@ class FileSpec(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class PublishOptions(_message.Message):
-    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s")
+    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class PublishOptions(_message.Message):
     STRICT_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     WHEN_LOADED_S_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     tags: _containers.RepeatedScalarFieldContainer[str]
     no_latest: bool
@@ -56,7 +57,8 @@ class PublishOptions(_message.Message):
     strict: bool
     parent: str
     when_loaded_s: float
-    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ...) -> None: ...
+    signatures: _containers.RepeatedCompositeFieldContainer[Signature]
+    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ...) -> None: ...
 
 class CreateUploadRequest(_message.Message):
     __slots__ = ("options", "files")
@@ -592,7 +594,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
 
 class Tenant(_message.Message):
-    __slots__ = ("tenant", "max_bytes", "max_versions", "used_bytes", "used_versions", "requests_per_s", "tokens_per_s", "max_concurrent", "fairness_weight")
+    __slots__ = ("tenant", "max_bytes", "max_versions", "used_bytes", "used_versions", "requests_per_s", "tokens_per_s", "max_concurrent", "fairness_weight", "signature_keys")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -602,6 +604,7 @@ class Tenant(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
     FAIRNESS_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_KEYS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     max_bytes: int
     max_versions: int
@@ -611,13 +614,16 @@ class Tenant(_message.Message):
     tokens_per_s: float
     max_concurrent: int
     fairness_weight: float
-    def __init__(self, tenant: _Optional[str] = ..., max_bytes: _Optional[int] = ..., max_versions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., used_versions: _Optional[int] = ..., requests_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., fairness_weight: _Optional[float] = ...) -> None: ...
+    signature_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., max_bytes: _Optional[int] = ..., max_versions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., used_versions: _Optional[int] = ..., requests_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., signature_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetTenantRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "fields")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
     tenant: Tenant
-    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetTenantResponse(_message.Message):
     __slots__ = ("tenant",)
@@ -660,20 +666,26 @@ class SetSharingResponse(_message.Message):
     def __init__(self, visibility: _Optional[_Union[Visibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., pullable: bool = ...) -> None: ...
 
 class Signature(_message.Message):
-    __slots__ = ("key_sha256", "bundle")
+    __slots__ = ("key_sha256", "bundle", "public_key", "verified")
     KEY_SHA256_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     key_sha256: str
     bundle: bytes
-    def __init__(self, key_sha256: _Optional[str] = ..., bundle: _Optional[bytes] = ...) -> None: ...
+    public_key: str
+    verified: bool
+    def __init__(self, key_sha256: _Optional[str] = ..., bundle: _Optional[bytes] = ..., public_key: _Optional[str] = ..., verified: bool = ...) -> None: ...
 
 class AttachSignatureRequest(_message.Message):
-    __slots__ = ("ref", "bundle")
+    __slots__ = ("ref", "bundle", "public_key")
     REF_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     ref: str
     bundle: bytes
-    def __init__(self, ref: _Optional[str] = ..., bundle: _Optional[bytes] = ...) -> None: ...
+    public_key: str
+    def __init__(self, ref: _Optional[str] = ..., bundle: _Optional[bytes] = ..., public_key: _Optional[str] = ...) -> None: ...
 
 class AttachSignatureResponse(_message.Message):
     __slots__ = ("version", "signature")
@@ -690,12 +702,14 @@ class ListSignaturesRequest(_message.Message):
     def __init__(self, ref: _Optional[str] = ...) -> None: ...
 
 class ListSignaturesResponse(_message.Message):
-    __slots__ = ("version", "signatures")
+    __slots__ = ("version", "signatures", "policy_keys")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_KEYS_FIELD_NUMBER: _ClassVar[int]
     version: AdapterVersion
     signatures: _containers.RepeatedCompositeFieldContainer[Signature]
-    def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ...) -> None: ...
+    policy_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., policy_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckKeyRequest(_message.Message):
     __slots__ = ("token",)

@@ -14,6 +14,7 @@ from services.registry.access import Access
 from services.registry.assembly import Registry
 from services.registry.catalog import CatalogDown
 from services.registry.sharing import Wanted
+from services.registry.signatures import Offered
 from services.registry.tags import Place
 
 DEFAULT_PAGE_SIZE = 100
@@ -66,9 +67,13 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         access.require("publisher", found.version.tenant)
-        record = await self._registry.signatures.attach(found.version, request.bundle, access.actor)
+        signatures = self._registry.signatures
+        offered = Offered(request.bundle, request.public_key)
+        record = await signatures.attach(found.version, offered, access.actor)
+        version = convert.resolved_to_proto(found)
+        version.signers[:] = await signatures.signers(found.version)
         return pb.AttachSignatureResponse(
-            version=convert.resolved_to_proto(found), signature=convert.signature_to_proto(record)
+            version=version, signature=convert.signature_to_proto(record)
         )
 
     async def ListSignatures(
@@ -77,10 +82,13 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         access.require("reader")
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
-        records = await self._registry.signatures.of(found.version)
+        signatures = self._registry.signatures
+        version = convert.resolved_to_proto(found)
+        version.signers[:] = await signatures.signers(found.version)
         return pb.ListSignaturesResponse(
-            version=convert.resolved_to_proto(found),
-            signatures=[convert.signature_to_proto(record) for record in records],
+            version=version,
+            signatures=[convert.signature_to_proto(r) for r in await signatures.of(found.version)],
+            policy_keys=(await signatures.policy(found.version.tenant)).values(),
         )
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:
@@ -117,12 +125,20 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     async def SetTenant(self, request: pb.SetTenantRequest, context: Any) -> pb.SetTenantResponse:
         access = caller_access()
-        access.require_root()
-        check_name(request.tenant.tenant, field="tenant.tenant")
-        record = await self._registry.tenants.set(convert.tenant_from_proto(request.tenant))
-        limits = {"max_bytes": str(record.max_bytes), "max_versions": str(record.max_versions)}
+        tenant = check_name(request.tenant.tenant, field="tenant.tenant")
+        if {*request.fields} == {"signature_keys"}:
+            access.require("admin", tenant)
+        else:
+            access.require_root()
+        wanted = convert.tenant_from_proto(request.tenant)
+        record = await self._registry.tenants.set(wanted, request.fields)
+        details = {
+            "max_bytes": str(record.max_bytes),
+            "max_versions": str(record.max_versions),
+            "signature_keys": str(len(record.signature_keys)),
+        }
         await self._registry.audit.write(
-            access.actor, record.tenant, "tenant.set", record.tenant, details=limits
+            access.actor, record.tenant, "tenant.set", record.tenant, details=details
         )
         return pb.SetTenantResponse(tenant=await self._tenant(record.tenant))
 

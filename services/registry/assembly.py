@@ -53,7 +53,8 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     bases = Bases(store, catalog)
     tenants = Tenants(store, catalog)
     versions = Versions(store, catalog)
-    tags = Tags(store, catalog, versions, audit)
+    signatures = Signatures(store, audit, tenants)
+    tags = Tags(store, catalog, versions, audit, signatures)
     scans = Scans()
     uploads = Uploads(store, scans)
     publisher = Publisher(store, catalog, uploads, bases, tags, versions, tenants, audit, scans)
@@ -69,8 +70,8 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         versions=versions,
         uploads=uploads,
         publisher=publisher,
-        deletion=Deletion(store, catalog, tags, versions, audit),
-        signatures=Signatures(store, audit),
+        deletion=Deletion(store, catalog, tags, versions, audit, signatures),
+        signatures=signatures,
         staging=Staging(store, catalog, tags, versions, audit),
         sharing=Sharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),

@@ -32,6 +32,7 @@ from services.registry.records import (
     VersionRecord,
     build,
 )
+from services.registry.signatures import Offered, checked_keys
 from services.registry.uploads import FileState, Options
 
 _VISIBILITY = {
@@ -69,6 +70,11 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         parent=message.parent,
         when_loaded_s=message.when_loaded_s,
     )
+
+
+def offered_from_proto(messages: Iterable[pb.Signature]) -> list[Offered]:
+    """Signatures as a publisher sends them."""
+    return [Offered(message.bundle, message.public_key) for message in messages]
 
 
 def check_seconds(value: float, field: str) -> None:
@@ -211,7 +217,12 @@ def sharing_to_proto(record: AdapterRecord) -> pb.SetSharingResponse:
 
 
 def signature_to_proto(record: SignatureRecord) -> pb.Signature:
-    return pb.Signature(key_sha256=record.key_sha256, bundle=record.bundle.encode())
+    return pb.Signature(
+        key_sha256=record.key_sha256,
+        bundle=record.bundle.encode(),
+        public_key=record.public_key,
+        verified=bool(record.public_key),
+    )
 
 
 def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
@@ -249,6 +260,7 @@ def tenant_to_proto(record: TenantRecord, used_bytes: int, used_versions: int) -
         tokens_per_s=record.tokens_per_s,
         max_concurrent=record.max_concurrent,
         fairness_weight=record.fairness_weight,
+        signature_keys=record.signature_keys,
     )
 
 
@@ -261,4 +273,5 @@ def tenant_from_proto(message: pb.Tenant) -> TenantRecord:
         tokens_per_s=message.tokens_per_s,
         max_concurrent=message.max_concurrent,
         fairness_weight=message.fairness_weight,
+        signature_keys=checked_keys(message.signature_keys),
     )

@@ -16,6 +16,7 @@ from services.registry.clock import now_s
 from services.registry.failpoint import failpoint
 from services.registry.items import Item, scope_of, version_item
 from services.registry.records import AdapterRecord, TagRecord, Target, VersionRecord
+from services.registry.signatures import Signatures
 from services.registry.tags import Place, Tags
 from services.registry.versions import Versions
 
@@ -24,13 +25,20 @@ class Deletion:
     """Tombstones versions and takes their tags along."""
 
     def __init__(
-        self, store: ObjectStore, catalog: Catalog, tags: Tags, versions: Versions, audit: Audit
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        tags: Tags,
+        versions: Versions,
+        audit: Audit,
+        signatures: Signatures,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._tags = tags
         self._versions = versions
         self._audit = audit
+        self._signatures = signatures
 
     async def version(
         self, tenant: str, name: str, number: int, mover: str, *, force: bool, purge: bool
@@ -106,8 +114,9 @@ class Deletion:
         if all(target.version in live for target in tag.targets):
             return None
         fallback: list[Target] = []
-        if tag.tag == LATEST and live:
-            newest = live[max(live)]
+        unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
+        if tag.tag == LATEST and live.keys() - unsigned:
+            newest = live[max(live.keys() - unsigned)]
             fallback = [Target(newest.version, newest.digest)]
 
         def choose(current: TagRecord | None) -> Sequence[Target] | None:

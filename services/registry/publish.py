@@ -225,6 +225,7 @@ class Publisher:
             num_modules=inspected.report.num_modules,
             warnings=inspected.warnings,
             peft_version=inspected.report.config.peft_version or "",
+            signers=tuple(sorted(s.key_sha256 for s in options.signatures if s.public_key)),
             upload_id=session.upload_id,
         )
 

@@ -145,6 +145,8 @@ class TenantRecord:
     tokens_per_s: float = 0.0
     max_concurrent: int = 0
     fairness_weight: float = 0.0
+    signature_keys: tuple[str, ...] = ()
+    """EC public keys in PEM; where there are any, versions need a signature by one of them."""
     generation: int = 1
 
 
@@ -173,6 +175,8 @@ class SignatureRecord:
     """The sigstore bundle, JSON."""
     actor: str
     created_s: float
+    public_key: str = ""
+    """PEM of the key by which the registry verified it; "" = it has not."""
 
 
 @dataclass(frozen=True, slots=True)

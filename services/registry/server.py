@@ -49,6 +49,9 @@ class RegistryService(AdminService):
         await registry.bases.check_known(options.base_id)
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
+        offered = convert.offered_from_proto(request.options.signatures)
+        signed = await registry.signatures.accepted(options.tenant, files, offered, access.actor)
+        options = dataclasses.replace(options, signatures=signed)
         await registry.tenants.check_quota(options.tenant, sum(file.size for file in files))
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
         session = await registry.uploads.open(options, files, access.actor, known)
@@ -95,10 +98,15 @@ class RegistryService(AdminService):
     async def _published(self, session: Session) -> Finished:
         """Publish; with `when_loaded_s` the tags are staged afterwards instead of moved."""
         options = session.options
+        signatures = self._registry.signatures
+        await signatures.check_upload(options.tenant, options.signatures)
         if not options.when_loaded_s:
-            return await self._registry.publisher.finish(session)
+            done = await self._registry.publisher.finish(session)
+            await signatures.keep(done.version, options.signatures)
+            return done
         bare = dataclasses.replace(session, options=dataclasses.replace(options, tags=()))
         done = await self._registry.publisher.finish(bare)
+        await signatures.keep(done.version, options.signatures)
         target = Target(done.version.version, done.version.digest)
         for tag in options.tags:
             await self._registry.staging.begin(
@@ -118,6 +126,11 @@ class RegistryService(AdminService):
         findings = Findings()
         check_files(files, findings)
         findings.raise_if_refused()
+        if request.options.name:
+            access = caller_access()
+            tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
+            offered = convert.offered_from_proto(request.options.signatures)
+            await self._registry.signatures.accepted(tenant, files, offered, access.actor)
         base, report, warnings = await check(
             self._registry.bases,
             request.adapter_config_json,

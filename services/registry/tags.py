@@ -14,6 +14,7 @@ from services.registry.catalog import Catalog
 from services.registry.clock import now_s
 from services.registry.items import scope_of
 from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, Target
+from services.registry.signatures import Signatures
 from services.registry.versions import Versions
 
 MAX_SIDES = 16
@@ -44,12 +45,18 @@ class Tags:
     """Moves tags."""
 
     def __init__(
-        self, store: ObjectStore, catalog: Catalog, versions: Versions, audit: Audit
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        versions: Versions,
+        audit: Audit,
+        signatures: Signatures,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._versions = versions
         self._audit = audit
+        self._signatures = signatures
 
     async def read(self, place: Place) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
@@ -103,11 +110,13 @@ class Tags:
     ) -> TagRecord:
         """Move a tag back to its previous targets, or to `version` where that is not 0.
 
-        Targets of which a version was deleted meanwhile are passed over.
+        Targets are passed over of which a version was deleted meanwhile, or lacks a signature that
+        its tenant demands by now.
         """
         target = await self._resolved(place, Target(version, "")) if version else None
         versions = await self._versions.of(place.tenant, place.name)
-        live = {record.version for record in versions if not record.deleted}
+        unsigned = await self._signatures.unsigned(place.tenant, versions)
+        live = {r.version for r in versions if not r.deleted} - unsigned
 
         def choose(current: TagRecord | None) -> Sequence[Target]:
             check_expected(place, current, expect)
@@ -164,12 +173,13 @@ class Tags:
         return tuple([await self._resolved(place, target) for target in targets])
 
     async def _resolved(self, place: Place, target: Target) -> Target:
-        """A target with version and digest, checked to be live."""
+        """A target with version and digest, checked to be live and signed as its tenant demands."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
         record = await self._versions.read(place.tenant, place.name, target.version)
         if record is None or record.deleted:
             raise AdapterNotFound(f"{place.scope}:v{target.version}")
+        await self._signatures.check(record)
         return Target(record.version, record.digest, target.weight)
 
 
@@ -192,7 +202,7 @@ def describe(targets: Sequence[Target]) -> str:
 
 
 def _previous(place: Place, current: TagRecord | None, live: Set[int]) -> Sequence[Target]:
-    """The last targets before the present ones of which no version is deleted."""
+    """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
         for move in reversed(current.moves):
             wanted = {target.version for target in move.targets}

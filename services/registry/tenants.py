@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
-from loraplex.errors import ResourceExhausted
+from loraplex.errors import InvalidRequest, ResourceExhausted
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.catalog import Catalog
 from services.registry.records import TenantRecord
+
+FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(TenantRecord)
+    if field.name not in ("tenant", "generation")
+)
+"""What can be set of a tenant."""
 
 
 class Tenants:
@@ -23,12 +31,21 @@ class Tenants:
         stored = await documents.read(self._store, layout.tenant(tenant), TenantRecord)
         return stored or TenantRecord(tenant)
 
-    async def set(self, record: TenantRecord) -> TenantRecord:
-        """Create a tenant or replace its limits."""
+    async def set(self, record: TenantRecord, fields: Collection[str] = ()) -> TenantRecord:
+        """Create a tenant or change those of its `fields` that are named; none named = all.
+
+        Raises:
+            InvalidRequest: a tenant has no such field.
+        """
+        for field in fields:
+            if field not in FIELDS:
+                raise InvalidRequest.field("fields", field, f"is not one of {', '.join(FIELDS)}")
+        wanted = {field: getattr(record, field) for field in fields or FIELDS}
 
         def step(current: TenantRecord | None) -> TenantRecord:
             generation = current.generation + 1 if current is not None else 1
-            return dataclasses.replace(record, generation=generation)
+            held = current or TenantRecord(record.tenant)
+            return dataclasses.replace(held, **wanted, generation=generation)
 
         stored = await documents.change(
             self._store, layout.tenant(record.tenant), TenantRecord, step

@@ -18,7 +18,7 @@ from loraplex.errors import DataLoss, InvalidRequest, NotFound
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.failpoint import failpoint
-from services.registry.records import AdapterRecord, VersionRecord, encode
+from services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, encode
 from services.registry.scanning import ArrivingScan, Scans
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -43,6 +43,8 @@ class Options:
     strict: bool = False
     parent: str = ""
     when_loaded_s: float = 0.0
+    signatures: tuple[SignatureRecord, ...] = ()
+    """Checked, to be kept beside the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,8 @@ def _fingerprint(options: Options, files: tuple[File, ...], creator: str) -> str
     """Equal for equal uploads by one caller; labels and tags count too."""
     text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
                  options.visibility, sorted((options.labels or {}).items()), options.strict,
-                 options.parent, options.when_loaded_s, files, creator))  # fmt: skip
+                 options.parent, options.when_loaded_s, files, creator,
+                 sorted(signature.key_sha256 for signature in options.signatures)))  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

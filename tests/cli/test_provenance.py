@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.signature_bundle import parse_bundle
-from loraplex.signing import sign, verify
+from loraplex.signing import public_key, sign, verify
 
 FILES = {"adapter_config.json": "1" * 64, "adapter_model.safetensors": "2" * 64}
 
@@ -84,21 +84,21 @@ def test_a_bundle_of_model_signing_verifies_here(adapter: Path, tmp_path: Path) 
     )
     signer.sign(adapter, bundle)
     files = {file.path: file.sha256 for file in read_folder(adapter).files}
-    verify(bundle.read_bytes(), files, Path(keys["public"]))
+    verify(bundle.read_bytes(), files, public_key(Path(keys["public"])))
 
 
 def test_changed_payloads_and_other_keys_do_not_verify(tmp_path: Path) -> None:
     keys, other = _keys(tmp_path), _keys(tmp_path, name="other")
-    raw = sign("acme/a:v1", FILES, Path(keys["private"]))
-    verify(raw, FILES, Path(keys["public"]))
+    raw, _ = sign("acme/a:v1", FILES, Path(keys["private"]))
+    verify(raw, FILES, public_key(Path(keys["public"])))
     with pytest.raises(PermissionDenied):
-        verify(raw, FILES, Path(other["public"]))
+        verify(raw, FILES, public_key(Path(other["public"])))
     value = json.loads(raw)
     payload = base64.b64decode(value["dsseEnvelope"]["payload"])
     changed = payload.replace(b"acme/a:v1", b"acme/b:v1")
     value["dsseEnvelope"]["payload"] = base64.b64encode(changed).decode()
     with pytest.raises(PermissionDenied):
-        verify(json.dumps(value).encode(), FILES, Path(keys["public"]))
+        verify(json.dumps(value).encode(), FILES, public_key(Path(keys["public"])))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_signature_over_other_files_is_not_kept(
     from loraplex.registry_client import RegistryClient
 
     registry.json("upload", str(adapter), "--name", "mismatched")
-    raw = sign("x", FILES, Path(_keys(tmp_path)["private"]))
+    raw, _ = sign("x", FILES, Path(_keys(tmp_path)["private"]))
 
     async def attach() -> None:
         async with RegistryClient(registry.variables["LORAPLEX_REGISTRY_ADDRESS"]) as client:
