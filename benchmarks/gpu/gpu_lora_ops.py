@@ -1,10 +1,13 @@
 """Shrink and expand of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
 
-    python -m benchmarks.gpu.gpu_lora_ops [--tune] [--device cpu --tiny, with TRITON_INTERPRET=1]
+    python -m benchmarks.gpu.gpu_lora_ops [--tune] [--vllm DIR] [--sglang DIR]
+                                          [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Sites with weights of their own are captured one after the other in a graph until they exceed the
 L2 cache, so that every byte comes from memory. `--tune` times alternatives of each family's plan.
-The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded` gives all of them 64 rows.
+The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded` gives all of them 64 rows. `--vllm` and
+`--sglang` name folders that hold the package `vllm` or `sglang`, whose own kernels then run on the
+same weights, in graphs too; `speedup` is their time over ours, and their result is compared.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import common
 from services.worker.kernels.lora import triton as lora
@@ -54,7 +58,8 @@ class OpBench:
 
     def __init__(self, site: OpSite, ranks: Sequence[int], device: torch.device, tiny: bool):
         self.site, self.num_outputs = site, sum(site.outputs)
-        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        # The interpreter knows no bfloat16.
+        self.dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
         widths = sum(site.num_inputs + out for out in site.outputs)
         self.adapter_bytes = self.dtype.itemsize * widths * sum(ranks)
         self.num_sites = min(MAX_SITES, max(2, -(-L2_BYTES // self.adapter_bytes)))
@@ -67,9 +72,12 @@ class OpBench:
             arena, [site.num_inputs] * self.num_sites, [True] * self.num_sites, len(ranks), 1 << 20
         )
         self._position = 0
+        self.deltas: list[dict[int, SiteDelta]] = []
+        """By adapter, then by site."""
         for slot, rank in enumerate(ranks):
             deltas = {site_id: self._delta(rank) for site_id in range(self.num_sites)}
             self.tables.enter(slot, deltas, set())
+            self.deltas.append(deltas)
         self.planes = lora.Planes(4096, max(ranks) * len(site.outputs), device)
         self.lora = lora.DeviceLora(self.tables, self.planes, site.num_inputs)
 
@@ -88,14 +96,20 @@ class OpBench:
         self._position += num_rows * width
         return Tile(row, row + num_rows, column, column + width, data)
 
-    def run_of(self, runs: Sequence[RowRun], num_rows: int, plan: LoraPlan) -> Callable[[], None]:
-        """One pass over all sites; captured where there is a GPU."""
+    def rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """y and x of one pass."""
         device = self.tables.arena.device
-        x = torch.randn(num_rows, self.site.num_inputs, device=device).to(self.dtype)
+        generator = torch.Generator(device).manual_seed(num_rows)
+        x = torch.randn(num_rows, self.site.num_inputs, device=device, generator=generator)
         y = torch.zeros(num_rows, self.num_outputs, dtype=self.dtype, device=device)
+        return y, x.to(self.dtype)
+
+    def run_of(
+        self, runs: Sequence[RowRun], y: Tensor, x: Tensor, plan: LoraPlan
+    ) -> Callable[[], None]:
+        """One pass over all sites."""
         ranks = self.lora.rank_stride(runs)
-        plan = self.lora.fit(plan, num_rows, ranks)
-        work = lora.StepWork(self.tables, len(runs), plan, ranks)
+        work = lora.StepWork(self.tables, len(runs), self.lora.fit(plan, len(x), ranks), ranks)
         work.fill(runs)
         work.count()
 
@@ -103,7 +117,25 @@ class OpBench:
             for site_id in range(self.num_sites):
                 lora.add_lora(y, x, site_id, work, self.planes)
 
-        return captured(all_sites) if device.type == "cuda" else all_sites
+        return all_sites
+
+    def run_of_peer(
+        self, engine: str, path: Path, runs: Sequence[RowRun], y: Tensor, x: Tensor
+    ) -> Callable[[], None]:
+        """One pass of another engine's kernels over all sites, with copies of the same weights."""
+        from benchmarks.gpu import peers  # needs Triton
+
+        update = peers.load(engine, path, runs, len(x))
+        sites = [
+            update(y, x, [deltas[site_id] for deltas in self.deltas])
+            for site_id in range(self.num_sites)
+        ]
+
+        def all_sites() -> None:
+            for run in sites:
+                run()
+
+        return all_sites
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
@@ -185,10 +217,11 @@ def measure(
     longest = max(run.end - run.begin for run in runs)
     plan = choose_plan(longest, num_rows, bench.dtype.itemsize)
     plans = [plan, *alternatives(plan)] if args.tune else [plan]
-    timed = [(time_s(bench.run_of(runs, num_rows, p), device, args), p) for p in plans]
+    y, x = bench.rows(num_rows)
+    timed = [(time_s(bench.run_of(runs, y, x, p), device, args), p) for p in plans]
     best_s, best = min(timed, key=lambda pair: pair[0])
     site_s = best_s / bench.num_sites
-    return {
+    row = {
         "site": site.name,
         "mix": mix,
         "rows": num_rows,
@@ -198,13 +231,40 @@ def measure(
         "share_of_bandwidth": bench.adapter_bytes / site_s / bandwidth,
         "plan": asdict(best),
     }
+    if len(set(ranks)) == 1:
+        row |= against_peers(bench, runs, num_rows, plan, device, args)
+    return row
+
+
+def against_peers(
+    bench: OpBench,
+    runs: Sequence[RowRun],
+    num_rows: int,
+    plan: LoraPlan,
+    device: torch.device,
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    """Other engines' times, and the largest difference of one pass, relative to its size."""
+    found: dict[str, float] = {}
+    for engine, path in (("vllm", args.vllm), ("sglang", args.sglang)):
+        if path is None:
+            continue
+        (y, x), (own, _) = bench.rows(num_rows), bench.rows(num_rows)
+        bench.run_of(runs, own, x, plan)()
+        run = bench.run_of_peer(engine, path, runs, y, x)
+        run()
+        difference = float((y.float() - own.float()).abs().max() / own.float().abs().max())
+        found[f"{engine}_difference"] = difference
+        found[f"{engine}_microseconds"] = time_s(run, device, args) / bench.num_sites * 1e6
+        ours_s = time_s(bench.run_of(runs, own, x, plan), device, args) / bench.num_sites
+        found[f"{engine}_speedup"] = found[f"{engine}_microseconds"] / (ours_s * 1e6)
+    return found
 
 
 def time_s(run: Callable[[], None], device: torch.device, args: argparse.Namespace) -> float:
-    """Median seconds of a pass."""
-    run()
+    """Median seconds of a pass, from a graph where there is a GPU."""
     if device.type == "cuda":
-        return common.device_median_s(run, args.repetitions)
+        return common.device_median_s(captured(run), args.repetitions)
     return common.median_s(run, device, 1)
 
 
@@ -214,6 +274,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repetitions", type=int, default=50)
     parser.add_argument("--tune", action="store_true", help="time alternatives of each plan")
+    parser.add_argument("--vllm", type=Path, help="folder that holds vllm/")
+    parser.add_argument("--sglang", type=Path, help="folder that holds sglang/")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     parser.add_argument("--tiny", action="store_true", help="small widths: does it run at all")
     return parser.parse_args()

@@ -1,0 +1,193 @@
+"""Other engines' Triton kernels for the same update, from a checkout of theirs outside of this one.
+
+Only the files with kernels are imported; whatever else they import becomes `Nothing`, so neither
+engine has to be installed. `path` is the folder that holds the package (`vllm/` or `sglang/`).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.kernels.lora.tables import SiteDelta
+from services.worker.kernels.lora.worklist import RowRun
+
+SEGMENT_ROWS = 16
+KERNEL_FOLDERS = (
+    "vllm/lora/ops/triton_ops",
+    "sglang/kernels/ops/lora/dense",
+    "sglang/srt/lora/triton_ops",
+)
+
+Update = Callable[[Tensor, Tensor, Sequence[SiteDelta]], Callable[[], None]]
+"""(y, x, each adapter's delta at one site) -> a run that adds the update to y in place."""
+
+
+class Nothing:
+    """Stands for what a kernel's file imports but the kernel does not need."""
+
+    def __getattr__(self, name: str) -> Nothing:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> Nothing:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
+        return (object,)
+
+
+def _as_is(function_or_key: Any) -> Any:
+    """A decorator with or without arguments that changes nothing."""
+    is_kernel = isinstance(function_or_key, triton.runtime.KernelInterface)
+    return function_or_key if is_kernel else lambda function: function
+
+
+def _not_registered(*args: object, **kwargs: object) -> None:
+    raise AttributeError("operators are not registered here")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Real files for kernels, empty modules for the rest of a package."""
+
+    def __init__(self, package: str, root: Path) -> None:
+        self.package = package
+        self._root = root
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name.partition(".")[0] != self.package:
+            return None
+        relative = name.replace(".", "/")
+        file = self._root / f"{relative}.py"
+        if relative.rpartition("/")[0] in KERNEL_FOLDERS and file.exists():
+            return importlib.util.spec_from_file_location(name, file)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        known = {
+            "triton": triton,
+            "tl": tl,
+            "init_logger": logging.getLogger,
+            "direct_register_custom_op": _not_registered,
+            "cached_triton_kernel": _as_is,
+            "get_device_name": lambda: "unknown",
+        }
+        module.__dict__.update(known, __getattr__=lambda name: Nothing())
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def load(engine: str, path: Path, runs: Sequence[RowRun], num_rows: int) -> Update:
+    """The engine's update for a step's runs, which cover the rows in order."""
+    if not any(isinstance(f, _Finder) and f.package == engine for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(engine, path))
+    return {"vllm": _vllm, "sglang": _sglang}[engine](path, runs, num_rows)
+
+
+def _stacked(deltas: Sequence[SiteDelta], matrix: str, part: int) -> list[Tensor]:
+    """One projection's A or B `[rank, width]` of each adapter, padded to the widest rank."""
+    found = [getattr(delta, matrix)[part].data for delta in deltas]
+    rank = max(len(data) for data in found)
+    return [torch.nn.functional.pad(data, (0, 0, 0, rank - len(data))) for data in found]
+
+
+def _vllm(path: Path, runs: Sequence[RowRun], num_rows: int) -> Update:
+    folder = "vllm.lora.ops.triton_ops"
+    shrink = importlib.import_module(f"{folder}.lora_shrink_op")._lora_shrink
+    expand = importlib.import_module(f"{folder}.lora_expand_op")._lora_expand
+    metadata = importlib.import_module(f"{folder}.lora_kernel_metadata").LoRAKernelMeta
+
+    def update(y: Tensor, x: Tensor, deltas: Sequence[SiteDelta]) -> Callable[[], None]:
+        num_parts, scale = len(deltas[0].slices), deltas[0].slices[0].scale
+        parts = range(num_parts)
+        a = [torch.stack(_stacked(deltas, "a", part))[:, None].contiguous() for part in parts]
+        b = [
+            torch.stack(_stacked(deltas, "b", part)).transpose(1, 2)[:, None].contiguous()
+            for part in parts
+        ]
+        meta = metadata.make(len(deltas), num_rows, x.device)
+        slots = [run.slot for run in runs for _ in range(run.begin, run.end)]
+        meta.prepare_tensors(torch.tensor(slots, dtype=torch.int32, device=x.device))
+        extra = (True,) * (len(inspect.signature(meta.meta_args).parameters) - 1)
+        args = meta.meta_args(num_rows, *extra)
+        hidden = torch.empty(num_parts, num_rows, a[0].shape[2], device=x.device)
+        # Partial sums are added by atomics; some releases leave it to the caller to clear.
+        clears = "zero_" in inspect.getsource(shrink)
+
+        def run() -> None:
+            if not clears:
+                hidden.zero_()
+            shrink(x, a, hidden, *args, scale)
+            expand(hidden, b, y, *args, offset_start=0, add_inputs=True)
+
+        return run
+
+    return update
+
+
+def _sglang(path: Path, runs: Sequence[RowRun], num_rows: int) -> Update:
+    folder = next(f for f in KERNEL_FOLDERS if (path / f / "chunked_sgmv_shrink.py").exists())
+    name = folder.replace("/", ".")
+    shrink = importlib.import_module(f"{name}.chunked_sgmv_shrink").chunked_sgmv_lora_shrink_forward
+    expand = importlib.import_module(f"{name}.chunked_sgmv_expand").chunked_sgmv_lora_expand_forward
+
+    def update(y: Tensor, x: Tensor, deltas: Sequence[SiteDelta]) -> Callable[[], None]:
+        slices, device = deltas[0].slices, x.device
+        parts = range(len(slices))
+        assert len({delta.rank for delta in deltas}) == 1, "laid out for equal ranks only"
+        a = torch.stack([torch.cat([d.a[p].data for p in parts]) for d in deltas])
+        b = torch.stack(
+            [torch.cat(pieces) for pieces in zip(*(_turned(deltas, p) for p in parts), strict=True)]
+        )
+        edges = [part.out_begin for part in slices] + [y.shape[1]]
+        segments = [
+            (run.slot, row)
+            for run in runs
+            for row in range(run.begin, run.end, SEGMENT_ROWS)
+        ]  # fmt: skip
+
+        def numbers(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        info = types.SimpleNamespace(
+            use_cuda_graph=False,
+            bs=num_rows,
+            num_segments=len(segments),
+            seg_indptr=numbers([row for _, row in segments] + [num_rows]),
+            weight_indices=numbers([slot for slot, _ in segments]),
+            lora_ranks=numbers([delta.slices[0].rank_len for delta in deltas]),
+            scalings=torch.tensor([d.slices[0].scale for d in deltas], device=device),
+            max_len=SEGMENT_ROWS,
+            permutation=numbers(range(num_rows)),
+        )
+        widest, offsets = max(part.out_len for part in slices), numbers(edges)
+
+        def run() -> None:
+            hidden = shrink(x, a, info, len(slices))
+            expand(hidden, b, info, offsets, widest, y)
+
+        return run
+
+    return update
+
+
+def _turned(deltas: Sequence[SiteDelta], part: int) -> list[Tensor]:
+    return [data.T for data in _stacked(deltas, "b", part)]
