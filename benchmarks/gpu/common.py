@@ -70,6 +70,7 @@ class Shape:
 SHAPES = {
     "llama-3-8b": Shape("llama-3-8b", 128256, 4096, 14336, 32, 32, 8),
     "llama-2-7b": Shape("llama-2-7b", 32000, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": Shape("llama-2-13b", 32000, 5120, 13824, 40, 40, 40),
     "tiny": Shape("tiny", 128, 64, 96, 2, 4, 2),
 }
 

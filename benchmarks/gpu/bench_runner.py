@@ -1,0 +1,160 @@
+"""A runner with random weights, its free blocks, and adapters with bytes of their own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import common
+from benchmarks.gpu.common import Shape
+from services.worker.adapters.loader import AtOnce, CopiedImage
+from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.runner import TorchRunner, build_runner
+from services.worker.step_batch import runs_of
+
+GPU_RESERVE_BYTES = 7 << 30
+"""Left to activations, graphs and libraries when the arena takes the rest."""
+
+
+class DoesNotFit(Exception):
+    """A case needs more blocks than the arena has."""
+
+
+class BenchRunner:
+    """Loads adapters and makes plans for one case at a time."""
+
+    def __init__(self, shape: Shape, root: Path, args: argparse.Namespace, max_num_tokens: int):
+        """`args`: device, dtype, arena_bytes (0 = what a GPU has left), context."""
+        self.shape, self._root = shape, root
+        base = common.write_base(shape, root / "base", max(2 * args.context, max_num_tokens))
+        self.runner: TorchRunner = build_runner(
+            base,
+            device=args.device,
+            dtype=args.dtype,
+            arena_bytes=args.arena_bytes or free_arena_bytes(shape),
+            max_lora_rank=128,
+            max_resident=512,
+            max_num_tokens=max_num_tokens,
+            load_format="dummy",
+            executors=(AtOnce(), AtOnce()),
+        )
+        self.runner.arena.data.zero_()
+        self.device = self.runner.arena.data.device
+        self.itemsize = 4 if self.runner.model_info().dtype == "float32" else 2
+        self._slots: list[int] = []
+        self._free: Iterator[int] = iter(())
+        self.clear()
+
+    def clear(self) -> None:
+        """Unload all adapters; all blocks are free again."""
+        for slot in self._slots:
+            self.runner.unload_adapter(slot)
+        self._slots, self._free = [], iter(range(self.runner.arena_blocks))
+
+    def blocks(self, count: int) -> list[int]:
+        """The next free blocks, ascending. Raises DoesNotFit."""
+        blocks = [block for block, _ in zip(self._free, range(count), strict=False)]
+        if len(blocks) < count:
+            raise DoesNotFit
+        return blocks
+
+    def load(self, ranks: Sequence[int], targets: tuple[str, ...]) -> None:
+        """Slot i gets an adapter of ranks[i]: one of each rank from a file, the others copies of
+        it on the device, since files would take minutes. Raises DoesNotFit."""
+        first: dict[int, CopiedImage] = {}
+        for slot, rank in enumerate(ranks):
+            if rank not in first:
+                folder = self._folder(rank, targets)
+                blocks = self.blocks(self.runner.pack_adapter(folder).result())
+                first[rank] = self.runner.copy_adapter(folder, blocks).result()
+                copied = first[rank]
+            else:
+                source = first[rank]
+                blocks = self.blocks(source.index.num_blocks)
+                self.runner.arena.data[blocks] = self.runner.arena.data[list(source.blocks)]
+                copied = replace(source, blocks=tuple(blocks))
+            self.runner.enter_adapter(slot, copied)
+            self._slots.append(slot)
+
+    def _folder(self, rank: int, targets: tuple[str, ...]) -> Path:
+        folder = self._root / f"r{rank}-{len(targets)}"
+        if not folder.exists():
+            dtype = torch.bfloat16 if self.itemsize == 2 else torch.float32
+            common.write_adapter(self.shape, folder, rank, targets, dtype)
+        return folder
+
+    def decode_plan(self, slots: Sequence[int | None], context: int) -> StepPlan:
+        """One token for each slot's row, every sequence with a full context."""
+        rows = []
+        for i, slot in enumerate(slots):
+            request = self.request(i, context + 1)
+            request.prompt_ids, request.output_ids = request.prompt_ids[:context], [3]
+            request.num_computed = context
+            rows.append(PlannedRow(request, context, 1, True, _adapters(slot)))
+        return StepPlan(0, tuple(rows))
+
+    def prefill_plan(self, lens: Sequence[int], slots: Sequence[int | None]) -> StepPlan:
+        """Whole prompts of the given lengths."""
+        rows = [
+            PlannedRow(self.request(i, num), 0, num, True, _adapters(slot))
+            for i, (num, slot) in enumerate(zip(lens, slots, strict=True))
+        ]
+        return StepPlan(0, tuple(rows))
+
+    def request(self, number: int, num_tokens: int) -> Request:
+        """A prompt with blocks of its own. Raises DoesNotFit."""
+        params = SamplingParams(max_tokens=1 << 20, seed=number, ignore_eos=True)
+        request = Request(f"r{number}", [3] * num_tokens, params)
+        num_blocks = -(-num_tokens // self.runner.tokens_per_block)
+        groups = range(self.runner.num_kv_groups)
+        request.block_tables = [self.blocks(num_blocks) for _ in groups]
+        return request
+
+    def step_s(self, plan: StepPlan, repetitions: int) -> float:
+        """Median seconds of a step with sampling, host included."""
+        run = self._run(plan)
+        for _ in range(3):
+            run()
+        return common.median_s(run, self.device, repetitions)
+
+    def graph_s(self, plan: StepPlan, repetitions: int) -> float | None:
+        """Median seconds of the captured part of a step on the GPU; None without graphs."""
+        gpu = self.runner._batches.gpu
+        if gpu is None or self.device.type != "cuda":
+            return None
+        runs = runs_of(plan)
+        with torch.inference_mode():
+            return common.device_median_s(lambda: gpu.forward(plan, runs), repetitions)
+
+    def _run(self, plan: StepPlan) -> Callable[[], object]:
+        return lambda: self.runner.execute(plan)
+
+
+def _adapters(slot: int | None) -> tuple[tuple[int, float], ...]:
+    return () if slot is None else ((slot, 1.0),)
+
+
+def spread(num_rows: int, num_adapters: int) -> list[int | None]:
+    """The slot of each row, dealt evenly and in order; None = base."""
+    return [i * num_adapters // num_rows if num_adapters else None for i in range(num_rows)]
+
+
+def free_arena_bytes(shape: Shape) -> int:
+    """What the GPU has left beside weights in half precision."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    embedding_bytes = 2 * shape.vocab_size * shape.hidden_size
+    return free_bytes - shape.weight_bytes(2) - embedding_bytes - GPU_RESERVE_BYTES
+
+
+def add_runner_options(parser: argparse.ArgumentParser) -> None:
+    """What `BenchRunner` asks of its arguments."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--context", type=int, default=1024, help="cached tokens of each sequence")
+    parser.add_argument("--arena-bytes", type=int, default=0, help="0 = what the GPU has left")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="a small model: does it run at all")
