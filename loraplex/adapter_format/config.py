@@ -48,6 +48,8 @@ class AdapterConfig:
     list in the file means `embed_tokens`."""
     target_parameters: tuple[str, ...] = ()
     alora_invocation_tokens: tuple[int, ...] | None = None
+    ensure_weight_tying: bool = False
+    """What is trained of a tied embedding is trained of the head, too."""
     init_is_random: bool = False
     """`init_lora_weights` is false: a selected module without tensors would be random in PEFT."""
     base_model_name_or_path: str | None = None
@@ -97,6 +99,7 @@ def _read_values(reader: ConfigReader) -> AdapterConfig:
         trainable_token_indices=_token_indices(reader),
         target_parameters=_target_parameters(reader),
         alora_invocation_tokens=_invocation_tokens(reader),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
         init_is_random=reader.fields.get("init_lora_weights") is False,
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         revision=reader.text("revision"),
@@ -163,7 +166,9 @@ def canonical_config(config: AdapterConfig) -> dict[str, object]:
     """
     tokens = {module: list(ids) for module, ids in config.trainable_token_indices}
     alora = config.alora_invocation_tokens
-    return {
+    tying = {"ensure_weight_tying": True} if config.ensure_weight_tying else {}
+    fields: dict[str, object] = {
+        **tying,
         "alora_invocation_tokens": None if alora is None else list(alora),
         "alpha_pattern": {key: _plain(alpha) for key, alpha in config.alpha_pattern},
         "bias": config.bias,
@@ -183,6 +188,7 @@ def canonical_config(config: AdapterConfig) -> dict[str, object]:
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
     }
+    return dict(sorted(fields.items()))
 
 
 def canonical_json(value: object) -> bytes:

@@ -12,8 +12,9 @@ from loraplex.adapter_format.config_reader import ConfigReader
 
 SHAPING = frozenset({
     "alora_invocation_tokens", "alpha_pattern", "base_model_name_or_path", "bias",
-    "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
-    "lora_bias", "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision",
+    "ensure_weight_tying", "exclude_modules", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save",
+    "peft_type", "peft_version", "r", "rank_pattern", "revision",
     "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
     "use_rslora",
 })  # fmt: skip
@@ -26,10 +27,6 @@ INERT = frozenset({
 
 REFUSED: dict[str, str] = {
     "arrow_config": "Arrow routes between several adapters; publish them one by one",
-    "fan_in_fan_out": (
-        "is for bases with Conv1D layers such as GPT-2; the served bases have Linear layers, "
-        "set it to false"
-    ),
     "kasa_config": "KaSA changes the base's weights; train a plain LoRA instead",
     "layer_replication": (
         "changes the depth of the base; save the deepened model as a base of its own"
@@ -43,8 +40,8 @@ REFUSED: dict[str, str] = {
 
 TRAINING_ONLY: dict[str, str] = {
     "corda_config": "only matters for initialisation and is ignored",
-    "ensure_weight_tying": "only matters for training tied layers and is ignored",
     "eva_config": "only matters for initialisation and is ignored",
+    "fan_in_fan_out": "is for Conv1D layers; the served bases have none, and PEFT ignores it too",
     "loftq_config": "only matters for initialisation and is ignored",
     "lora_ga_config": "only matters for initialisation and is ignored",
     "runtime_config": "is never read from a file, by PEFT either; it is ignored",
@@ -138,5 +135,9 @@ def check_combinations(reader: ConfigReader) -> None:
         reader.refuse("target_modules", targets, "is empty: no module would be adapted; name some")
     if fields.get("lora_bias") is True and fields.get("use_dora") is True:
         reader.refuse("lora_bias", True, "cannot be combined with use_dora, in PEFT either")
+    if fields.get("target_parameters"):
+        for name in ("use_dora", "lora_bias"):
+            if fields.get(name) is True:
+                reader.refuse(name, True, "cannot go with target_parameters, in PEFT either")
     if fields.get("lora_bias") is True and isinstance(fields.get("init_lora_weights"), str):
         reader.refuse("lora_bias", True, "needs init_lora_weights to be true or false")

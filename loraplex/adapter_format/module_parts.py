@@ -150,18 +150,22 @@ class ModuleParts:
             BASE_BIAS: (outputs,),
             WEIGHT: weight,
             BASE_WEIGHT: weight,
-            TOKEN_DELTA: (len(self.token_ids), outputs),
+            TOKEN_DELTA: (len(self.token_ids), outputs if kind == EMBEDDING else inputs),
         }
 
     def _num_rows(self, base_rows: int) -> int:
-        """Rows of the table: those of a stored copy if it has more than the base."""
+        """Rows of the table: those of a stored copy if there is one."""
         info = self.tensors.get(WEIGHT) or self.tensors.get(BASE_WEIGHT)
-        return max(base_rows, info.shape[0]) if info and info.shape else base_rows
+        return info.shape[0] if info and info.shape else base_rows
 
 
 def saves(config: AdapterConfig, name: str) -> bool:
-    """Whether `modules_to_save` names a module. PEFT compares the ends of names as text."""
-    return name.endswith(config.modules_to_save)
+    """Whether `modules_to_save` names a module, or one that it is a part of. PEFT compares the
+    ends of names as text."""
+    if not config.modules_to_save:
+        return False
+    ends = [i for i, char in enumerate(name) if char == "."]
+    return any(name[:end].endswith(config.modules_to_save) for end in (*ends, len(name)))
 
 
 def trains_tokens(config: AdapterConfig, name: str) -> bool:

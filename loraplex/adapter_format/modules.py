@@ -8,6 +8,15 @@ from dataclasses import dataclass
 
 from loraplex.adapter_format import tensor_names as parts
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
+from loraplex.adapter_format.experts import (
+    FusedExperts,
+    base_name,
+    is_expert,
+    is_fused_half,
+    peft_parameter,
+    take_fused,
+    targets_parameter,
+)
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import NORM, Geometry, Module, kind_of_matrix
 from loraplex.adapter_format.module_parts import ModuleParts
@@ -57,13 +66,16 @@ def build_modules(
         refusals.
     """
     base = {module.name: module for module in geometry.modules} if geometry else None
-    modules = []
+    modules: list[AdapterModule] = []
     try:
         ranks, alphas = pattern_map(config.rank_pattern), pattern_map(config.alpha_pattern)
         factors = _Factors(config, ranks, alphas)
-        for name, tensors in sorted(_tensors_by_module(header, findings).items()):
+        by_module = _tensors_by_module(header, base, findings)
+        for fused in take_fused(by_module, base, config, findings):
+            modules += _describe_fused(fused, factors, max_rank, findings)
+        for name, tensors in sorted(by_module.items()):
             module = _base_module(name, tensors, base, findings)
-            if module is None or _refuse_lora(module, tensors, findings):
+            if module is None or _refuse_lora(module, tensors, config, findings):
                 continue
             found = ModuleParts(module, tensors, config)
             if found.check(findings):
@@ -72,10 +84,12 @@ def build_modules(
         findings.refuse(f"{CONFIG_FILE}:rank_pattern", len(config.rank_pattern), str(error))
     if not any(module.rank for module in modules) and not findings.refusals:
         findings.refuse(TENSOR_FILE, "0 modules", "adapts no module of the base")
-    return tuple(modules)
+    return tuple(sorted(modules, key=lambda module: module.name))
 
 
-def _tensors_by_module(header: Header, findings: Findings) -> dict[str, Tensors]:
+def _tensors_by_module(
+    header: Header, base: Mapping[str, Module] | None, findings: Findings
+) -> dict[str, Tensors]:
     result: dict[str, Tensors] = {}
     for info in header.tensors:
         try:
@@ -87,7 +101,8 @@ def _tensors_by_module(header: Header, findings: Findings) -> dict[str, Tensors]
         if why:
             findings.refuse(_path(info), list(info.shape), why)
         else:
-            result.setdefault(name.module, {})[name.part] = info
+            module = name.module if base is None else base_name(name.module, base)
+            result.setdefault(module, {})[name.part] = info
     return result
 
 
@@ -122,18 +137,51 @@ def _implied_module(name: str, tensors: Tensors) -> Module:
     return Module(name, kind, in_features, out_features, has_bias=True)
 
 
-def _refuse_lora(module: Module, tensors: Tensors, findings: Findings) -> bool:
+def _refuse_lora(
+    module: Module, tensors: Tensors, config: AdapterConfig, findings: Findings
+) -> bool:
     """Whether the module is of a kind that takes no LoRA, or whose LoRA is not served."""
     lora = [info for part, info in tensors.items() if part in parts.LORA_PARTS]
     why = why_lora_is_unserved(module.kind)
     if module.kind == NORM:
         why = "is LoRA on a norm of the base, which takes none; correct target_modules"
-    elif ".experts." in f".{module.name}.":
-        why = "LoRA on experts is not served; leave them out of target_modules"
+    elif is_expert(module.name) and (config.use_dora or config.lora_bias):
+        why = "on experts goes with neither use_dora nor lora_bias, in PEFT either; train without"
+    elif is_fused_half(module.name) and config.use_rslora:
+        why = "with use_rslora is scaled otherwise by PEFT for transformers 5; train without it"
     if why:
         for info in lora:
             findings.refuse(_path(info), module.name, why)
     return bool(why and lora)
+
+
+def _check_rank(rank: int, name: str, max_rank: int, findings: Findings) -> None:
+    if rank > max_rank:
+        hint = f"is more than the {max_rank} that is served; train with a smaller r"
+        findings.refuse(f"{CONFIG_FILE}:r", f"rank {rank} of {name}", hint)
+
+
+def _describe_fused(
+    fused: FusedExperts, factors: _Factors, max_rank: int, findings: Findings
+) -> list[AdapterModule]:
+    """One module per expert.
+
+    Raises:
+        BadPattern: the patterns of the config take too long.
+    """
+    rank = factors.rank(fused.parameter)
+    _check_rank(rank, fused.parameter, max_rank, findings)
+    fused = fused.counted(rank)
+    problem = fused.problem(rank)
+    if problem is not None:
+        info, why = problem
+        findings.refuse(_path(info), list(info.shape), why)
+        return []
+    scale = factors.scale(fused.parameter, rank)
+    a, b = fused.tensors[parts.A], fused.tensors[parts.B]
+    return [
+        AdapterModule(name, rank, scale, a=a, b=b, expert=share) for name, share in fused.shares()
+    ]
 
 
 def _describe(
@@ -145,15 +193,16 @@ def _describe(
         BadPattern: the patterns of the config take too long.
     """
     name, tensors = found.module.name, found.tensors
-    rank = factors.rank(name) if found.has_lora else 0
-    if rank > max_rank:
-        hint = f"is more than the {max_rank} that is served; train with a smaller r"
-        findings.refuse(f"{CONFIG_FILE}:r", f"rank {rank} of {name}", hint)
+    key = name
+    if targets_parameter(found.config, peft_parameter(name)):
+        key = peft_parameter(name)
+    rank = factors.rank(key) if found.has_lora else 0
+    _check_rank(rank, name, max_rank, findings)
     found.check_shapes(rank, findings)
     described = AdapterModule(
         name=name,
         rank=rank,
-        scale=factors.scale(name, rank) if rank else 0.0,
+        scale=factors.scale(key, rank) if rank else 0.0,
         a=tensors.get(parts.A),
         b=tensors.get(parts.B),
         magnitude=tensors.get(parts.MAGNITUDE),

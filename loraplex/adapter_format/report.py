@@ -10,6 +10,16 @@ from loraplex.errors import Violation
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """One expert's part of tensors that stack all experts of a layer."""
+
+    index: int
+    num_experts: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterModule:
     """What an adapter does to one module of the base."""
 
@@ -41,6 +51,11 @@ class AdapterModule:
     base's and then to be dropped, else (resized vocabulary) to be used in its place."""
     bias: TensorInfo | None = None
     """`[out_features]`: a whole bias that replaces the base's."""
+    expert: ExpertShare | None = None
+    """Set where `a` `[experts * rank, in]` and `b` `[out, rank * experts]` hold all experts: this
+    module has rows [index * rank, (index + 1) * rank) of a, and every experts-th column of b."""
+    num_rows: int = 0
+    """Rows of the adapter's embedding and head, where they are not as many as the base's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
+from loraplex.adapter_format.experts import peft_parameter, targets_parameter
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import LINEAR, Geometry, Module
+from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, Geometry, Module
 from loraplex.adapter_format.module_parts import saves, trains_tokens
 from loraplex.adapter_format.patterns import DEFAULT_TARGETS, Names, Selector
 from loraplex.adapter_format.regex import BadPattern
@@ -30,7 +31,7 @@ def check_targets(
     adapted = {module.name: module for module in modules if module.rank}
     try:
         for module in adapted.values():
-            if not selector.selects(module.name, base.get(module.name)):
+            if not _is_selected(config, selector, module, base):
                 _refuse_unselected(module, findings)
         for name, base_module in base.items():
             is_missing = base_module.kind == LINEAR and name not in adapted
@@ -38,6 +39,24 @@ def check_targets(
                 _note_missing(config, name, findings)
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:target_modules", targets, str(error))
+
+
+def _is_selected(
+    config: AdapterConfig,
+    selector: Selector,
+    module: AdapterModule,
+    base: Mapping[str, Module],
+) -> bool:
+    """By target_modules, by target_parameters, or because it is tied to an embedding that is."""
+    if module.expert is not None or targets_parameter(config, peft_parameter(module.name)):
+        return True
+    if selector.selects(module.name, base.get(module.name)):
+        return True
+    is_head = module.name in base and base[module.name].kind == LM_HEAD
+    if not (is_head and config.ensure_weight_tying):
+        return False
+    embeddings = [other for other in base.values() if other.kind == EMBEDDING]
+    return any(selector.selects(other.name, other) for other in embeddings)
 
 
 def selector_of(config: AdapterConfig, targets: Names) -> Selector:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
+from loraplex.adapter_format.experts import is_expert
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, Module
+from loraplex.adapter_format.geometry import Module
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 
@@ -32,42 +33,17 @@ class Feature:
     """Finds the tensor that is refused on a module, if any."""
 
 
-def _whole_linear(base: Module, module: AdapterModule) -> TensorInfo | None:
-    return module.full if base.kind == LINEAR else None
-
-
-def _dora_embedding(base: Module, module: AdapterModule) -> TensorInfo | None:
-    return module.magnitude if base.kind == EMBEDDING else None
-
-
-def _added_tokens(base: Module, module: AdapterModule) -> TensorInfo | None:
-    if base.kind not in (EMBEDDING, LM_HEAD):
-        return None
-    num_rows = base.in_features if base.kind == EMBEDDING else base.out_features
-    if module.token_delta and max(module.token_ids) >= num_rows:
-        return module.token_delta
-    tables = (module.full, module.base_copy)
-    return next((info for info in tables if info and info.shape[0] > num_rows), None)
+def _whole_expert(base: Module, module: AdapterModule) -> TensorInfo | None:
+    return module.full if is_expert(base.name) else None
 
 
 UNSERVED: tuple[Feature, ...] = (
     Feature(
-        "whole weights of linears are not served; train LoRA on them instead", use=_whole_linear
-    ),
-    Feature(
-        "DoRA on embeddings is not served; leave them out of target_modules", use=_dora_embedding
-    ),
-    Feature(
-        "tokens beyond the base's vocabulary are not served; train without resizing it",
-        use=_added_tokens,
+        "whole weights of experts are not served; train LoRA on them instead", use=_whole_expert
     ),
     Feature(
         "activated LoRA is not served; train with alora_invocation_tokens=null",
         fields=("alora_invocation_tokens",),
-    ),
-    Feature(
-        "LoRA on bare parameters is not served; target modules instead",
-        fields=("target_parameters",),
     ),
 )
 

@@ -18,6 +18,7 @@ from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
 from loraplex.adapter_format.targets import check_targets
 from loraplex.adapter_format.unserved import refuse_unserved_fields
+from loraplex.adapter_format.vocabulary import complete_tables
 from loraplex.errors import InvalidAdapter
 
 MAX_RANK = 256
@@ -58,6 +59,8 @@ def validate(
     refuse_unserved_fields(config, findings)
     modules = build_modules(config, header, geometry, max_rank, findings)
     check_targets(config, modules, geometry, findings)
+    if geometry is not None:
+        modules = complete_tables(modules, geometry, config, findings)
     findings.raise_if_refused(strict=strict)
     return Report(
         config=config,

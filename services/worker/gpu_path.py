@@ -92,7 +92,7 @@ class GpuPath:
         in_torch = {
             site
             for site, delta in deltas.items()
-            if site not in self._served or delta.row_ids is not None
+            if site not in self._served or delta.replaces_rows
         }
         self.lora.tables.enter(slot, deltas, in_torch)
 

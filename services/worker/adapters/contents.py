@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
@@ -46,21 +44,7 @@ class ModuleReader:
             raise InvalidAdapter.of(
                 [Violation.of(TENSOR_FILE, name, description) for name in unknown]
             )
-        if self._geometry.tied_embeddings:
-            return with_tied_rows(report.modules, "model.embed_tokens", "lm_head")
         return report.modules
-
-
-def with_tied_rows(
-    modules: Sequence[AdapterModule], embedding: str, head: str
-) -> tuple[AdapterModule, ...]:
-    """Give single trained rows of a tied embedding to the head, too, as PEFT does."""
-    trained = next((m for m in modules if m.name == embedding and m.token_delta), None)
-    if trained is None:
-        return tuple(modules)
-    own = next((m for m in modules if m.name == head), AdapterModule(head))
-    shared = replace(own, token_delta=trained.token_delta, token_ids=trained.token_ids)
-    return (*(m for m in modules if m.name != head), shared)
 
 
 def weights_key(folder: Path, geometry: Geometry) -> str:

@@ -50,7 +50,9 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
     slices: list[PackedSlice]
     roles: list[PackedRole]
     row_ids: list[int]
-    """Token ids of the rows that it replaces, ascending."""
+    """Rows of the weight that it replaces, ascending; of an embedding or head, token ids."""
+    num_rows: int = 0
+    """Tokens of its own table, where they are not as many as the base's."""
 
 
 class ImageIndex(msgspec.Struct, frozen=True, array_like=True):

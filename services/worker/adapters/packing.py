@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.image import (
@@ -41,19 +41,19 @@ class NeedsBase(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChangedRows:
-    """Rows in place of the base's."""
+    """Rows of a site's weight in place of the base's."""
 
-    token_ids: tuple[int, ...]
-    """Ascending."""
+    row_ids: tuple[int, ...]
+    """Ascending; of an embedding or head, token ids."""
     rows: Values
-    """`[len(token_ids), width]`."""
+    """`[len(row_ids), width]`."""
 
 
 class BaseValues(Protocol):
     """Values that follow from an adapter and the base together."""
 
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        """The rows of an embedding or head that the module replaces; None where it brings none."""
+        """The rows of a weight that the module replaces; None where it brings none."""
         ...
 
     def value(self, part: Part, site_id: int, read: Read) -> Values:
@@ -85,10 +85,10 @@ class Packer:
             raise NeedsBase
         file = TensorFile(folder)
         changed = self._changed(modules, file.read)
-        token_ids = {name: rows.token_ids for name, rows in changed.items()}
+        row_ids = {name: rows.row_ids for name, rows in changed.items()}
         lora_bytes = lambda info: itemsize(self._layout.lora_dtype(info.dtype))  # noqa: E731
         sizes = ItemBytes(lora_bytes, itemsize(self._layout.dtype))
-        plans = plan_sites(modules, self._layout.sites, sizes, token_ids)
+        plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
         packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
         return self._fill(plans, packing, changed, file.read)
 
@@ -110,10 +110,10 @@ class Packer:
         sites = []
         for plan in plans:
             by_role: dict[Role, tuple[str, list[PackedTile]]] = {}
-            row_ids: tuple[int, ...] = ()
+            row_ids: list[int] = []
             for part in plan.parts:
                 if part.role is Role.ROWS:
-                    row_ids = changed[part.module.name].token_ids
+                    row_ids += changed[part.module.name].row_ids
                     value = changed[part.module.name].rows.to(self._layout.dtype)
                 else:
                     value = self._value(part, plan.site_id, read)
@@ -129,7 +129,7 @@ class Packer:
         self,
         plan: SitePlan,
         by_role: dict[Role, tuple[str, list[PackedTile]]],
-        row_ids: Sequence[int],
+        row_ids: list[int],
     ) -> PackedSite:
         slices = [
             (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
@@ -139,15 +139,17 @@ class Packer:
             PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
             for role, (dtype, tiles) in by_role.items()
         ]
-        return PackedSite(plan.site_id, slices, roles, list(row_ids))
+        return PackedSite(plan.site_id, slices, roles, row_ids, plan.num_rows)
 
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
         """The matrix to be packed, in the type to be packed in."""
         module, is_embedding = part.module, self._layout.sites.sites[site_id].kind == EMBEDDING
         if part.role is Role.A:
-            return self._matrix(module.embedding_a or module.a, is_embedding, read)
+            stacked = self._matrix(module.embedding_a or module.a, is_embedding, read)
+            return stacked if module.expert is None else _a_of_expert(stacked, module)
         if part.role is Role.B:
-            return self._matrix(module.embedding_b or module.b, True, read)
+            stacked = self._matrix(module.embedding_b or module.b, True, read)
+            return stacked if module.expert is None else _b_of_expert(stacked, module.expert)
         if part.role is Role.LORA_BIAS:
             assert module.lora_bias is not None, "the plan asked for it"
             bias = read(module.lora_bias).to("F32").data
@@ -185,6 +187,18 @@ def _needs_base(module: AdapterModule) -> bool:
             module.bias,
         )
     )
+
+
+def _a_of_expert(stacked: Values, module: AdapterModule) -> Values:
+    """Its rows of A `[experts * rank, in]`."""
+    assert module.expert is not None
+    begin = module.expert.index * module.rank
+    return Values(stacked.data[begin : begin + module.rank], stacked.dtype)
+
+
+def _b_of_expert(stacked: Values, share: ExpertShare) -> Values:
+    """Its rows of B turned, `[rank * experts, out]`, where experts alternate."""
+    return Values(stacked.data[share.index :: share.num_experts], stacked.dtype)
 
 
 def _shifted(place: TilePlace, part: Part) -> PackedTile:

@@ -10,7 +10,7 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from services.worker.adapters.tiles import Matrix
 from services.worker.kernels.lora.tables import Slice
-from services.worker.model.sites import EMBEDDING, NORM, Place, Site, SiteTable
+from services.worker.model.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
 
 FLOAT32_BYTES = 4
 
@@ -31,7 +31,8 @@ class Role(enum.Enum):
     NORM = "norm"
     """`[1, width]`: a norm's weight in place of the base's."""
     ROWS = "rows"
-    """`[changed tokens, width]`: rows of the embedding or the head that replace the base's."""
+    """`[changed, width]`: rows of a weight that replace the base's; of the embedding, the head, or
+    a whole linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class SitePlan:
     site_id: int
     slices: tuple[Slice, ...]
     parts: tuple[Part, ...]
+    num_rows: int = 0
+    """Tokens of the adapter's own table, where they are not as many as the base's."""
 
 
 def plan_sites(
@@ -73,7 +76,7 @@ def plan_sites(
 
     Args:
         sizes: of elements of A, B and rows.
-        changed: by module, the token ids whose rows the adapter replaces, ascending.
+        changed: by module, which rows of its weight the adapter replaces, ascending.
     """
     by_site: dict[int, list[tuple[Place, AdapterModule]]] = {}
     for module in modules:
@@ -98,18 +101,20 @@ def _plan_site(
 ) -> SitePlan:
     slices: list[Slice] = []
     by_role: dict[Role, list[Part]] = {role: [] for role in Role}
-    rank = 0
+    rank = num_replaced = 0
     for place, module in modules:
         if module.rank:
-            outs = place.out_begin, place.out_features
+            outs = place.out_begin, _outputs(site, place, module)
             slices.append(Slice(rank, module.rank, *outs, module.scale))
         lora = _lora_parts(site, place, module, rank, sizes.lora)
-        rows = _row_parts(site, module, sizes.rows, changed.get(module.name, ()))
+        rows = _row_parts(site, module, sizes.rows, num_replaced, changed.get(module.name, ()))
+        num_replaced += len(changed.get(module.name, ()))
         for part in (*lora, *_vector_parts(site, place, module), *rows):
             by_role[part.role].append(part)
         rank += module.rank
     parts = tuple(part for role in Role for part in by_role[role])
-    return SitePlan(site.id, tuple(slices), parts)
+    num_rows = max(module.num_rows for _, module in modules)
+    return SitePlan(site.id, tuple(slices), parts, num_rows)
 
 
 def _lora_parts(
@@ -123,10 +128,11 @@ def _lora_parts(
     if a is None or b is None:
         return
     if site.kind == EMBEDDING:
-        yield Part(module, Role.A, 0, rank, Matrix(site.in_features, module.rank, item_bytes(a)))
+        num_tokens = module.num_rows or site.in_features
+        yield Part(module, Role.A, 0, rank, Matrix(num_tokens, module.rank, item_bytes(a)))
     else:
         yield Part(module, Role.A, rank, 0, Matrix(module.rank, site.in_features, item_bytes(a)))
-    matrix = Matrix(module.rank, place.out_features, item_bytes(b))
+    matrix = Matrix(module.rank, _outputs(site, place, module), item_bytes(b))
     yield Part(module, Role.B, rank, place.out_begin, matrix)
 
 
@@ -139,13 +145,19 @@ def _vector_parts(site: Site, place: Place, module: AdapterModule) -> Iterator[P
     )
     for role, tensor in vectors:
         if tensor is not None:
-            vector = Matrix(1, place.out_features, FLOAT32_BYTES)
+            vector = Matrix(1, _outputs(site, place, module), FLOAT32_BYTES)
             yield Part(module, role, 0, place.out_begin, vector)
 
 
+def _outputs(site: Site, place: Place, module: AdapterModule) -> int:
+    """Outputs of the adapter's module: at the head, tokens."""
+    return (site.kind == LM_HEAD and module.num_rows) or place.out_features
+
+
 def _row_parts(
-    site: Site, module: AdapterModule, itemsize: int, token_ids: tuple[int, ...]
+    site: Site, module: AdapterModule, itemsize: int, begin: int, row_ids: tuple[int, ...]
 ) -> Iterator[Part]:
-    if token_ids:
+    """`begin` rows of the site are replaced by modules before this one."""
+    if row_ids:
         width = site.out_features if site.kind == EMBEDDING else site.in_features
-        yield Part(module, Role.ROWS, 0, 0, Matrix(len(token_ids), width, itemsize))
+        yield Part(module, Role.ROWS, begin, 0, Matrix(len(row_ids), width, itemsize))

@@ -59,6 +59,7 @@ class TensorFile:
     def __init__(self, folder: Path) -> None:
         with (folder / TENSOR_FILE).open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._checked: set[str] = set()
 
     def read(self, info: TensorInfo) -> Values:
         """One tensor, in its shape.
@@ -70,7 +71,9 @@ class TensorFile:
         count = info.num_bytes // itemsize(info.dtype)
         flat = np.frombuffer(self._bytes, item_type, count, info.begin)
         values = Values(flat.reshape(info.shape), info.dtype)
-        check_finite(values, info.name)
+        if info.name not in self._checked:
+            check_finite(values, info.name)
+            self._checked.add(info.name)
         return values
 
 

@@ -112,6 +112,7 @@ def _site_delta(
         norm=tiles.get(Role.NORM, ()),
         rows=tiles.get(Role.ROWS, ()),
         row_ids=torch.tensor(site.row_ids, device=scales.device) if site.row_ids else None,
+        num_rows=site.num_rows,
     )
 
 

@@ -17,6 +17,9 @@ class LoraEmbedding:
 
     def forward(self, token_ids: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` -> `[T, hidden]`."""
-        y = self.weight[token_ids]
+        known_ids = token_ids
+        if lora.resized(self.site_id):  # tokens that only adapters know get their rows below
+            known_ids = token_ids.clamp(max=len(self.weight) - 1)
+        y = self.weight[known_ids]
         add_lora_embedding(y, token_ids, self.site_id, lora)
         return y

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
@@ -42,10 +43,15 @@ class LoraLinear:
         self._add_lora = add_lora
         self._early = add_lora if isinstance(add_lora, EarlyUpdate) else None
 
-    def forward(self, x: Tensor, lora: LoraBatch) -> Tensor:
-        """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows."""
+    def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
+        """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows.
+
+        `num_outputs`, where it is more than the base has, makes room for adapters that bring more.
+        """
         if self._early is not None:
             self._early.start(x, self.site_id, lora)
         y = self.base.apply(x)
+        if num_outputs > self.base.out_features:
+            y = F.pad(y, (0, num_outputs - self.base.out_features))
         self._add_lora(y, x, self.site_id, lora)
         return y if self._bias is None else y.add_(self._bias)

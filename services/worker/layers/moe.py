@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.layers.linear import BaseLinear
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.mlp import ACTIVATIONS, GatedMlp
 from services.worker.model.batch import ForwardBatch
@@ -18,9 +18,9 @@ from services.worker.model.batch import ForwardBatch
 class Expert:
     """Weights of one expert."""
 
-    gate_up: BaseLinear
+    gate_up: LoraLinear
     """`[2 * intermediate, hidden]`, gate first."""
-    down: BaseLinear
+    down: LoraLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,14 @@ class SparseMlp:
         out = torch.zeros_like(x)
         for number in chosen.unique().tolist():
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
-            update = self._run(self._experts[number], x[rows]) * weights[rows, ranks, None]
+            lora = batch.lora.select(rows.tolist()) if batch.lora.runs else batch.lora
+            update = self._run(self._experts[number], x[rows], lora) * weights[rows, ranks, None]
             out.index_add_(0, rows, update.to(out.dtype))
         if self._shared is not None:
             gate = self._shared.gate.forward(x, batch.lora).sigmoid()
             out += gate * self._shared.mlp.forward(x, batch)
         return out
 
-    def _run(self, expert: Expert, x: Tensor) -> Tensor:
-        gate, up = expert.gate_up.apply(x).chunk(2, dim=-1)
-        return expert.down.apply(self._activate(gate) * up)
+    def _run(self, expert: Expert, x: Tensor, lora: LoraBatch) -> Tensor:
+        gate, up = expert.gate_up.forward(x, lora).chunk(2, dim=-1)
+        return expert.down.forward(self._activate(gate) * up, lora)

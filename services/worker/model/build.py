@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
+from services.worker.kernels.lora.torch import add_lora
 from services.worker.layers.attention import SelfAttention
 from services.worker.layers.embedding import LoraEmbedding
 from services.worker.layers.linear import BaseLinear, DenseLinear
@@ -18,7 +19,7 @@ from services.worker.layers.operators import Operators
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from services.worker.model.load import Weights, take_rows
-from services.worker.model.sites import EMBEDDING, LINEAR, LM_HEAD, NORM, SiteTableBuilder
+from services.worker.model.sites import EMBEDDING, EXPERT, LINEAR, LM_HEAD, NORM, SiteTableBuilder
 
 Modules = Sequence[tuple[str, int]]
 """(Hugging Face name, out_features) of projections that share an input."""
@@ -85,6 +86,13 @@ class Builder:
             bias = take_rows(self.weights, [(f"{m}.bias", rows) for m, rows in modules])
         return self._site(layer, LINEAR, modules, weight, bias)
 
+    def expert_linear(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
+        """A site of one expert. Plain torch on every device: its rows come and go."""
+        weight = take_rows(self.weights, [(f"{m}.weight", rows) for m, rows in modules], num_inputs)
+        site_id = self.sites.add(layer, EXPERT, num_inputs, modules)
+        self.linears[site_id] = DenseLinear(weight)
+        return LoraLinear(site_id, self.linears[site_id], None, add_lora)
+
     def _site(
         self, layer: int, kind: str, modules: Modules, weight: Tensor, bias: Tensor | None
     ) -> LoraLinear:
@@ -93,7 +101,7 @@ class Builder:
         self.linears[site_id] = base
         if bias is not None:
             self.biases[site_id] = bias
-        return LoraLinear(site_id, base, bias, self.operators.add_lora(kind == LM_HEAD))
+        return LoraLinear(site_id, base, bias, self.operators.add_lora(True))
 
     def _layer(self, layer: int, make_mlp: Callable[[Builder, int], Mlp]) -> DecoderLayer:
         prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,7 +119,22 @@ class Decoder:
         return self._norm.forward(x, batch.lora, update)
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
-        """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows."""
-        logits = self._head.forward(hidden, lora).float()
+        """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.
+
+        V is the base's, or the largest that an adapter of the rows resized it to; tokens that a
+        row's own adapter does not have are -inf.
+        """
+        resized = lora.resized(self._head.site_id)
+        num_own = self._head.base.out_features
+        width = max([num_own, *(num_rows for _, _, num_rows in resized)])
+        logits = self._head.forward(hidden, lora, width).float()
         softcap = self.config.logit_softcap
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if resized:
+            limits = torch.full((len(logits), 1), num_own)
+            for begin, end, num_rows in resized:
+                limits[begin:end] = num_rows
+            beyond = torch.arange(width, device=logits.device) >= limits.to(logits.device)
+            logits.masked_fill_(beyond, -math.inf)
+        return logits

@@ -13,6 +13,8 @@ LINEAR = "linear"
 EMBEDDING = "embedding"
 LM_HEAD = "lm_head"
 NORM = "norm"
+EXPERT = "expert"
+"""A linear of one expert: it sees only the rows that the router sends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ class SiteTableBuilder:
             begin += out_features
         self._sites.append(Site(site_id, layer, kind, in_features, begin))
         return site_id
+
+    def alias(self, name: str, site_id: int) -> None:
+        """Another name: of all modules of a site together."""
+        assert name not in self._places, name
+        self._places[name] = Place(site_id, 0, self._sites[site_id].out_features)
 
     def build(self) -> SiteTable:
         """The finished table."""

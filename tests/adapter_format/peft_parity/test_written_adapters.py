@@ -175,13 +175,6 @@ UNSERVED = {
     "adapter_config.json:use_qalora": {"use_qalora": True, "r": 4, "qalora_group_size": 8},
     "adapter_config.json:init_lora_weights": {"init_lora_weights": "pissa"},
     "adapter_config.json:task_type": {"task_type": "FEATURE_EXTRACTION"},
-    "adapter_model.safetensors:base_model.model.model.layers.0.self_attn.v_proj.weight": {
-        "modules_to_save": ["v_proj"]
-    },
-    "adapter_model.safetensors:base_model.model.model.embed_tokens.lora_magnitude_vector": {
-        "target_modules": ["q_proj", "embed_tokens"],
-        "use_dora": True,
-    },
 }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 
 import peft
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.worker.parity.bases import TinyBase
 
@@ -60,7 +63,67 @@ FEATURES: dict[str, dict[str, object]] = {
         "target_modules": ["q_proj"],
         "trainable_token_indices": [7, 3, 200, 299],
     },
+    "saved-linears": {
+        "r": 4,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["layers.0.mlp.up_proj", "layers.1.self_attn"],
+    },
+    "dora-tables": {
+        "r": 6,
+        "use_dora": True,
+        "target_modules": ["o_proj", "embed_tokens", "lm_head"],
+    },
+    "added-tokens": {"r": 4, "target_modules": ["q_proj"]},
+    "added-tokens-lora": {"r": 4, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "added-tokens-dora": {
+        "r": 4,
+        "use_dora": True,
+        "target_modules": ["q_proj", "embed_tokens", "lm_head"],
+    },
+    "added-token-rows": {
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [312, 7, 311], "lm_head": [311, 312]},
+    },
+    "cut-vocabulary": {"r": 4, "target_modules": ["v_proj"]},
+    "tied-lora": {
+        "r": 4,
+        "target_modules": ["q_proj", "embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "tied-tables": {
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "experts": {
+        "r": 3,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "experts-down": {
+        "r": 5,
+        "target_modules": [],
+        "target_parameters": ["experts.down_proj", "gate.weight"],
+        "rank_pattern": {"gate.weight": 2},
+        "alpha_pattern": {"gate.weight": 3},
+    },
+    "experts-all-linear": {"r": 4, "target_modules": "all-linear"},
+    "expert-linears": {"r": 4, "target_modules": ["v_proj", "w1", "w2", "w3"]},
 }
+
+RESIZED = {
+    "added-tokens": 320,
+    "added-tokens-lora": 313,
+    "added-tokens-dora": 330,
+    "added-token-rows": 313,
+    "cut-vocabulary": 303,
+}
+"""Features of adapters with a vocabulary of their own, and its size."""
+
+TIED_FEATURES = ("tied-lora", "tied-tables")
+EXPERT_FEATURES = ("experts", "experts-down", "experts-all-linear", "expert-linears")
 
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -84,37 +147,103 @@ def _fused(value: object) -> object:
 
 
 def features_of(base: TinyBase) -> list[str]:
-    """Features that apply to a base. Experts take LoRA on parameters, which is not served."""
+    """Features that apply to a base."""
+    names = set(FEATURES)
+    if not base.model.config.tie_word_embeddings:
+        names -= {*TIED_FEATURES}
     if base.model.config.model_type not in EXPERT_FAMILIES:
-        return list(FEATURES)
-    return [
-        name
-        for name, fields in FEATURES.items()
-        if not any(word in str(fields["target_modules"]) for word in ("gate_", "up_", "down_"))
-    ]
+        return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
+    words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
+    names -= {n for n, f in FEATURES.items() if any(w in str(f["target_modules"]) for w in words)}
+    names -= {"saved-linears"}  # transformers' experts cannot be copied as linears
+    return [name for name in FEATURES if name in names]
 
 
 def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
     """The PEFT configuration of a feature on a base."""
     fields = FEATURES[feature]
+    if feature == "added-token-rows" and base.model.config.tie_word_embeddings:
+        fields = {**fields, "trainable_token_indices": [312, 7, 311]}
     if base.name.startswith("phi3"):
         fields = {key: _fused(value) for key, value in fields.items()}
-    if base.name in ("mixtral", "qwen3-moe") and fields["target_modules"] == "all-linear":
+    if (
+        base.model.config.model_type in EXPERT_FAMILIES
+        and fields["target_modules"] == "all-linear"
+        and feature not in EXPERT_FEATURES
+    ):
         fields = {**fields, "target_modules": ATTENTION}  # PEFT would take experts, too
     return peft.LoraConfig(**{"lora_alpha": 16, "task_type": "CAUSAL_LM", **fields})
 
 
 def make_adapter(base: TinyBase, feature: str, folder: Path, *, seed: int = 0) -> Path:
     """Train nothing: give every LoRA tensor random values that move the logits, and save."""
-    model = peft.get_peft_model(copy.deepcopy(base.model), feature_config(base, feature))
     generator = torch.Generator().manual_seed(seed + sum(map(ord, feature)))
+    model = peft.get_peft_model(resized(base, feature, generator), feature_config(base, feature))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "lora_magnitude" in name:
             parameter.data *= 1.0 + 0.2 * noise
         elif "lora_" in name:
-            parameter.data = 0.15 * noise
+            parameter.data.copy_(0.15 * noise)  # in place: PEFT may have tied it to another
         elif parameter.requires_grad:  # biases, saved modules, token rows
             parameter.data += 0.15 * noise
-    model.save_pretrained(folder)
+    saves_tables = feature in ("added-tokens", "cut-vocabulary") or "auto"
+    model.save_pretrained(folder, save_embedding_layers=saves_tables)
+    if feature == "expert-linears":
+        write_as_linears(base, folder)
     return folder
+
+
+def resized(
+    base: TinyBase, feature: str, generator: torch.Generator | None = None
+) -> transformers.PreTrainedModel:
+    """A copy of the base with the vocabulary of a feature, if it has one; new rows are random."""
+    model = copy.deepcopy(base.model)
+    if feature not in RESIZED:
+        return model
+    num_tokens = base.model.config.vocab_size
+    model.resize_token_embeddings(RESIZED[feature], mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        new_rows = table.weight.data[num_tokens:]
+        noise = torch.randn(new_rows.shape, generator=generator)
+        new_rows.copy_(table.weight.data.std() * noise)
+        table.weight.requires_grad_(False)
+    return model
+
+
+def write_as_linears(base: TinyBase, folder: Path) -> None:
+    """Rewrite an adapter of fused experts as PEFT writes it with transformers 4: an A and a B for
+    each linear of each expert."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    is_mixtral = base.model.config.model_type == "mixtral"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    written = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            written[name] = tensor
+            continue
+        container = name.partition(".experts.")[0]
+        if is_mixtral:
+            container = container.replace(".mlp", ".block_sparse_moe")
+        own = names[:2] if ".base_layer." in name else names[2:]
+        part = "lora_A" if ".lora_A." in name else "lora_B"
+        for i in range(base.model.config.num_local_experts):
+            for j, linear in enumerate(own):
+                key = f"{container}.experts.{i}.{linear}.{part}.weight"
+                written[key] = _of_expert(tensor, part, i, j, len(own), base, config["r"])
+    save_file(written, folder / "adapter_model.safetensors")
+    config |= {"target_modules": ["v_proj", *names], "target_parameters": None}
+    config |= {"rank_pattern": {}, "alpha_pattern": {}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _of_expert(
+    tensor: torch.Tensor, part: str, index: int, half: int, num_halves: int, base: TinyBase, r: int
+) -> torch.Tensor:
+    """A linear's share of a stacked tensor; what lies outside of the diagonal is dropped."""
+    count = base.model.config.num_local_experts
+    if part == "lora_A":
+        return tensor.view(count, num_halves, r, -1)[index, half].contiguous()
+    by_rank = tensor.view(num_halves, -1, num_halves, r, count)
+    return by_rank[half, :, half, :, index].contiguous()

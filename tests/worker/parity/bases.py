@@ -43,7 +43,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-yarn-biases": ("LlamaConfig", {**YARN_ROPE, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralConfig", {"sliding_window": 20}),
     "mistral-no-window": ("MistralConfig", {"sliding_window": None}),
-    "qwen2": ("Qwen2Config", {}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1},

@@ -10,6 +10,7 @@ import peft
 import torch
 from torch import Tensor
 
+from tests.worker.parity.adapters import resized
 from tests.worker.parity.bases import TinyBase
 
 
@@ -19,7 +20,7 @@ class Reference:
     def __init__(self, base: TinyBase, adapters: Mapping[str, Path]) -> None:
         self._models: dict[str | None, torch.nn.Module] = {None: base.model}
         for name, folder in adapters.items():
-            model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), str(folder))
+            model = peft.PeftModel.from_pretrained(resized(base, name), str(folder))
             self._models[name] = model.eval()
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.runner import build_runner
-from tests.worker.parity.adapters import features_of, make_adapter
+from tests.worker.parity.adapters import RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
@@ -33,7 +33,7 @@ def set_stage(base_name: str, root: Path) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
     adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
-    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=24 << 20)
+    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20)
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
     for name, slot in slots.items():
@@ -54,7 +54,10 @@ def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) ->
     jobs: list[NamedJob] = []
     for i, name in enumerate(names):
         slots = () if name is None else ((stage.slots[name], 1.0),)
-        request = greedy(f"{i}-{name}", random_prompt(rng), num_new_tokens, logprobs=0)
+        prompt = random_prompt(rng)
+        if name in RESIZED:
+            prompt[::3] = [rng.randrange(RESIZED[name]) for _ in prompt[::3]]
+        request = greedy(f"{i}-{name}", prompt, num_new_tokens, logprobs=0)
         arrival_step = rng.randrange(12)
         jobs.append((name, Job(request, slots, arrival_step if stagger else 0)))
     return jobs

@@ -29,6 +29,7 @@ class Records:
         self._num_sites = num_sites
         self._records: dict[int, Tensor] = {}
         self._norm_slots: set[int] = set()
+        self._row_slots: set[int] = set()
 
     def address(self, slot: int) -> int:
         """Where the slot's record lies; valid until the slot is forgotten."""
@@ -40,6 +41,8 @@ class Records:
             record = self._records[slot] = pack_record(deltas)
             if any(delta.norm for delta in deltas.values()):
                 self._norm_slots.add(slot)
+            if any(delta.replaces_rows for delta in deltas.values()):
+                self._row_slots.add(slot)
         return record.data_ptr()
 
     def trains_norms(self, slot: int) -> bool:
@@ -47,10 +50,16 @@ class Records:
         self.address(slot)
         return slot in self._norm_slots
 
+    def replaces_rows(self, slot: int) -> bool:
+        """Whether the slot's adapter brings rows of some weight."""
+        self.address(slot)
+        return slot in self._row_slots
+
     def forget(self, slot: int) -> None:
         """The slot's adapter is another one now, or none."""
         self._records.pop(slot, None)
         self._norm_slots.discard(slot)
+        self._row_slots.discard(slot)
 
 
 def pack_record(deltas: Mapping[int, SiteDelta]) -> Tensor:

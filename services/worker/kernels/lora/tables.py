@@ -59,9 +59,16 @@ class SiteDelta:
     norm: tuple[Tile, ...] = ()
     """float32 `[1, width]`: a norm's weight (offset included) in place of the base's."""
     rows: tuple[Tile, ...] = ()
-    """`[changed, width]`: rows of the embedding or the head in place of the base's."""
+    """`[changed, width]`: rows of the weight in place of the base's."""
     row_ids: Tensor | None = None
     """int64 `[changed]`, ascending: whose rows these are."""
+    num_rows: int = 0
+    """Tokens of the adapter's own embedding and head; 0 = as many as the base's."""
+
+    @property
+    def replaces_rows(self) -> bool:
+        """Whether the weight under the update is not the base's, which only torch can do."""
+        return self.row_ids is not None or self.num_rows > 0
 
     @property
     def rank(self) -> int:

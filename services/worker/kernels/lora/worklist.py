@@ -60,10 +60,31 @@ class LoraBatch:
         facts = self.tables or self.records
         return facts is not None and any(facts.trains_norms(run.slot) for run in self.runs)
 
+    @cached_property
+    def _may_replace_rows(self) -> bool:
+        """False where no adapter brings rows of any weight, which is nearly always."""
+        if self.tables is not None:
+            return any(self.tables.in_torch(run.slot) for run in self.runs)
+        if self.records is not None:
+            return any(self.records.replaces_rows(run.slot) for run in self.runs)
+        return True
+
     def replaces_rows(self, site_id: int) -> bool:
         """Whether some adapter brings rows of the site's weight of its own."""
+        if not self._may_replace_rows:
+            return False
         deltas = (self.table.get((run.slot, site_id)) for run in self.runs)
-        return any(delta is not None and delta.row_ids is not None for delta in deltas)
+        return any(delta is not None and delta.replaces_rows for delta in deltas)
+
+    def resized(self, site_id: int) -> list[tuple[int, int, int]]:
+        """Token rows [begin, end) whose adapter has an embedding and head of another length than
+        the base's, and that length."""
+        found = ((run, self.table.get((run.slot, site_id))) for run in self.runs)
+        return [
+            (run.begin, run.end, delta.num_rows)
+            for run, delta in found
+            if delta is not None and delta.num_rows
+        ]
 
     def select(self, token_rows: Sequence[int]) -> LoraBatch:
         """The same batch for some of its token rows, ascending, renumbered from 0."""

@@ -1,0 +1,84 @@
+"""LoRA on experts as parameters: every expert gets its part, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loraplex.adapter_format import Geometry, Module
+from loraplex.errors import InvalidAdapter
+from tests.adapter_format.builders import HIDDEN, PREFIX, Adapter, Tensor, tiny_geometry
+
+NUM_EXPERTS, WIDTH, RANK = 3, 6, 4
+CONTAINER = f"{PREFIX}model.layers.0.mlp.experts"
+BASE_CONTAINER = "model.layers.0.block_sparse_moe.experts"
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def sparse_geometry() -> Geometry:
+    plain = tiny_geometry("mixtral")
+    experts = [
+        Module(f"{BASE_CONTAINER}.{index}.{name}", "linear", *features, False)
+        for index in range(NUM_EXPERTS)
+        for name, features in (("w1", (HIDDEN, WIDTH)), ("w2", (WIDTH, HIDDEN)))
+    ]
+    return replace(plain, modules=(*plain.modules, *experts))
+
+
+def sparse_adapter(parameters: list[str], **tensors: Tensor) -> Adapter:
+    rows = NUM_EXPERTS * RANK
+    pairs = {
+        f"{CONTAINER}.base_layer.lora_A.weight": (rows, HIDDEN),
+        f"{CONTAINER}.base_layer.lora_B.weight": (2 * WIDTH, rows),
+        f"{CONTAINER}.lora_A.weight": (rows, WIDTH),
+        f"{CONTAINER}.lora_B.weight": (HIDDEN, rows),
+    }
+    written = {name: Tensor("F32", shape) for name, shape in pairs.items()}
+    adapter = Adapter().with_config(target_parameters=parameters)
+    return adapter.with_tensors({**written, **tensors})
+
+
+def test_each_expert_is_a_module_with_its_part_of_the_stack() -> None:
+    report = sparse_adapter(BOTH).validate(sparse_geometry())
+    found = {m.name: m for m in report.modules if m.expert is not None}
+    assert set(found) == {
+        f"{BASE_CONTAINER}.{index}.{name}"
+        for index in range(NUM_EXPERTS)
+        for name in ("gate_up_proj", "down_proj")
+    }
+    inner, outer = (found[f"{BASE_CONTAINER}.2.{name}"] for name in ("gate_up_proj", "down_proj"))
+    assert inner.a is not None and inner.a.name == f"{CONTAINER}.base_layer.lora_A.weight"
+    assert outer.a is not None and outer.a.name == f"{CONTAINER}.lora_A.weight"
+    assert inner.expert is not None and (inner.expert.index, inner.rank) == (2, RANK)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "problem"),
+    [
+        (BOTH[:1], f"{CONTAINER}.lora_A.weight", "target_parameters does not have"),
+        ([], f"{CONTAINER}.lora_A.weight", "target_parameters does not have"),
+    ],
+)
+def test_nesting_that_target_parameters_does_not_explain_is_refused(
+    parameters: list[str], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        sparse_adapter(parameters).validate(sparse_geometry())
+    found = {violation.field: violation.description for violation in caught.value.violations}
+    assert problem in found[f"adapter_model.safetensors:{field}"]
+
+
+def test_a_stack_of_another_number_of_experts_is_refused() -> None:
+    name = f"{CONTAINER}.lora_A.weight"
+    adapter = sparse_adapter(BOTH, **{name: Tensor("F32", (RANK, WIDTH))})
+    with pytest.raises(InvalidAdapter, match="3 experts of rank 4"):
+        adapter.validate(sparse_geometry())
+
+
+@pytest.mark.parametrize("field", ["use_dora", "lora_bias"])
+def test_parameters_go_with_no_variant(field: str) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        sparse_adapter(BOTH).with_config(**{field: True}).validate(sparse_geometry())
+    fields = {violation.field for violation in caught.value.violations}
+    assert f"adapter_config.json:{field}" in fields

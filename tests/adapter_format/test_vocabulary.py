@@ -1,0 +1,54 @@
+"""Adapters with a vocabulary of their own: what is accepted, and what lacks a part."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.errors import InvalidAdapter
+from tests.adapter_format.builders import HIDDEN, PREFIX, VOCAB, Adapter, Tensor, tiny_geometry
+
+EMBEDDING, HEAD = f"{PREFIX}model.embed_tokens", f"{PREFIX}lm_head"
+DELTA = "token_adapter.trainable_tokens_delta"
+
+
+def table(num_rows: int) -> Tensor:
+    return Tensor("F32", (num_rows, HIDDEN))
+
+
+def rows_of(adapter: Adapter) -> dict[str, int]:
+    report = adapter.validate(tiny_geometry())
+    return {module.name: module.num_rows for module in report.modules if module.num_rows}
+
+
+@pytest.mark.parametrize("num_rows", [VOCAB + 3, VOCAB - 2])
+def test_both_tables_resized_alike_give_the_adapter_a_vocabulary_of_its_own(num_rows: int) -> None:
+    tables = {f"{EMBEDDING}.weight": table(num_rows), f"{HEAD}.weight": table(num_rows)}
+    found = rows_of(Adapter().with_tensors(tables))
+    assert found == {"model.embed_tokens": num_rows, "lm_head": num_rows}
+
+
+def test_tables_of_the_base_s_length_are_no_vocabulary_of_its_own() -> None:
+    tables = {f"{EMBEDDING}.weight": table(VOCAB), f"{HEAD}.weight": table(VOCAB)}
+    assert rows_of(Adapter().with_tensors(tables)) == {}
+
+
+def test_added_tokens_trained_as_single_rows_must_leave_no_gap() -> None:
+    def adapter(ids: list[int]) -> Adapter:
+        rows = Tensor("F32", (len(ids), HIDDEN))
+        tensors = {f"{EMBEDDING}.{DELTA}": rows, f"{HEAD}.{DELTA}": rows}
+        trained = {"embed_tokens": ids, "lm_head": ids}
+        return Adapter().with_config(trainable_token_indices=trained).with_tensors(tensors)
+
+    sizes = rows_of(adapter([VOCAB + 1, 3, VOCAB]))
+    assert sizes == {"model.embed_tokens": VOCAB + 2, "lm_head": VOCAB + 2}
+    with pytest.raises(InvalidAdapter, match="rows are missing"):
+        adapter([3, VOCAB + 1]).validate(tiny_geometry())
+
+
+def test_an_embedding_resized_without_its_head_is_refused() -> None:
+    adapter = Adapter().with_tensors({f"{EMBEDDING}.weight": table(VOCAB + 3)})
+    with pytest.raises(InvalidAdapter) as caught:
+        adapter.validate(tiny_geometry())
+    (violation,) = caught.value.violations
+    assert violation.field == f"adapter_model.safetensors:{EMBEDDING}.weight"
+    assert "save_embedding_layers" in violation.description
