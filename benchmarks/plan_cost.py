@@ -20,8 +20,9 @@ from services.worker.memory.kv_blocks import KvLayout
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
 from services.worker.request import AdapterSet, Request, SamplingParams
+from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import first_come
-from services.worker.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.worker.scheduling.scheduler import Scheduler
 
 NUM_RUNNING, NUM_ADAPTERS, NUM_PROMPT, MAX_TOKENS = 256, 100, 64, 512
 NUM_BLOCKS, TOKENS_PER_BLOCK, BLOCKS_PER_ADAPTER = 16_000, 16, 4

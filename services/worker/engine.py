@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loraplex.errors import LoraplexError
@@ -47,6 +48,7 @@ from services.worker.request import (
     StepPlan,
 )
 from services.worker.runner_protocol import ModelInfo, Runner
+from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
     Policy,
     ServiceCounters,
@@ -54,7 +56,7 @@ from services.worker.scheduling.policies import (
     fair,
     first_come,
 )
-from services.worker.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.worker.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Engine:
             max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
         )
         limits = SchedulerLimits(config.max_step_tokens, config.max_running, config.max_loras)
+        limits = replace(limits, rope_switch_len=self._info.rope_switch_len)
         layout = KvLayout(
             runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
         )

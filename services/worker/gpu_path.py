@@ -73,8 +73,9 @@ class GpuPath:
         self._graphs: DecodeGraphs | None = None
         if arena.data.is_cuda:
             warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
-        # Experts are chosen on the host, which a graph cannot hold.
-        if arena.data.is_cuda and model.config.moe is None:
+        # Experts are chosen on the host, and so is which rotation a request has: no graph holds it.
+        has_choices = model.config.moe is not None or model.config.rope_switch_len is not None
+        if arena.data.is_cuda and not has_choices:
             inputs = self.decode_inputs(kv)
             self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
             self._graphs.capture()

@@ -123,6 +123,8 @@ class Request:
     """Ends with the hidden state of its last prompt token instead of output."""
     constraint: Constraint | None = None
     """Set where the request has a grammar, before it is scheduled."""
+    is_long: bool = False
+    """Longer than the base's rotary embedding switches at: its KV is another from token 0 on."""
     is_held: bool = False
     """Left out of steps while its next tokens are not known to the constraint yet."""
 

@@ -341,4 +341,5 @@ def _model_info(
         device=device.type,
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, operators),
         geometry=geometry,
+        rope_switch_len=config.rope_switch_len,
     )

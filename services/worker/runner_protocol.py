@@ -31,6 +31,8 @@ class ModelInfo:
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry
     """What adapters are validated against."""
+    rope_switch_len: int | None = None
+    """Requests of more known tokens than this have another KV, from their first token on."""
 
 
 class Pending(Protocol[T_co]):

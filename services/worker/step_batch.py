@@ -43,11 +43,16 @@ class BatchMaker:
             token_ids += row.request.tokens(row.start, row.start + row.num_tokens)
             positions += range(row.start, row.start + row.num_tokens)
         position_ids = torch.tensor(positions, device=self.device)
+        is_long = None
+        if any(row.request.is_long for row in plan.rows):
+            flags = [flag for row in plan.rows for flag in [row.request.is_long] * row.num_tokens]
+            is_long = torch.tensor(flags, device=self.device)
         return ForwardBatch(
             input_ids=torch.tensor(token_ids, device=self.device),
             positions=position_ids,
             attention=self._attention(plan, position_ids),
             lora=self._lora(plan),
+            is_long=is_long,
         )
 
     def _lora(self, plan: StepPlan) -> LoraBatch:

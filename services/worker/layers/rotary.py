@@ -1,7 +1,7 @@
 """Rotary position embedding and its scaling methods.
 
-Sources: Su et al. 2021 (RoPE); Peng et al. 2023 (YaRN); frequencies and factors as Hugging Face
-transformers computes them, so that tokens match.
+Sources: Su et al. 2021 (RoPE); Peng et al. 2023 (YaRN); Ding et al. 2024 (LongRoPE);
+frequencies and factors as Hugging Face transformers computes them, so that tokens match.
 """
 
 from __future__ import annotations
@@ -29,10 +29,21 @@ class Rotary:
         self.dim = config.dim
         frequencies, self._factor = _frequencies(config)
         self._frequencies = frequencies.to(device)
+        self._long_frequencies = self._frequencies
+        if config.kind == "longrope":
+            self._long_frequencies = _longrope(config, "long_factor").to(device)
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Cosines and sines for int64 positions `[T]`."""
-        angles = positions[:, None].float() * self._frequencies
+    def cos_sin(
+        self, positions: Tensor, dtype: torch.dtype, is_long: Tensor | None = None
+    ) -> CosSin:
+        """Cosines and sines for int64 positions `[T]`.
+
+        `is_long`, bool `[T]`: of sequences longer than `RopeConfig.switch_len`; None = none is.
+        """
+        frequencies = self._frequencies
+        if is_long is not None:
+            frequencies = torch.where(is_long[:, None], self._long_frequencies, frequencies)
+        angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
@@ -62,8 +73,25 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(plain, params), 1.0
     if config.kind == "yarn":
         return _yarn(config, plain, params), _yarn_factor(params)
-    assert config.kind == "default", config.kind
+    if config.kind == "longrope":
+        return _longrope(config, "short_factor"), _longrope_factor(params)
+    assert config.kind in ("default", "dynamic"), config.kind
     return plain, 1.0
+
+
+def _longrope(config: RopeConfig, key: str) -> Tensor:
+    """Each frequency divided by a factor of its own."""
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
+    factors = torch.tensor(dict(config.params)[key], dtype=torch.float32)
+    frequencies: Tensor = 1.0 / (factors * config.theta**exponents)
+    return frequencies
+
+
+def _longrope_factor(params: Mapping[str, Any]) -> float:
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+    factor, context = params["factor"], params["original_max_position_embeddings"]
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
 
 
 def _llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:

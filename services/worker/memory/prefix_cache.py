@@ -206,5 +206,6 @@ class PrefixCache:
 
     def _root(self, request: Request) -> bytes:
         """The salt may be a user's: it divides a tenant's blocks, and never leads to another's."""
-        parts = (self._base_key, request.adapters.key(), request.tenant, request.cache_salt)
+        rope = "long" if request.is_long else ""
+        parts = (self._base_key, rope, request.adapters.key(), request.tenant, request.cache_salt)
         return hashlib.sha256(repr(parts).encode()).digest()

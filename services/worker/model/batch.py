@@ -20,3 +20,6 @@ class ForwardBatch:
     """int64 `[T]`, absolute."""
     attention: AttentionMetadata
     lora: LoraBatch
+    is_long: Tensor | None = None
+    """bool `[T]`: tokens of requests that are longer than the base's rotary embedding switches at;
+    None where none is."""

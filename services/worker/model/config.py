@@ -35,9 +35,16 @@ class RopeConfig:
     """Leading part of the head that rotates."""
     theta: float
     kind: str = "default"
-    """default, linear, llama3, yarn or longrope."""
+    """default, linear, dynamic, llama3, yarn or longrope."""
     params: tuple[tuple[str, Any], ...] = ()
     """Numbers of the scaling method, sorted by name."""
+
+    @property
+    def switch_len(self) -> int | None:
+        """Sequences of more tokens than this rotate otherwise, from their first token on."""
+        if self.kind != "longrope":
+            return None
+        return int(dict(self.params)["original_max_position_embeddings"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.windows)
+
+    @property
+    def rope_switch_len(self) -> int | None:
+        """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
+        return self.ropes[0].switch_len
 
     @property
     def q_size(self) -> int:

@@ -112,7 +112,8 @@ class Decoder:
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
-        angles = {r: r.cos_sin(batch.positions, x.dtype) for r in set(self._rotaries)}
+        rotaries = set(self._rotaries)
+        angles = {r: r.cos_sin(batch.positions, x.dtype, batch.is_long) for r in rotaries}
         update = None
         for layer, rotary in zip(self._layers, self._rotaries, strict=True):
             update = layer.forward(x, update, angles[rotary], batch)

@@ -18,7 +18,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     """Translate config.json."""
     defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096)
     config = read_plain(reader, "phi3", eos_token_ids, defaults)
-    reader.get("original_max_position_embeddings")  # only long rotary scaling uses it
+    reader.get("original_max_position_embeddings")  # read with longrope; nothing else uses it
     window = reader.get("sliding_window")
     return replace(config, windows=(window,) * config.num_layers)
 

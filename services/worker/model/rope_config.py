@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from services.worker.model.config import ConfigReader, RopeConfig
@@ -16,10 +17,16 @@ _REQUIRED = {
         "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    # Its factor only says what happens beyond max_position_embeddings, which is never served.
+    "dynamic": ("factor",),
 }
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
+    "dynamic": ("original_max_position_embeddings",),
 }
+_OLD_NAMES = {"su": "longrope"}
 _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -32,7 +39,25 @@ def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.
     partial = reader.number("partial_rotary_factor", 1.0)
     scaling = reader.get("rope_scaling", {})
     params = reader.get("rope_parameters", scaling)
+    if kind_of(params) == "longrope":
+        params = _longrope(reader, params)
     return rope_from_params(reader, params, head_dim, theta, partial)
+
+
+def kind_of(params: dict[str, Any]) -> str:
+    """The scaling method, by its newest name."""
+    kind = params.get("rope_type", params.get("type", "default"))
+    return _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else str(kind)
+
+
+def _longrope(reader: ConfigReader, params: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults that depend on the rest of the config."""
+    own = reader.get("original_max_position_embeddings")
+    original = params.get("original_max_position_embeddings") or own
+    found = {**params, "original_max_position_embeddings": original}
+    if type(original) is int and original > 0 and found.get("factor") is None:
+        found["factor"] = reader.integer("max_position_embeddings", original) / original
+    return found
 
 
 def rope_from_params(
@@ -43,7 +68,7 @@ def rope_from_params(
     partial: float = 1.0,
 ) -> RopeConfig:
     """One rotary embedding from its dictionary; `theta` and `partial` are its fallbacks."""
-    kind = params.get("rope_type", params.get("type", "default"))
+    kind = kind_of(params)
     if kind not in _REQUIRED:
         known = ", ".join(sorted(_REQUIRED))
         raise reader.refuse("rope_parameters.rope_type", kind, f"is not served; known: {known}")
@@ -55,9 +80,21 @@ def rope_from_params(
         if params.get(key) is None:
             raise reader.refuse(f"rope_parameters.{key}", None, f"is required by {kind}")
     kept = {k: v for k, v in params.items() if k not in _SPELLINGS and v is not None}
+    dim = int(head_dim * params.get("partial_rotary_factor", partial))
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            kept[key] = _factors(reader, key, kept[key], dim // 2)
     return RopeConfig(
-        dim=int(head_dim * params.get("partial_rotary_factor", partial)),
+        dim=dim,
         theta=float(params.get("rope_theta", theta)),
         kind=kind,
         params=tuple(sorted(kept.items())) if kind != "default" else (),
     )
+
+
+def _factors(reader: ConfigReader, key: str, value: Any, count: int) -> tuple[float, ...]:
+    is_list = isinstance(value, list) and len(value) == count
+    if not is_list or not all(type(v) in (int, float) and math.isfinite(v) and v for v in value):
+        description = f"must be a list of {count} numbers, one for each pair that rotates"
+        raise reader.refuse(f"rope_parameters.{key}", value, description)
+    return tuple(map(float, value))

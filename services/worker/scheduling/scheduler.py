@@ -8,7 +8,7 @@ prefixes, and as the last resort those of the request that arrived last, which i
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
@@ -31,6 +31,7 @@ from services.worker.scheduling.early_abort import (
     ServiceTimes,
     latest_start_s,
 )
+from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
     Policy,
     QueueView,
@@ -39,26 +40,10 @@ from services.worker.scheduling.policies import (
     first_come,
 )
 from services.worker.scheduling.queue import WaitingQueue
+from services.worker.scheduling.rope_switch import measure, outgrown
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device between two steps: bounds how long the second one waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds on one step."""
-
-    max_step_tokens: int
-    """Token budget: positions computed by one step."""
-    max_running: int
-    """Requests in the running batch."""
-    max_loras: int | None = None
-    """Distinct adapters in one step; None = no limit but memory."""
-    max_overtaking_s: float = 5.0
-    """A request that has waited this long is no longer overtaken by newer ones."""
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_running <= self.max_step_tokens, f"{self}"
 
 
 class Scheduler:
@@ -130,6 +115,7 @@ class Scheduler:
         """Queue a request, fresh or resumed."""
         assert request.request_id not in self._running, request.request_id
         self._counters.arrive(request)
+        measure(request, self._limits.rope_switch_len)
         self._waiting.push(request)
         if (error := self._too_large(request)) is not None:
             self._lost.append((request, error))
@@ -168,6 +154,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decide one step. Mutates requests' block tables; queues loads and evictions."""
+        for request in outgrown(self._running.values(), self._limits.rope_switch_len):
+            self._preempt(request, now)
         shares = self._share_budget()
         has_preempted = self._find_blocks(shares, now)
         rows = [self._row(r, shares[r.request_id]) for r in self._running.values()]
@@ -316,6 +304,7 @@ class Scheduler:
 
     def _start(self, request: Request, budget: int, now: float) -> PlannedRow | None:
         slots = self._cache.acquire(request.adapters.digests, now)
+        measure(request, self._limits.rope_switch_len)
         self._prefixes.share(request, self._prefixes.match(request))
         num_tokens = min(request.num_pending, budget)
         if not self._grow(request, request.num_computed + num_tokens, now):

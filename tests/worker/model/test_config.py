@@ -58,7 +58,17 @@ def test_what_is_unknown_or_odd_is_refused_by_name(tmp_path, key, value):
 @pytest.mark.parametrize(
     ("params", "key"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type"),
+        ({"rope_type": "ntk", "factor": 2.0}, "rope_type"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8}, "long_factor"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [1.0],
+                "original_max_position_embeddings": 8,
+            },
+            "short_factor",
+        ),
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
     ],

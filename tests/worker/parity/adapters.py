@@ -164,6 +164,8 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
     fields = FEATURES[feature]
     if feature == "added-token-rows" and base.model.config.tie_word_embeddings:
         fields = {**fields, "trainable_token_indices": [312, 7, 311]}
+    if feature == "expert-linears" and base.model.config.model_type != "mixtral":
+        fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
     if base.name.startswith("phi3"):
         fields = {key: _fused(value) for key, value in fields.items()}
     if (

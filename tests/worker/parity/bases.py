@@ -59,6 +59,20 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "phi3": ("Phi3Config", {}),
     "phi3-partial-rope": ("Phi3Config", _rope(partial_rotary_factor=0.5, rope_type="default")),
+    "phi3-longrope": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 48,
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "longrope",
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [1.5 + 0.7 * i for i in range(8)],
+                "original_max_position_embeddings": 48,
+            },
+        },
+    ),
+    "llama-dynamic-rope": ("LlamaConfig", _rope(rope_type="dynamic", factor=3.0)),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 21}),
     "qwen2-moe": (
         "Qwen2MoeConfig",

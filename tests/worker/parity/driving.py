@@ -77,6 +77,7 @@ class Driver:
 
     def _plan(self, job: Job, chunk: int) -> PlannedRow:
         request = job.request
+        self._switch_rope(request)
         num_tokens = min(chunk, request.num_pending)
         end = request.num_computed + num_tokens
         if not request.block_tables:
@@ -87,6 +88,13 @@ class Driver:
         return PlannedRow(
             request, request.num_computed, num_tokens, end == request.num_tokens, job.slots
         )
+
+    def _switch_rope(self, request: Request) -> None:
+        """As the scheduler does: a request that has grown long is computed anew."""
+        switch_len = self.runner.model_info().rope_switch_len
+        if switch_len is not None and request.num_tokens > switch_len and not request.is_long:
+            self._free += [block for table in request.block_tables for block in table]
+            request.block_tables, request.num_computed, request.is_long = [], 0, True
 
     def _release(self, request: Request, *, finished: bool) -> None:
         """Free blocks behind windows, or all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,19 +21,36 @@ class Reference:
     def __init__(self, base: TinyBase, adapters: Mapping[str, Path]) -> None:
         self._models: dict[str | None, torch.nn.Module] = {None: base.model}
         for name, folder in adapters.items():
-            model = peft.PeftModel.from_pretrained(resized(base, name), str(folder))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "Found missing adapter keys")
+                model = peft.PeftModel.from_pretrained(resized(base, name), str(folder))
             self._models[name] = model.eval()
 
     @torch.inference_mode()
-    def logits(self, adapter: str | None, token_ids: Sequence[int]) -> Tensor:
-        """`[tokens, V]` float32."""
-        return self._models[adapter](torch.tensor([token_ids])).logits[0]
+    def logits(
+        self, adapter: str | None, token_ids: Sequence[int], num_prompt: int | None = None
+    ) -> Tensor:
+        """`[tokens, V]` float32, as if the tokens after the prompt came one by one."""
+        return self._logits(self._models[adapter], token_ids, num_prompt)
 
     @torch.inference_mode()
-    def logits64(self, adapter: str | None, token_ids: Sequence[int]) -> Tensor:
-        """`[tokens, V]` float64."""
+    def logits64(
+        self, adapter: str | None, token_ids: Sequence[int], num_prompt: int | None = None
+    ) -> Tensor:
+        """The same in float64."""
         model = copy.deepcopy(self._models[adapter]).double()
-        return model(torch.tensor([token_ids])).logits[0]
+        return self._logits(model, token_ids, num_prompt)
+
+    def _logits(
+        self, model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None
+    ) -> Tensor:
+        whole = model(torch.tensor([token_ids])).logits[0]
+        switch_len = getattr(model.config, "original_max_position_embeddings", None)
+        is_switching = num_prompt is not None and switch_len and num_prompt <= switch_len
+        if not is_switching or len(token_ids) <= switch_len:
+            return whole
+        short = model(torch.tensor([token_ids[:switch_len]])).logits[0]
+        return torch.cat((short, whole[switch_len:]))
 
     def model(self, adapter: str | None) -> torch.nn.Module:
         """The base, or PEFT's model of an adapter."""

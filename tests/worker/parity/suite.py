@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.worker.runner import build_runner
@@ -72,13 +73,13 @@ def judge(stage: Stage, jobs: list[NamedJob]) -> Iterator[tuple[str | None, Verd
     for name, job in jobs:
         prompt, ours = job.request.prompt_ids, job.request.output_ids
         tokens = prompt + ours
-        logits = stage.reference.logits(name, tokens)
+        logits = stage.reference.logits(name, tokens, len(prompt))
         verdict = Verdict()
         verdict.judge(
             len(prompt),
             ours,
             logits,
-            lambda name=name, tokens=tokens: stage.reference.logits64(name, tokens),
+            partial(stage.reference.logits64, name, tokens, len(prompt)),
             job.request.request_id,
         )
         expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]

@@ -19,8 +19,9 @@ from services.worker.request import (
     StepPlan,
     batch_order,
 )
+from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import Policy, ServiceCounters, first_come
-from services.worker.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.worker.scheduling.scheduler import Scheduler
 
 STEP_S = 1.0
 SIZES = {f"sha256:{name}": size for name, size in zip("abcde", (1, 2, 3, 4, 6), strict=True)}
@@ -161,7 +162,7 @@ class Stage:
 
 def contents_of(request: Request) -> list[int]:
     """For each known position, a hash of what its KV depends on."""
-    chain = hash((request.adapters, request.tenant, request.cache_salt))
+    chain = hash((request.adapters, request.tenant, request.cache_salt, request.is_long))
     contents = []
     for token_id in request.prompt_ids + request.output_ids:
         chain = hash((chain, token_id))

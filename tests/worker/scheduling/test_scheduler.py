@@ -129,7 +129,7 @@ class FairMachine(SchedulerMachine):
 
     def make_stage(self) -> Stage:
         counters = ServiceCounters()
-        return Stage(48, (None, None), fair(counters), counters)
+        return Stage(48, (None, None), fair(counters), counters, rope_switch_len=14)
 
 
 for machine in (SchedulerMachine, ClusteredWindowsMachine, FairMachine):
@@ -137,6 +137,26 @@ for machine in (SchedulerMachine, ClusteredWindowsMachine, FairMachine):
 TestScheduler = SchedulerMachine.TestCase
 TestClusteredWindows = ClusteredWindowsMachine.TestCase
 TestFair = FairMachine.TestCase
+
+
+def test_a_request_that_outgrows_the_short_rotation_is_computed_anew_once() -> None:
+    stage = Stage(rope_switch_len=10)
+    request = make_request("grows", num_prompt=8, max_tokens=6)
+    stage.submit(request)
+    starts = []
+    while not stage.finished:
+        starts += [(row.start, row.num_tokens) for row in stage.step().rows]
+    assert starts == [(0, 8), (8, 1), (9, 1), (0, 11), (11, 1), (12, 1)]
+
+
+def test_long_and_short_requests_share_no_prefix() -> None:
+    stage = Stage(rope_switch_len=10)
+    for name, num_prompt in (("short", 9), ("long", 12), ("long again", 12)):
+        request = make_request(name, num_prompt=num_prompt, max_tokens=1)
+        stage.submit(request)
+        while name not in stage.finished:
+            stage.step()
+        assert request.num_cached == (8 if name == "long again" else 0)
 
 
 def test_prompts_and_decodes_of_any_adapter_share_a_step() -> None:

@@ -1,0 +1,24 @@
+"""Bounds on steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds on one step."""
+
+    max_step_tokens: int
+    """Token budget: positions computed by one step."""
+    max_running: int
+    """Requests in the running batch."""
+    max_loras: int | None = None
+    """Distinct adapters in one step; None = no limit but memory."""
+    max_overtaking_s: float = 5.0
+    """A request that has waited this long is no longer overtaken by newer ones."""
+    rope_switch_len: int | None = None
+    """A request of more known tokens is computed anew; see `ModelInfo`."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_running <= self.max_step_tokens, f"{self}"
