@@ -46,6 +46,7 @@ class BenchRunner:
         self.device = self.runner.arena.data.device
         self.itemsize = 4 if self.runner.model_info().dtype == "float32" else 2
         self._slots: list[int] = []
+        self._first_cache_block = 0
         self._free: Iterator[int] = iter(())
         self.clear()
 
@@ -53,7 +54,12 @@ class BenchRunner:
         """Unload all adapters; all blocks are free again."""
         for slot in self._slots:
             self.runner.unload_adapter(slot)
-        self._slots, self._free = [], iter(range(self.runner.arena_blocks))
+        self._slots, self._first_cache_block = [], 0
+        self.clear_caches()
+
+    def clear_caches(self) -> None:
+        """Blocks after those of the adapters are free again."""
+        self._free = iter(range(self._first_cache_block, self.runner.arena_blocks))
 
     def blocks(self, count: int) -> list[int]:
         """The next free blocks, ascending. Raises DoesNotFit."""
@@ -79,6 +85,7 @@ class BenchRunner:
                 copied = replace(source, blocks=tuple(blocks))
             self.runner.enter_adapter(slot, copied)
             self._slots.append(slot)
+            self._first_cache_block = blocks[-1] + 1
 
     def _folder(self, rank: int, targets: tuple[str, ...]) -> Path:
         folder = self._root / f"r{rank}-{len(targets)}"

@@ -184,9 +184,10 @@ def main() -> None:
             row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
             print(row, flush=True)
             rows.append(row)
+            results = {"copy_bytes_per_s": bandwidth, "rows": rows}
+            path = common.write_results("gpu_lora_ops", device, results, args.out)
     common.print_table([{k: v for k, v in row.items() if k != "plan"} for row in rows])
-    results = {"copy_bytes_per_s": bandwidth, "rows": rows}
-    print(f"wrote {common.write_results('gpu_lora_ops', device, results, args.out)}")
+    print(f"wrote {path}")
 
 
 def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
