@@ -84,7 +84,7 @@ class OurEngine:
             digest = digest_of(adapter)
             begin_s = time.perf_counter()
             self._engine.step([Fetched(digest, str(folder), 64), Want(digest, True)])
-            while self._engine.may_advance:
+            while not self._engine.cache.ready([digest]):
                 self._engine.step([])
             seconds.append(time.perf_counter() - begin_s)
             self._engine.step([Unpin(digest)])

@@ -238,7 +238,8 @@ DTYPE: Knob[str] = Knob(
     choice("auto", "float32", "bfloat16", "float16"),
     "auto",
     "up worker",
-    "Arithmetic of the base; auto = float32 on CPU, the model's own on CUDA.",
+    "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
+    "else float32.",
 )
 CPU_ISA: Knob[str] = Knob(
     "LORAPLEX_CPU_ISA",
@@ -275,6 +276,13 @@ POLICY: Knob[str] = Knob(
     "fcfs",
     "worker",
     "Order of waiting requests.",
+)
+FIRST_TOKEN_S: Knob[float] = Knob(
+    "LORAPLEX_FIRST_TOKEN_S",
+    parse_seconds,
+    0.0,
+    "worker",
+    "Requests whose first token would take longer are given up at once; 0 = only deadlines count.",
 )
 PREFIX_CACHE: Knob[bool] = Knob(
     "LORAPLEX_PREFIX_CACHE",

@@ -8,6 +8,7 @@ import os
 import torch
 
 from loraplex.errors import InvalidRequest
+from services.worker.native.isa import AMX, TORCH, has_amx
 
 _DTYPES = {
     "float32": torch.float32,
@@ -28,10 +29,10 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` = bfloat16 on CUDA, float32 on the CPU."""
+def resolve_dtype(name: str, device: torch.device, half_wins: bool = False) -> torch.dtype:
+    """`auto` = bfloat16 on CUDA, and on a CPU where `half_wins` (see below); else float32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or half_wins else torch.float32
     if name not in _DTYPES:
         known = ", ".join(("auto", *_DTYPES))
         raise InvalidRequest.field("dtype", name, f"must be one of {known}")
@@ -52,6 +53,21 @@ WEIGHT_BYTES_PER_THREAD = 32 * 1024 * 1024
 def choose_threads(weight_bytes: int, num_cores: int) -> int:
     """Threads of one operation: one for each 32 MiB of weights, at most one for each core."""
     return max(1, min(num_cores, weight_bytes // WEIGHT_BYTES_PER_THREAD))
+
+
+def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
+    """Whether whole steps on this CPU are faster in bfloat16, for this base, than in float32.
+
+    They are on AMX tiles. Elsewhere float32 arithmetic on half-precision weights reads the same
+    bytes. Below one thread's worth of weights a step is mostly overhead and float32 costs nothing.
+
+    Args:
+        weight_bytes: of the base's files.
+        is_half: the base is published in half precision; float32 bases are not rounded unasked.
+        cpu_isa: the setting; kernels for other instruction sets compute in float32.
+    """
+    may_use_tiles = has_amx() and cpu_isa in ("auto", AMX, TORCH)
+    return is_half and may_use_tiles and weight_bytes >= WEIGHT_BYTES_PER_THREAD
 
 
 def set_threads(weight_bytes: int) -> None:

@@ -31,11 +31,12 @@ from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.families import read_model_config
-from services.worker.model.load import Checkpoint, DummyWeights, Weights
+from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from services.worker.native.library import ACTIVATION_DTYPES, load_native
 from services.worker.numerics import (
     dtype_name,
     fingerprint,
+    half_wins,
     resolve_device,
     resolve_dtype,
     set_threads,
@@ -86,6 +87,10 @@ class TorchRunner:
     def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Future[CopiedImage]:
         """Fill `blocks` from the image in a folder."""
         return self._adapters.copy(path, blocks)
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        self._adapters.await_copies(timeout_s)
 
     @torch.inference_mode()
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -241,7 +246,7 @@ def build_runner(
         LoraplexError: naming the file, field or setting that is wrong.
     """
     torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device)
+    torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     family, config = read_model_config(model_dir)
     weights = _weights(load_format, model_dir, torch_dtype, torch_device)
     operators = _operators(torch_device, torch_dtype, cpu_isa)
@@ -272,6 +277,14 @@ def build_runner(
         kv, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
     )
     return TorchRunner(model, arena, kv, loader, layout, info, batches)
+
+
+def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
+    """See `numerics.half_wins`; a folder without readable weights is refused later, by name."""
+    try:
+        return load_format == "auto" and half_wins(*published(folder), cpu_isa)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
+        return False
 
 
 def _dtype_key(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ shape or left over is refused by name.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -94,6 +95,18 @@ class Checkpoint:
             name = min(self._left)
             description = f"is unknown to this model family ({len(self._left)} such tensors)"
             raise InvalidRequest.field(name, "left over", description)
+
+
+def published(folder: Path) -> tuple[int, bool]:
+    """Bytes of a base's weights, and whether matrices are in half precision; reads headers only."""
+    num_bytes, dtypes = 0, set()
+    for path in _weight_files(folder):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        num_bytes += path.stat().st_size
+        tensors = (entry for name, entry in header.items() if name != "__metadata__")
+        dtypes |= {entry["dtype"] for entry in tensors if len(entry["shape"]) > 1}
+    return num_bytes, dtypes <= {"BF16", "F16"}
 
 
 def _weight_files(folder: Path) -> list[Path]:

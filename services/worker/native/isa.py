@@ -56,9 +56,10 @@ def host_isas() -> tuple[str, ...]:
 def may_use_tiles() -> bool:
     """Ask the system for AMX's tile registers, for all threads of this process."""
     try:
-        return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA) == 0
+        answer: int = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA)
     except (OSError, AttributeError):
         return False
+    return answer == 0
 
 
 def has_amx() -> bool:
