@@ -151,7 +151,7 @@ async def _validate(args: argparse.Namespace) -> None:
     from loraplex.publishing import read_adapter
 
     folder = read_adapter(Path(args.dir))
-    geometry = _geometry(args.base)
+    geometry = geometry_of(args.base)
     report = validate(
         folder.config_bytes,
         folder.header_prefix,
@@ -193,7 +193,8 @@ async def _validate(args: argparse.Namespace) -> None:
     )
 
 
-def _geometry(base: str) -> Geometry | None:
+def geometry_of(base: str) -> Geometry | None:
+    """Of a base on this machine, given as a folder or a hub id; None for ""."""
     import os
 
     from loraplex.adapter_format import geometry_from_folder

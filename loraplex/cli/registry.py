@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from loraplex.cli import access, admin, catalog, completion, provenance, publish, sharing, tags
+from loraplex.cli import (
+    access,
+    admin,
+    catalog,
+    completion,
+    provenance,
+    publish,
+    rewriting,
+    sharing,
+    tags,
+)
 from loraplex.cli.parsing import Parser
 from loraplex.cli.running import main_of
 
@@ -26,7 +36,7 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (publish, catalog, tags, sharing, provenance, admin, access):
+    for group in (publish, rewriting, catalog, tags, sharing, provenance, admin, access):
         group.add(commands)
     completion.add(commands, "registry", make_parser)
     return parser

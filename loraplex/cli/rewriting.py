@@ -1,0 +1,171 @@
+"""`registry merge` and `registry convert`: adapters from adapters, offline."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import print_json
+from loraplex.cli.parsing import Run, add_command, add_json, count
+
+if TYPE_CHECKING:
+    from loraplex.adapter_format import Geometry, Report
+
+METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    _add_merge(commands)
+    _add_convert(commands)
+
+
+def _add_merge(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "merge",
+        _needing_numpy(_merge),
+        "Merge adapter folders of one base into a new one, offline.",
+        "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties",
+    )
+    parser.add_argument(
+        "adapters", nargs="+", type=_weighted, metavar="DIR[=WEIGHT]", help="weight 1 if not given"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new or empty")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="linear",
+        help="as PEFT's add_weighted_adapter; cat is the exact sum, of all ranks together",
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.5, help="share of values that ties and dare keep (0.5)"
+    )
+    parser.add_argument(
+        "--majority-sign",
+        choices=("total", "frequency"),
+        default="total",
+        help="how ties elects a sign (total)",
+    )
+    parser.add_argument("--seed", type=count, default=0, help="of what dare drops (0)")
+    _add_common(parser)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "convert",
+        _needing_numpy(_convert),
+        "Convert an adapter folder to or from another form, offline.",
+        "registry convert ./support ./support-trtllm --to trtllm",
+    )
+    parser.add_argument(
+        "dir", type=Path, metavar="DIR", help="a PEFT folder, or a TensorRT-LLM one"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
+    parser.add_argument(
+        "--to",
+        choices=("trtllm", "peft"),
+        required=True,
+        help="trtllm: LoraWeights and LoraConfig as .npy; peft: from those, or with --initial",
+    )
+    parser.add_argument(
+        "--initial",
+        type=Path,
+        metavar="DIR",
+        help="the adapter before training, to make a plain LoRA of a PiSSA, OLoRA or CorDA one",
+    )
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check shapes against")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as the first adapter")
+    add_json(parser)
+
+
+def _weighted(text: str) -> tuple[Path, float]:
+    """`DIR` or `DIR=WEIGHT`."""
+    folder, equals, weight = text.rpartition("=")
+    if not equals or Path(text).is_dir():
+        return Path(text), 1.0
+    try:
+        return Path(folder), float(weight)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected DIR=WEIGHT, got {text!r}") from None
+
+
+def _needing_numpy(run: Run) -> Run:
+    async def checked(args: argparse.Namespace) -> None:
+        from importlib.util import find_spec
+
+        from loraplex.errors import Unsupported
+
+        if find_spec("numpy") is None:
+            message = "this needs the 'numpy' package: pip install 'loraplex[convert]'"
+            raise Unsupported(message)
+        await run(args)
+
+    return checked
+
+
+async def _merge(args: argparse.Namespace) -> None:
+    from loraplex.rewriting.merging import Recipe, merge
+
+    recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
+    dtype = DTYPES[args.dtype] if args.dtype else ""
+    report = merge(args.adapters, args.out, recipe, _geometry(args.base), dtype)
+    _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
+
+
+async def _convert(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+    from loraplex.rewriting.merging import without_initial
+    from loraplex.rewriting.tensors import open_adapter
+    from loraplex.rewriting.trtllm import DTYPES as NPY_DTYPES
+    from loraplex.rewriting.trtllm import from_trtllm, is_trtllm, to_trtllm
+
+    geometry = _geometry(args.base)
+    dtype = DTYPES[args.dtype] if args.dtype else ""
+    if args.to == "trtllm":
+        if dtype not in ("", *NPY_DTYPES):
+            raise InvalidRequest.field("--dtype", args.dtype, "must be float16 or float32 in .npy")
+        opened = open_adapter(args.dir, geometry)
+        num_rows = to_trtllm(opened, args.out, dtype or "F16")
+        _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
+        return
+    if args.initial is not None:
+        report = without_initial(args.dir, args.initial, args.out, geometry, dtype)
+    elif not is_trtllm(args.dir):
+        description = "holds no model.lora_weights.npy and model.lora_config.npy"
+        raise InvalidRequest.field("DIR", str(args.dir), description)
+    elif geometry is None:
+        description = "is needed: the files do not say how wide the base's modules are"
+        raise InvalidRequest.field("--base", "", description)
+    else:
+        base_id = "" if Path(args.base).is_dir() else args.base
+        report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16")
+    _print(args, report, f"wrote a PEFT adapter of rank {report.max_rank} into {args.out}")
+
+
+def _geometry(base: str) -> Geometry | None:
+    from loraplex.cli.publish import geometry_of
+
+    return geometry_of(base)
+
+
+def _print(args: argparse.Namespace, report: Report, text: str) -> None:
+    if not args.json:
+        print(text)
+        return
+    print_json(
+        {
+            "name": args.out.resolve().name,
+            "version": None,
+            "digest": None,
+            "max_rank": report.max_rank,
+            "num_modules": report.num_modules,
+        }
+    )

@@ -1,0 +1,1 @@
+"""Making adapters from adapters, offline: merging, and other systems' formats. Needs numpy."""

@@ -1,0 +1,262 @@
+"""Several adapters of one base as one, by the methods of PEFT's `add_weighted_adapter`.
+
+With weight w and scale s of an adapter, A is multiplied by sign(w s) sqrt|w s| and B by sqrt|w s|,
+then the As are combined and the Bs are; `cat` instead stacks them, so that the result is the exact
+sum of the products, of the sum of their ranks. Sources: peft 0.21 `tuners/lora/model.py`,
+`utils/merge_utils.py`; TIES (arXiv 2306.01708); DARE (arXiv 2311.03099).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loraplex.adapter_format import Geometry, Report
+from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
+from loraplex.adapter_format.tensor_names import PREFIX
+from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
+from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
+
+METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
+MAJORITY = ("total", "frequency")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to combine."""
+
+    method: str = "linear"
+    density: float = 0.5
+    """Share of the values that `ties` and `dare_*` keep."""
+    majority: str = "total"
+    """How `*ties` elect a sign: by the sum of the values, or by the number of them."""
+    seed: int = 0
+    """Of the values that `dare_*` drop."""
+
+    def check(self) -> None:
+        """Raises InvalidRequest."""
+        if not 0 < self.density <= 1:
+            raise InvalidRequest.field("--density", self.density, "must be above 0, and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One adapter's matrices of one module."""
+
+    a: Array
+    b: Array
+    factor: float
+    """Weight times scale."""
+    source: int
+    """Index of the adapter."""
+
+
+def merge(
+    folders: Sequence[tuple[Path, float]],
+    out: Path,
+    recipe: Recipe,
+    geometry: Geometry | None = None,
+    dtype: str = "",
+) -> Report:
+    """Merge adapters into a new folder.
+
+    Args:
+        folders: (folder, weight).
+        geometry: the base that all are for; None: they must name the same one.
+        dtype: F16, BF16 or F32; "" = that of the first adapter.
+
+    Raises:
+        InvalidRequest: `recipe` cannot be.
+        InvalidAdapter: an adapter is none, is for another base, or has parts or ranks that cannot
+            be merged.
+    """
+    recipe.check()
+    adapters = [open_adapter(folder, geometry) for folder, _ in folders]
+    if geometry is None:
+        _check_one_base(folders, adapters)
+    return combine(adapters, [weight for _, weight in folders], out, recipe, geometry, dtype)
+
+
+def without_initial(
+    folder: Path, initial: Path, out: Path, geometry: Geometry | None = None, dtype: str = ""
+) -> Report:
+    """A plain LoRA of an adapter whose initialisation moved a part of the base into it.
+
+    PiSSA, OLoRA, CorDA and the like change the base to W - s B0 A0 before training. Against the
+    base as it was the adapter is s (B A - B0 A0): one LoRA of twice the rank.
+
+    Args:
+        initial: the same adapter as it was saved before training.
+    """
+    adapters = [open_adapter(path, geometry, init_lora_weights=True) for path in (folder, initial)]
+    return combine(adapters, [1.0, -1.0], out, Recipe("cat"), geometry, dtype)
+
+
+def combine(
+    adapters: Sequence[Opened],
+    weights: Sequence[float],
+    out: Path,
+    recipe: Recipe,
+    geometry: Geometry | None = None,
+    dtype: str = "",
+) -> Report:
+    """`merge` for adapters that are open."""
+    modules = [{m.name: m for m in adapter.report.modules} for adapter in adapters]
+    tensors: dict[str, Array] = {}
+    ranks: dict[str, int] = {}
+    stored = ""
+    for name in sorted({name for own in modules for name in own}):
+        sides = []
+        for index, (adapter, own) in enumerate(zip(adapters, modules, strict=True)):
+            if name in own:
+                a, b = _pair(own[name])
+                stored = stored or a.dtype
+                factor = weights[index] * own[name].scale
+                sides.append(_Side(adapter.tensor(a), adapter.tensor(b), factor, index))
+                a_name, b_name = a.name, b.name
+        merged_a, merged_b = _combined(name, sides, recipe, alone=len(adapters) == 1)
+        tensors[a_name], tensors[b_name] = merged_a, merged_b
+        ranks[name] = merged_a.shape[0]
+    config = {**adapters[0].config, **_targets(adapters, ranks), **scaled_by_one(ranks)}
+    return write_adapter(out, config, tensors, dtype or stored, geometry)
+
+
+def scaled_by_one(ranks: Mapping[str, int]) -> dict[str, object]:
+    """Config fields that give every module its rank and the scale 1."""
+    r = max(ranks.values())
+    others = {name: rank for name, rank in ranks.items() if rank != r}
+    return {
+        "r": r,
+        "lora_alpha": r,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "use_rslora": False,
+        "init_lora_weights": True,
+    }
+
+
+def tensor_name(module: str, part: str) -> str:
+    """What PEFT calls the matrix "A" or "B" of a linear."""
+    return f"{PREFIX}{module}.lora_{part}.weight"
+
+
+def _pair(module: AdapterModule) -> tuple[TensorInfo, TensorInfo]:
+    """A and B of a module that has nothing else."""
+    for part in ("magnitude", "lora_bias", "token_delta", "full", "base_copy", "bias"):
+        info = getattr(module, part)
+        if info is not None:
+            description = "cannot be merged: only LoRA matrices can, so leave this adapter out"
+            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{info.name}", part, description)])
+    a, b = module.a or module.embedding_a, module.b or module.embedding_b
+    assert a is not None and b is not None, "validated as a pair"
+    return a, b
+
+
+def _combined(
+    name: str, sides: Sequence[_Side], recipe: Recipe, *, alone: bool
+) -> tuple[Array, Array]:
+    if recipe.method == "cat":
+        return (
+            np.concatenate([side.a * np.float32(side.factor) for side in sides], axis=0),
+            np.concatenate([side.b for side in sides], axis=1),
+        )
+    if len({side.a.shape[0] for side in sides}) > 1:
+        ranks = [side.a.shape[0] for side in sides]
+        description = f"has other ranks in other adapters, which {recipe.method} cannot merge"
+        field = f"{TENSOR_FILE}:{name}"
+        raise InvalidAdapter.of([Violation.of(field, ranks, f"{description}; use --method cat")])
+    roots = [math.sqrt(abs(side.factor)) for side in sides]
+    signed = [math.copysign(r, side.factor) for r, side in zip(roots, sides, strict=True)]
+    method = "linear" if alone else recipe.method
+    combine_all = _combiner(method, recipe)
+    keep_a = [_kept(recipe, side, f"{name}.A", side.a) for side in sides]
+    keep_b = [_kept(recipe, side, f"{name}.B", side.b) for side in sides]
+    return (
+        combine_all([side.a for side in sides], signed, keep_a),
+        combine_all([side.b for side in sides], roots, keep_b),
+    )
+
+
+Keep = Callable[[], Array]
+"""Draws which values of one tensor stay: 1.0 or 0.0 each."""
+
+
+def _combiner(
+    method: str, recipe: Recipe
+) -> Callable[[Sequence[Array], Sequence[float], Sequence[Keep]], Array]:
+    def run(tensors: Sequence[Array], weights: Sequence[float], keeps: Sequence[Keep]) -> Array:
+        tasks = list(tensors)
+        if recipe.density < 1 and method == "ties":
+            tasks = [_largest(task, recipe.density) for task in tasks]
+        elif recipe.density < 1 and method.startswith("dare"):
+            density = np.float32(recipe.density)
+            tasks = [task * keep() / density for task, keep in zip(tasks, keeps, strict=True)]
+        stack = np.stack(tasks)
+        factors = np.asarray(weights, np.float32).reshape(-1, *[1] * tasks[0].ndim)
+        if not method.endswith("ties"):
+            total: Array = (stack * factors).sum(axis=0, dtype=np.float32)
+            return total
+        return _disjoint(stack, factors, recipe.majority)
+
+    return run
+
+
+def _disjoint(stack: Array, factors: Array, majority: str) -> Array:
+    """TIES: of each value the mean over the adapters that agree with the elected sign."""
+    votes = stack if majority == "total" else np.sign(stack)
+    elected = np.where(votes.sum(axis=0) >= 0, 1, -1)
+    agree = np.sign(stack) == elected
+    total = (stack * factors * agree).sum(axis=0, dtype=np.float32)
+    mean: Array = total / np.maximum(agree.sum(axis=0), 1).astype(np.float32)
+    return mean
+
+
+def _largest(tensor: Array, density: float) -> Array:
+    """The tensor with all but its largest values (by magnitude) zero."""
+    flat = tensor.reshape(-1)
+    count = int(density * flat.size)
+    kept = np.zeros_like(flat)
+    if count:
+        top = np.argpartition(-np.abs(flat), count - 1)[:count]
+        kept[top] = flat[top]
+    return kept.reshape(tensor.shape)
+
+
+def _kept(recipe: Recipe, side: _Side, name: str, tensor: Array) -> Keep:
+    """Depends on the seed, the adapter's place and the tensor only, not on what came before."""
+
+    def draw() -> Array:
+        key = hashlib.sha256(f"{recipe.seed}/{side.source}/{name}".encode()).digest()
+        random = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+        return (random.random(tensor.shape) < recipe.density).astype(np.float32)
+
+    return draw
+
+
+def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, object]:
+    """Fields that select the modules: those of the adapters where they agree, else names."""
+    fields = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    first = adapters[0].report.config
+    if all(
+        getattr(adapter.report.config, field) == getattr(first, field)
+        for adapter in adapters
+        for field in fields
+    ):
+        return {}
+    return {**dict.fromkeys(fields), "target_modules": sorted(ranks)}
+
+
+def _check_one_base(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
+    first = adapters[0].report.config.base_model_name_or_path
+    for (folder, _), adapter in zip(folders, adapters, strict=True):
+        named = adapter.report.config.base_model_name_or_path
+        if named != first:
+            description = f"is not {first!r} as in {folders[0][0]}; give --base if it is the same"
+            field = f"{folder}/adapter_config.json:base_model_name_or_path"
+            raise InvalidAdapter.of([Violation.of(field, named, description)])

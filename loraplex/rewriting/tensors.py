@@ -1,0 +1,152 @@
+"""Adapter tensors as float32 arrays, and whole PEFT folders written from arrays."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.adapter_format import (
+    CONFIG_FILE,
+    TENSOR_FILE,
+    AdapterFolder,
+    Geometry,
+    Report,
+    parse_header,
+    validate,
+)
+from loraplex.adapter_format.folder import read_folder
+from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.tensor_scan import scan_file
+from loraplex.errors import AlreadyExists
+from loraplex.publishing import read_adapter
+
+Array = npt.NDArray[np.float32]
+
+_STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_MAX_RANK = 1 << 20
+"""Merging may pass through ranks that nobody serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An adapter that passed validation, ready to read tensors of."""
+
+    content: AdapterFolder
+    report: Report
+    config: Mapping[str, object]
+    """Its adapter_config.json."""
+
+    def tensor(self, info: TensorInfo) -> Array:
+        """A tensor as float32, whatever it is stored as."""
+        raw = np.fromfile(
+            self.content.tensor_path,
+            dtype=_STORED[info.dtype],
+            count=math.prod(info.shape),
+            offset=info.begin,
+        )
+        if info.dtype == "BF16":
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float32).reshape(info.shape)
+
+
+def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
+    """Read and validate a folder, with `changes` to its config made first.
+
+    Raises:
+        InvalidAdapter: it is not one, or not for the base of `geometry`.
+    """
+    content = read_adapter(folder)
+    raw = content.config_bytes
+    if changes:
+        raw = json.dumps({**json.loads(raw), **changes}).encode()
+    size = content.tensor_file_size
+    report = validate(raw, content.header_prefix, size, content.files, geometry, _MAX_RANK)
+    scan_file(content.tensor_path, parse_header(content.header_prefix, size))
+    return Opened(content, report, json.loads(raw))
+
+
+def write_adapter(
+    out: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Array],
+    dtype: str,
+    geometry: Geometry | None = None,
+) -> Report:
+    """Write a PEFT folder, complete and valid or not at all.
+
+    Args:
+        out: new, or an empty folder.
+        dtype: F16, BF16 or F32.
+
+    Raises:
+        AlreadyExists: `out` holds something.
+        InvalidAdapter: what came out is none: a value overflowed `dtype`, say.
+    """
+    with new_folder(out) as partial:
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (partial / TENSOR_FILE).write_bytes(_safetensors(tensors, dtype))
+        made = read_folder(partial)
+        size = made.tensor_file_size
+        report = validate(
+            made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK
+        )
+        scan_file(made.tensor_path, parse_header(made.header_prefix, size))
+    return report
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` at the end, or nothing where that fails.
+
+    Raises:
+        AlreadyExists: `out` holds something.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise AlreadyExists(f"{out} is not empty; name a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _safetensors(tensors: Mapping[str, Array], dtype: str) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    parts = []
+    begin = 0
+    for name, array in sorted(tensors.items()):
+        data = stored_bytes(array, dtype)
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [begin, begin + len(data)],
+        }
+        parts.append(data)
+        begin += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def stored_bytes(array: Array, dtype: str) -> bytes:
+    """An array as it lies in a file; BF16 is rounded to the nearest, ties to even."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, dtype=_STORED[dtype]).tobytes()
+    bits = np.ascontiguousarray(array, dtype="<f4").view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

@@ -1,0 +1,55 @@
+"""`registry merge` and `registry convert` by their names, flags and exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "demo"
+BASE = str(DEMO / "base")
+MASK, UPPER = str(DEMO / "adapters" / "mask"), str(DEMO / "adapters" / "upper")
+
+
+def test_a_merge_is_an_adapter_of_the_base(offline: Any, tmp_path: Path) -> None:
+    out = str(tmp_path / "both")
+    merged = offline.json(
+        *("merge", f"{MASK}=0.5", f"{UPPER}=-0.5", "--out", out),
+        *("--method", "cat", "--base", BASE),
+    )
+    assert (merged["name"], merged["max_rank"]) == ("both", 12)
+    assert offline.json("validate", out, "--base", BASE)["max_rank"] == 12
+    assert offline.error("merge", MASK, UPPER, "--out", out, "--method", "cat")[0] == 4
+
+
+def test_convert_goes_to_tensorrt_llm_and_back(offline: Any, tmp_path: Path) -> None:
+    there, back = str(tmp_path / "trt"), str(tmp_path / "back")
+    assert offline.json("convert", UPPER, there, "--to", "trtllm")["num_modules"] == 8
+    assert offline.error("convert", there, back, "--to", "peft")[1]["violations"][0] == {
+        "field": "--base",
+        "value": "",
+        "description": "is needed: the files do not say how wide the base's modules are",
+    }
+    offline.json("convert", there, back, "--to", "peft", "--base", BASE)
+    assert offline.json("validate", back, "--base", BASE)["max_rank"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("merge", "/no/such", "--out", "{tmp}/o"), 2),
+        (("merge", f"{MASK}=much", "--out", "{tmp}/o"), 2),
+        (("merge", MASK, UPPER, "--out", "{tmp}/o", "--method", "ties"), 3),
+        (("merge", MASK, "--out", "{tmp}/o", "--density", "0"), 2),
+        (("convert", MASK, "{tmp}/o", "--to", "peft"), 2),
+        (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "bfloat16"), 2),
+        (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
+    ],
+)
+def test_what_cannot_be_made_leaves_nothing(
+    offline: Any, tmp_path: Path, words: tuple[str, ...], code: int
+) -> None:
+    argv = [word.replace("{tmp}", str(tmp_path)) for word in words]
+    assert offline.error(*argv)[0] == code
+    assert list(tmp_path.iterdir()) == []

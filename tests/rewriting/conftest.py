@@ -1,0 +1,8 @@
+"""Left out where torch, transformers or PEFT are not installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+_NEEDED = ("torch", "transformers", "peft")
+collect_ignore_glob = [] if all(find_spec(name) for name in _NEEDED) else ["test_against_peft.py"]
