@@ -76,7 +76,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             "content-type", media_type, "JSON bodies need content-type: application/json"
         )
     try:
-        body = json.loads(await _read_capped(request))
+        body = json.loads(await read_capped(request))
     except (ValueError, RecursionError):
         raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from None
     if not isinstance(body, dict):
@@ -94,7 +94,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-async def _read_capped(request: Request) -> bytes:
+async def read_capped(request: Request) -> bytes:
+    """The body. Raises: InvalidRequest when it is too large."""
     too_large = InvalidRequest(
         f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
     )
