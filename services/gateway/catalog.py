@@ -63,6 +63,17 @@ class TagState:
         return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All of an adapter that a tenant may run."""
+
+    tenant: str
+    name: str
+    versions: tuple[Version, ...]
+    """Newest first."""
+    tags: tuple[TagState, ...]
+
+
 @dataclass(slots=True)
 class _Entry:
     """Everything under one name."""
@@ -113,6 +124,16 @@ class Catalog:
             version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
             if version is not None and version.visible_to(tenant):
                 yield version
+
+    def listings(self, tenant: str) -> Iterator[Listing]:
+        """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
+        for (owner, name), entry in sorted(self._entries.items()):
+            alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(tenant))
+            versions = sorted(alive, key=lambda version: -version.number)
+            if versions:
+                tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
+                kept = tuple(tag for tag in tags if tag.sides)
+                yield Listing(owner, name, tuple(versions), kept)
 
     def labels(self) -> dict[str, str]:
         """tenant/name:vN of every digest that is not deleted."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.types import ASGIApp
+
 from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
 from services.common import grpc_server
 from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
@@ -11,6 +13,7 @@ from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
 from services.gateway import admin, server
 from services.gateway.config import GatewayConfig
+from services.gateway.console.door import ConsoleDoor
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate
 from services.gateway.generation import Generation
@@ -52,7 +55,7 @@ class Gateway:
             metadata=metadata,
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
-        self._gate = Gate(config.admission, self._fleet.room_ahead)
+        self._gate = Gate(config.admission, self._fleet.ready)
         self._reservoir = _reservoir(config)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._generation = Generation(
@@ -68,10 +71,7 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc_server.RunningServer | None = None
         self._metrics: MetricsServer | None = None
-        door = OpenAIDoor(self._generation, self._resolver, self._surroundings())
-        self._http = HttpServer(
-            door.app(self._host_rule()), config.http_listen, setting=HTTP_LISTEN.name
-        )
+        self._http = HttpServer(self._http_app(), config.http_listen, setting=HTTP_LISTEN.name)
 
     @property
     def http_port(self) -> int:
@@ -143,6 +143,14 @@ class Gateway:
             auth=self._keys,
             setting=GATEWAY_LISTEN.name,
         )
+
+    def _http_app(self) -> ASGIApp:
+        around = self._surroundings()
+        console = ConsoleDoor(
+            around.caller, self._resolver, self._fleet, self._gate, self.readiness
+        )
+        door = OpenAIDoor(self._generation, self._resolver, around)
+        return door.app(self._host_rule(), console.routes())
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(

@@ -86,7 +86,12 @@ class KeyRing:
             return _Known(self._now(), before.answer)
 
 
+def is_admin(caller: Caller) -> bool:
+    """True for those who may look at what all tenants share."""
+    return bool(caller.scopes & {"admin", "root"})
+
+
 def require_admin(caller: Caller) -> None:
     """Raises: PermissionDenied."""
-    if not caller.scopes & {"admin", "root"}:
+    if not is_admin(caller):
         raise PermissionDenied("this needs a key with the scope 'admin'")

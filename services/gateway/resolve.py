@@ -46,6 +46,10 @@ class Resolver:
         version = await self._version(call.model, call, "model")
         return Target(version.base_id, (_running(version, 1.0),))
 
+    def bases(self) -> Mapping[str, BaseModel]:
+        """Served bases by id."""
+        return self._bases()
+
     def models(self, tenant: str) -> Iterator[BaseModel | Version]:
         """Bases first, then own adapters by name, then those of others."""
         bases = self._bases()

@@ -32,6 +32,7 @@ from services.gateway.openai.completions import CompletionPrinter
 from services.gateway.openai.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
 from services.gateway.openai.errors import error_body, error_headers, with_names
 from services.gateway.openai.guard import Guard, HostRule, read_json
+from services.gateway.openai.idempotency import Idempotency
 from services.gateway.openai.models import list_models, show_model
 from services.gateway.openai.printing import Collected, Head, Printer
 from services.gateway.openai.sse import EventStream, until_gone
@@ -72,8 +73,8 @@ class OpenAIDoor:
         self._resolver = resolver
         self._around = around
 
-    def app(self, hosts: HostRule | None) -> ASGIApp:
-        """The app with its guard."""
+    def app(self, hosts: HostRule | None, others: Sequence[Route] = ()) -> ASGIApp:
+        """The app with its guard; `others` are routes of other rooms."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -82,6 +83,7 @@ class OpenAIDoor:
             Route("/v1/models/{ref:path}", self.model, methods=["GET"]),
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
+            *others,
         ]
         if self._around.shows_metrics:
             routes.append(Route("/metrics", self.metrics, methods=["GET"]))
@@ -91,7 +93,10 @@ class OpenAIDoor:
             ClientDisconnect: _on_disconnect,
             Exception: _on_crash,
         }
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
+        app = Idempotency(
+            Starlette(routes=routes, exception_handlers=handlers), self._around.caller
+        )
+        return Guard(app, hosts)
 
     async def completions(self, request: Request) -> Any:
         """POST /v1/completions."""
