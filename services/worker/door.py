@@ -16,7 +16,8 @@ import msgspec
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.worker import metrics
-from services.worker.adapters.disk import DiskCache
+from services.worker.adapters.disk import DiskAdapter, DiskCache
+from services.worker.adapters.packers import Packers
 from services.worker.adapters.residency import Tier
 from services.worker.adapters.source import AdapterSource, check_digest
 from services.worker.base_files import TokenizerBundle
@@ -135,8 +136,7 @@ class Door:
             self.status.on_disk(adapter)
             if pin:
                 self._pins.add(digest)
-            fetched = Fetched(digest, str(adapter.path), adapter.max_rank)
-            self._link.send(fetched, Want(digest, pin))
+            self._link.send(_fetched(adapter), Want(digest, pin))
             return await self.status.arrival(digest)
         except LoraplexError:
             self._pins.discard(digest)
@@ -173,7 +173,7 @@ class Door:
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
         """An engine stands: requests are welcome."""
         self._engine = ready
-        self._source.geometry = ready.info.geometry
+        self._source.pack_with(Packers(ready.info.geometry, ready.layout))
         self.status.new_epoch(epoch, self._disk.adapters())
         self._tell_ready()
         for digest in self._pins:
@@ -298,8 +298,8 @@ class Door:
     def _bring(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if need be."""
         adapter = self._disk.get(digest)
-        if adapter is not None:
-            self._link.send(Fetched(digest, str(adapter.path), adapter.max_rank))
+        if adapter is not None and adapter.num_blocks:
+            self._link.send(_fetched(adapter))
         else:
             self._spawn(self._fetch(digest))
 
@@ -314,7 +314,7 @@ class Door:
         if self._disk.get(digest) is not None:
             self.status.on_disk(adapter)
             if self._link.is_up:
-                self._link.send(Fetched(digest, str(adapter.path), adapter.max_rank))
+                self._link.send(_fetched(adapter))
 
     async def _pin_again(self, digest: str) -> None:
         try:
@@ -345,3 +345,7 @@ class Door:
         self.status.is_ready = self._engine is not None and not self.status.is_draining
         self.status.touch()
         self._on_ready(self.status.is_ready)
+
+
+def _fetched(adapter: DiskAdapter) -> Fetched:
+    return Fetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)

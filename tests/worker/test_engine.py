@@ -344,8 +344,7 @@ def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
     probe = make_runner(files)
     needed = probe.adapter_blocks(files / A) + probe.adapter_blocks(files / B)
     stage = Stage(make_runner(files, arena_bytes=(2 * needed - 1) * probe.block_bytes), files)
-    stage.step(*stage.fetched(A, B), Want(A, pin=True))
-    output = stage.step(Want(B, pin=True))
+    output = stage.step(*stage.fetched(A, B), Want(A, pin=True), Want(B, pin=True))
     [entry] = [r for r in output.residency if r.digest == B]
     assert entry.error is not None and entry.error.reason == "PIN_LIMIT"
 

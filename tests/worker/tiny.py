@@ -12,7 +12,9 @@ from loraplex.adapter_format.geometry import Geometry, geometry_from_folder
 from loraplex.adapter_format.manifest import core_manifest, digest_of
 from loraplex.adapter_format.validate import validate
 from services.common.objects.store import ObjectStore
+from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.source import blob_key
+from services.worker.model.sites import LINEAR, SiteTableBuilder
 from tests.adapter_format.builders import good_config, with_header
 
 HIDDEN, KV, INTERMEDIATE, VOCAB, NUM_LAYERS = 32, 16, 48, 96, 2
@@ -103,6 +105,22 @@ def write_adapter(
 def base_geometry(folder: Path) -> Geometry:
     """What adapters of the base are validated against."""
     return geometry_from_folder(folder)
+
+
+def layout(max_rank: int = 64, block_bytes: int = 1024) -> AdapterLayout:
+    """What adapters of the base are packed for, in float32."""
+    sites = SiteTableBuilder()
+    for layer in range(NUM_LAYERS):
+        stacked = (
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            ["self_attn.o_proj"],
+            ["mlp.gate_proj", "mlp.up_proj"],
+            ["mlp.down_proj"],
+        )
+        for names in stacked:
+            modules = [(f"model.layers.{layer}.{name}", LINEARS[name][0]) for name in names]
+            sites.add(layer, LINEAR, LINEARS[names[0]][1], modules)
+    return AdapterLayout(block_bytes, "F32", False, max_rank, "tiny", sites.build())
 
 
 async def publish(store: ObjectStore, geometry: Geometry, folder: Path) -> str:

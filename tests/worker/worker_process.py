@@ -82,8 +82,9 @@ class WorkerProcess:
     def engine(self) -> psutil.Process:
         """The engine process."""
         assert self.process is not None
-        [child] = psutil.Process(self.process.pid).children()
-        return child
+        children = psutil.Process(self.process.pid).children()
+        [engine] = [c for c in children if "services.worker.engine_loop" in c.cmdline()]
+        return engine
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[worker_pb2_grpc.WorkerServiceStub]:

@@ -89,6 +89,12 @@ class Arrivals:
         pending.add_done_callback(lambda _: self.wake())
         self._copying.append((load, pending))
 
+    def may_end_within(self, seconds: float) -> bool:
+        """Whether the copies under way, if there are any, take no longer, as measured lately."""
+        return (
+            bool(self._copying) and len(self._copying) * self._times.copies.quantile(0.5) <= seconds
+        )
+
     def collect(self, now: float) -> Failures:
         """Take in what has come since the last call: packed ones may load, copied ones serve."""
         return self._packed(now) + self._copied(now)

@@ -62,6 +62,8 @@ class AdapterCache:
         self._copy_s_per_block = DEFAULT_COPY_S_PER_BLOCK
         self._actions: list[Load | Evict] = []
         self._changed: dict[str, None] = {}
+        self.num_changes = 0
+        """Rises with everything that may let a waiting request start."""
         self.failures = Backoff()
 
     @property
@@ -108,7 +110,7 @@ class AdapterCache:
         adapter = self._adapters.get(digest)
         if adapter is None:
             self._adapters[digest] = CachedAdapter(digest, path, num_blocks, max_rank)
-            self._changed[digest] = None
+            self._note(digest)
         else:
             adapter.path, adapter.on_disk = path, True
 
@@ -153,7 +155,7 @@ class AdapterCache:
         adapter.unload = False
         adapter.last_used_s = now
         self._in_use.add(adapter.digest)
-        self._changed[adapter.digest] = None
+        self._note(adapter.digest)
         return adapter.slot
 
     def release(self, digests: Iterable[str], now: float) -> None:
@@ -166,7 +168,7 @@ class AdapterCache:
             if not adapter.num_running:
                 self._in_use.discard(digest)
             self._enter_idle(adapter)
-            self._changed[digest] = None
+            self._note(digest)
 
     def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
         """Start loading those of `digests` that are on disk only, reclaiming idle blocks but for
@@ -188,7 +190,7 @@ class AdapterCache:
         adapter.last_used_s = now
         self._resident_blocks += adapter.num_blocks
         self._actions.append(Load(adapter.slot, digest, adapter.path, tuple(adapter.blocks)))
-        self._changed[digest] = None
+        self._note(digest)
         return True
 
     def load_wanted(self, protected: Collection[str], now: float) -> None:
@@ -197,10 +199,15 @@ class AdapterCache:
             if digest in self._adapters and self._load(digest, {*protected, digest}, now):
                 del self._wanted[digest]
 
+    @property
+    def has_wanted(self) -> bool:
+        """True while something asked for in advance is not loaded."""
+        return bool(self._wanted)
+
     def want(self, digest: str) -> None:
         """Load this adapter as soon as it is on disk and there is room."""
         self._wanted[digest] = None
-        self._changed[digest] = None
+        self._note(digest)
 
     def unwant(self, digest: str) -> None:
         """Take back `want`."""
@@ -216,7 +223,7 @@ class AdapterCache:
         self.failures.clear(digest)
         adapter.tier = Tier.DEVICE
         self._enter_idle(adapter)
-        self._changed[digest] = None
+        self._note(digest)
 
     def failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """The copy of a `Load` failed: `failures` holds `error` until a pause is over."""
@@ -244,7 +251,7 @@ class AdapterCache:
         adapter.pinned = True
         adapter.last_used_s = now
         self._pinned_blocks = wanted_blocks
-        self._changed[digest] = None
+        self._note(digest)
         self.want(digest)
 
     def unpin(self, digest: str) -> None:
@@ -256,7 +263,7 @@ class AdapterCache:
         self._pinned_blocks -= adapter.num_blocks
         self._enter_idle(adapter)
         self.unwant(digest)
-        self._changed[digest] = None
+        self._note(digest)
 
     def unload(self, digest: str) -> None:
         """Free an adapter now if it is idle, else when its last request ends."""
@@ -316,6 +323,10 @@ class AdapterCache:
             assert len(adapter.blocks) == expected, f"{adapter.digest} {adapter.tier.name}"
             assert not (adapter.num_running and adapter.tier != Tier.DEVICE), adapter.digest
 
+    def _note(self, digest: str) -> None:
+        self._changed[digest] = None
+        self.num_changes += 1
+
     def _unprotected(self, protected: Collection[str]) -> Iterable[CachedAdapter]:
         return (a for digest, a in self._idle.items() if digest not in protected)
 
@@ -339,7 +350,7 @@ class AdapterCache:
         self._resident_blocks -= adapter.num_blocks
         adapter.tier, adapter.slot, adapter.blocks = Tier.DISK, -1, []
         adapter.unload = False
-        self._changed[adapter.digest] = None
+        self._note(adapter.digest)
         if not adapter.on_disk:
             self._forget(adapter)
 
@@ -347,7 +358,7 @@ class AdapterCache:
         self.unpin(adapter.digest)
         self.unwant(adapter.digest)
         del self._adapters[adapter.digest]
-        self._changed[adapter.digest] = None
+        self._note(adapter.digest)
 
     def _leave_idle(self, adapter: CachedAdapter) -> None:
         if self._idle.pop(adapter.digest, None) is not None:

@@ -1,6 +1,7 @@
 """The disk cache of verified adapters: one folder per digest, bounded in bytes.
 
-    <root>/adapters/<hex>/      manifest.json, adapter_config.json, adapter_model.safetensors
+    <root>/adapters/<hex>/      manifest.json, adapter_config.json, adapter_model.safetensors and
+                                image-<layout>, the bytes that the engine copies
     <root>/incoming/<random>/   a fetch under way; swept at start
     <root>/lock                 held while a worker uses the folder
     <root>/quarantine/<hex>/    bytes that did not match their digest, the last few, for diagnosis
@@ -10,18 +11,20 @@ A folder appears under `adapters/` by rename, complete and verified, or not at a
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.manifest import Manifest, digest_of, parse_manifest
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
+from services.worker.adapters.pack_messages import DAMAGED_IMAGE
 
 MANIFEST_FILE = "manifest.json"
 MAX_QUARANTINED = 8
@@ -29,12 +32,17 @@ MAX_QUARANTINED = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskAdapter:
-    """A verified adapter on this machine."""
+    """An adapter on this machine."""
 
     digest: str
     path: Path
     max_rank: int
+    sha256: str
+    """Of its tensor file."""
     num_bytes: int
+    """Of all its files."""
+    num_blocks: int = 0
+    """Of its image, which has been verified in this run; 0 = it has not, or there is none yet."""
 
 
 class DiskCache:
@@ -88,10 +96,12 @@ class DiskCache:
         """True while anybody needs the adapter."""
         return digest in self._leases
 
-    def begin(self) -> Path:
+    def begin(self, adapter_manifest: bytes, manifest: Manifest) -> Path:
         """A fresh private folder to fetch into; end it with `commit` or `discard`."""
         folder = self._incoming_dir / secrets.token_hex(8)
         folder.mkdir()
+        (folder / MANIFEST_FILE).write_bytes(adapter_manifest)
+        (folder / CONFIG_FILE).write_bytes(manifest.config_bytes)
         return folder
 
     def discard(self, folder: Path) -> None:
@@ -100,30 +110,58 @@ class DiskCache:
 
     def quarantine(self, folder: Path, digest: str) -> None:
         """Set damaged bytes aside, dropping the oldest beyond a few."""
-        target = self._quarantine_dir / _hex(digest)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(folder, target)
+        self._set_aside(folder, _hex(digest))
+
+    def _set_aside(self, path: Path, name: str) -> None:
+        target = self._quarantine_dir / name
+        _delete(target)
+        os.replace(path, target)
         by_age = sorted(self._quarantine_dir.iterdir(), key=lambda path: path.stat().st_mtime)
         for old in by_age[:-MAX_QUARANTINED]:
-            shutil.rmtree(old, ignore_errors=True)
+            _delete(old)
 
-    def commit(self, folder: Path, adapter_manifest: bytes, manifest: Manifest) -> DiskAdapter:
+    def commit(self, folder: Path, digest: str, manifest: Manifest, num_blocks: int) -> DiskAdapter:
         """Take a verified folder in, then delete what no longer fits."""
-        digest = digest_of(adapter_manifest)
-        (folder / MANIFEST_FILE).write_bytes(adapter_manifest)
-        (folder / CONFIG_FILE).write_bytes(manifest.config_bytes)
         path = self._adapters_dir / _hex(digest)
         os.replace(folder, path)
-        adapter = DiskAdapter(digest, path, manifest.max_rank, _size(manifest))
+        [file] = manifest.files
+        adapter = DiskAdapter(digest, path, manifest.max_rank, file.sha256, _size(path), num_blocks)
         self._enter(adapter)
         self._shrink()
         return adapter
 
+    def prepared(self, digest: str, num_blocks: int) -> DiskAdapter | None:
+        """Note that the image is good, and how large the folder is now. None = it has left."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return None
+        if (damaged := adapter.path / DAMAGED_IMAGE).exists():
+            self._set_aside(damaged, f"{_hex(digest)}-image")
+        num_bytes = _size(adapter.path)
+        self._num_bytes += num_bytes - adapter.num_bytes
+        adapter = replace(adapter, num_bytes=num_bytes, num_blocks=num_blocks)
+        self._adapters[digest] = adapter
+        self._shrink()
+        return adapter
+
+    def drop_damaged(self, digest: str) -> None:
+        """Set an adapter's folder aside: it is to be fetched again."""
+        adapter = self._adapters.pop(digest, None)
+        if adapter is not None:
+            self._num_bytes -= adapter.num_bytes
+            self.quarantine(adapter.path, digest)
+
+    def forget_blocks(self) -> None:
+        """Images are wanted for another layout from now on."""
+        for digest, adapter in self._adapters.items():
+            self._adapters[digest] = replace(adapter, num_blocks=0)
+
     def check_room(self, digest: str, manifest: Manifest) -> None:
         """Raises ResourceExhausted when an adapter is larger than the whole cache."""
-        if _size(manifest) > self._max_bytes:
+        num_bytes = sum(file.size for file in manifest.files)
+        if num_bytes > self._max_bytes:
             raise ResourceExhausted(
-                f"adapter {digest} has {_size(manifest)} bytes, the disk cache holds "
+                f"adapter {digest} has {num_bytes} bytes, the disk cache holds "
                 f"{self._max_bytes}: raise LORAPLEX_CACHE_BYTES",
                 reason="ADAPTER_TOO_LARGE",
             )
@@ -179,8 +217,19 @@ def _hex(digest: str) -> str:
     return digest.removeprefix("sha256:")
 
 
-def _size(manifest: Manifest) -> int:
-    return sum(file.size for file in manifest.files)
+def _size(folder: Path) -> int:
+    num_bytes = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the engine may be renaming its image
+            num_bytes += file.stat().st_size
+    return num_bytes
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _read_folder(path: Path) -> DiskAdapter | None:
@@ -195,6 +244,7 @@ def _read_folder(path: Path) -> DiskAdapter | None:
         for file in manifest.files:
             if (path / file.path).stat().st_size != file.size:
                 raise DataLoss(f"{path.name}: {file.path} is cut short")
+        sha256 = manifest.files[0].sha256
+        return DiskAdapter(digest_of(raw), path, manifest.max_rank, sha256, _size(path))
     except (OSError, LoraplexError):
         return None
-    return DiskAdapter(digest_of(raw), path, manifest.max_rank, _size(manifest))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class AdapterLoader:
             ThreadPoolExecutor(1, "pack adapters"),
         )
         self._copying, self._packing = copying, packing
+        self._last_copy: Future[CopiedImage] | None = None
         self._packed: dict[Path, PackedAdapter] = {}
 
     def pack(self, folder: Path) -> Future[int]:
@@ -67,7 +68,13 @@ class AdapterLoader:
 
     def copy(self, folder: Path, blocks: Sequence[int]) -> Future[CopiedImage]:
         """Fill `blocks` from the image in `folder`."""
-        return self._copying.submit(self._copy, folder, blocks)
+        self._last_copy = self._copying.submit(self._copy, folder, blocks)
+        return self._last_copy
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        if self._last_copy is not None:
+            wait([self._last_copy], timeout_s)  # one thread: the others ended before it
 
     def enter(self, slot: int, copied: CopiedImage) -> None:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from services.worker.adapters.tiles import Matrix
-from services.worker.kernels.lora.tables import Slice
+from services.worker.kernels.lora.slices import Slice
 from services.worker.model.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
 
 FLOAT32_BYTES = 4

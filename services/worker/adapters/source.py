@@ -2,7 +2,9 @@
 
 Every byte is checked against the digest before it counts: the manifest against the digest itself,
 each file against the manifest. Then the adapter is validated against this worker's base, as the
-registry did against the base it knew. Hashing, writing and validating run in threads.
+registry did against the base it knew, and packed into the image that the engine copies. Hashing and
+writing run in threads, the rest in processes of their own (`packers.py`). What an earlier run left
+on disk is verified and, where need be, packed when it is first asked for.
 """
 
 from __future__ import annotations
@@ -14,18 +16,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from loraplex.adapter_format.files import File
-from loraplex.adapter_format.folder import read_header_prefix
-from loraplex.adapter_format.geometry import Geometry
-from loraplex.adapter_format.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    digest_of,
-    parse_manifest,
-)
+from loraplex.adapter_format.manifest import MAX_MANIFEST_BYTES, digest_of, parse_manifest
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
-from loraplex.adapter_format.validate import validate
 from loraplex.errors import AdapterNotFound, DataLoss, InvalidRequest, LoraplexError, Unavailable
 from services.common.objects.store import ObjectMissing, ObjectStore, read_chunks
 from services.worker.adapters.backoff import Backoff
@@ -38,6 +33,21 @@ MAX_FETCHES = 8
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
+class Preparing(Protocol):
+    """Makes sure of adapters' images; `packers.Packers`."""
+
+    fingerprint: str
+    """Of the layout that is packed for."""
+
+    async def prepare(self, folder: Path, sha256: str) -> int:
+        """The blocks of the folder's verified image; 0 = the engine has to make it."""
+        ...
+
+    async def close(self) -> None:
+        """Prepare nothing more."""
+        ...
+
+
 class AdapterSource:
     """Fetches adapters by digest into the disk cache, each at most once at a time."""
 
@@ -45,21 +55,28 @@ class AdapterSource:
         self,
         store: ObjectStore,
         disk: DiskCache,
-        max_rank: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._disk = disk
-        self.geometry: Geometry | None = None
-        """The base to validate against, once the engine has told."""
-        self._max_rank = max_rank
+        self._packers: Preparing | None = None
         self._clock = clock
         self._backoff = Backoff()
         self._flights: dict[str, asyncio.Task[DiskAdapter]] = {}
         self._limit = asyncio.Semaphore(MAX_FETCHES)
+        self._closing: list[asyncio.Task[None]] = []
+
+    def pack_with(self, packers: Preparing) -> None:
+        """Who checks and packs, once the engine has told for what base."""
+        old, self._packers = self._packers, packers
+        if old is not None:
+            self._closing.append(asyncio.create_task(old.close()))
+            if old.fingerprint != packers.fingerprint:
+                self._disk.forget_blocks()
 
     async def ensure(self, digest: str) -> DiskAdapter:
-        """The adapter on disk, fetched if need be. Concurrent callers share one fetch.
+        """The adapter on disk with its image, fetched and packed if need be. Concurrent callers
+        share one fetch.
 
         Raises:
             AdapterNotFound: no manifest has this digest.
@@ -67,7 +84,7 @@ class AdapterSource:
             InvalidAdapter: not for this base, or over the rank limit.
             Unavailable: the object store cannot be reached.
         """
-        if (adapter := self._disk.get(digest)) is not None:
+        if (adapter := self._disk.get(digest)) is not None and adapter.num_blocks:
             return adapter
         if (error := self._backoff.blocked(digest, self._clock())) is not None:
             raise error
@@ -82,7 +99,9 @@ class AdapterSource:
         flights = list(self._flights.values())
         for flight in flights:
             flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        await asyncio.gather(*flights, *self._closing, return_exceptions=True)
+        if self._packers is not None:
+            await self._packers.close()
         await self._store.close()
 
     def _landed(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
@@ -95,7 +114,7 @@ class AdapterSource:
         begin_s = self._clock()
         try:
             async with self._limit:
-                adapter = await self._fetch(digest)
+                adapter = await self._on_disk(digest) or await self._fetch(digest)
         except Exception as failure:
             error = _typed(failure, digest)
             self._backoff.record(digest, error, self._clock())
@@ -103,8 +122,21 @@ class AdapterSource:
             raise error from failure
         self._backoff.clear(digest)
         elapsed_s = round(self._clock() - begin_s, 3)
-        logger.info("fetched", extra={"digest": digest, "elapsed_s": elapsed_s})
+        logger.info("prepared", extra={"digest": digest, "elapsed_s": elapsed_s})
         return adapter
+
+    async def _on_disk(self, digest: str) -> DiskAdapter | None:
+        """What an earlier run left, verified; set aside where it is damaged."""
+        adapter = self._disk.get(digest)
+        if adapter is None:
+            return None
+        try:
+            num_blocks = await self._prepare(adapter.path, adapter.sha256)
+        except DataLoss as error:
+            logger.warning("damaged", extra={"digest": digest, "reason": error.message})
+            self._disk.drop_damaged(digest)
+            return None
+        return self._disk.prepared(digest, num_blocks)
 
     async def _fetch(self, digest: str) -> DiskAdapter:
         raw = await self._manifest(digest)
@@ -112,17 +144,21 @@ class AdapterSource:
         if [file.path for file in manifest.files] != [TENSOR_FILE]:
             raise DataLoss(f"the manifest of {digest} lists files this build does not know")
         self._disk.check_room(digest, manifest)
-        folder = self._disk.begin()
+        folder = self._disk.begin(raw, manifest)
         try:
-            for file in manifest.files:
-                await self._file(file, folder)
-            await asyncio.to_thread(self._validate, folder, manifest)
-            return self._disk.commit(folder, raw, manifest)
+            [file] = manifest.files
+            await self._file(file, folder)
+            num_blocks = await self._prepare(folder, file.sha256)
+            return self._disk.commit(folder, digest, manifest, num_blocks)
         except DataLoss:
             self._disk.quarantine(folder, digest)
             raise
         finally:
             self._disk.discard(folder)
+
+    async def _prepare(self, folder: Path, sha256: str) -> int:
+        assert self._packers is not None, "asked for an adapter before there was an engine"
+        return await self._packers.prepare(folder, sha256)
 
     async def _manifest(self, digest: str) -> bytes:
         check_digest(digest)
@@ -150,17 +186,6 @@ class AdapterSource:
                 raise DataLoss(f"the object store lost blob {file.sha256}") from None
         if hasher.hexdigest() != file.sha256:
             raise DataLoss(f"stored bytes of blob {file.sha256} do not match it")
-
-    def _validate(self, folder: Path, manifest: Manifest) -> None:
-        path = folder / TENSOR_FILE
-        validate(
-            manifest.config_bytes,
-            read_header_prefix(path),
-            path.stat().st_size,
-            (),
-            self.geometry,
-            self._max_rank,
-        )
 
 
 def check_digest(digest: str) -> None:

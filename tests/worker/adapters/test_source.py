@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,29 @@ from loraplex.errors import (
     Unavailable,
 )
 from services.common.objects.file import FileStore
+from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.disk import DiskCache
+from services.worker.adapters.image import ImageFile, image_path, images_in
+from services.worker.adapters.layout import AdapterLayout
+from services.worker.adapters.pack_process import prepare
+from services.worker.adapters.packers import Packers
+from services.worker.adapters.packing import Packer
 from services.worker.adapters.source import AdapterSource, blob_key
 from tests.worker import tiny
+
+
+class Here:
+    """Prepares adapters in this process."""
+
+    def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
+        reader = ModuleReader(geometry, layout.sites, layout.max_rank)
+        self.packer = Packer(reader, layout)
+        self.fingerprint = layout.fingerprint
+
+    async def prepare(self, folder: Path, sha256: str) -> int:
+        return prepare(folder, sha256, self.packer)
+
+    async def close(self) -> None: ...
 
 
 class Stage:
@@ -32,12 +55,13 @@ class Stage:
         self.gone: list[str] = []
         self.disk = DiskCache(root / "cache", max_bytes, self.gone.append)
         self.now = 0.0
-        self.source = AdapterSource(self.store, self.disk, max_rank, lambda: self.now)
+        self.source = AdapterSource(self.store, self.disk, lambda: self.now)
         base = root / "base"
         self.geometry: Geometry = tiny.base_geometry(
             base if base.exists() else tiny.write_base(base)
         )
-        self.source.geometry = self.geometry
+        self.layout = tiny.layout(max_rank)
+        self.source.pack_with(Here(self.geometry, self.layout))
 
     async def publish(self, name: str, rank: int = 4) -> str:
         folder = tiny.write_adapter(self.root / name, seed=len(name), rank=rank)
@@ -107,6 +131,88 @@ async def test_a_folder_cut_short_is_dropped_at_the_restart_and_fetched_again(
     assert again.disk.adapters() == []
     await again.source.ensure(digest)
     assert tensors.read_bytes() == whole
+
+
+async def test_a_fetched_adapter_comes_with_its_image(stage: Stage) -> None:
+    adapter = await stage.source.ensure(await stage.publish("one"))
+    with ImageFile(image_path(adapter.path, stage.layout.fingerprint)) as image:
+        image.check(stage.layout.fingerprint)
+        assert image.index.num_blocks == adapter.num_blocks > 0
+    assert adapter.num_bytes == sum(file.stat().st_size for file in adapter.path.iterdir())
+
+
+async def test_an_image_is_packed_once_and_verified_after_a_restart(stage: Stage) -> None:
+    first = await stage.source.ensure(digest := await stage.publish("one"))
+    image = image_path(first.path, stage.layout.fingerprint)
+    made_ns = image.stat().st_mtime_ns
+    again = stage.restarted()
+    assert again.disk.adapters()[0].num_blocks == 0, "not verified yet"
+    assert (await again.source.ensure(digest)) == first
+    assert image.stat().st_mtime_ns == made_ns
+
+
+@pytest.mark.parametrize("place", [3, 30, 200, -1])
+async def test_a_damaged_image_is_set_aside_and_packed_again(stage: Stage, place: int) -> None:
+    first = await stage.source.ensure(digest := await stage.publish("one"))
+    image = image_path(first.path, stage.layout.fingerprint)
+    good = bytearray(image.read_bytes())
+    damaged = bytearray(good)
+    damaged[place] ^= 1
+    image.write_bytes(damaged)
+    again = stage.restarted()
+    assert (await again.source.ensure(digest)) == first
+    assert image.read_bytes() == good
+    [kept] = (stage.root / "cache/quarantine").iterdir()
+    assert kept.read_bytes() == damaged
+
+
+async def test_another_layout_packs_anew_and_leaves_no_old_image(stage: Stage) -> None:
+    first = await stage.source.ensure(digest := await stage.publish("one"))
+    other = replace(stage.layout, block_bytes=2 * stage.layout.block_bytes)
+    stage.source.pack_with(Here(stage.geometry, other))
+    second = await stage.source.ensure(digest)
+    assert second.num_blocks < first.num_blocks
+    assert images_in(first.path) == [image_path(first.path, other.fingerprint)]
+    await stage.source.close()
+
+
+async def test_a_file_damaged_on_disk_is_set_aside_and_fetched_again(stage: Stage) -> None:
+    first = await stage.source.ensure(digest := await stage.publish("one"))
+    tensors = first.path / "adapter_model.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    image_path(first.path, stage.layout.fingerprint).unlink()
+    again = stage.restarted()
+    assert (await again.source.ensure(digest)) == first
+    assert tensors.read_bytes() == whole
+    assert (stage.root / "cache/quarantine" / first.path.name).is_dir()
+
+
+async def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
+    folder = tiny.write_adapter(stage.root / "nan", seed=1)
+    tensors = folder / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-4] + struct.pack("<f", math.nan))
+    digest = await tiny.publish(stage.store, stage.geometry, folder)
+    with pytest.raises(InvalidAdapter, match="NaN"):
+        await stage.source.ensure(digest)
+    assert stage.disk.adapters() == []
+
+
+async def test_processes_prepare_survive_a_kill_and_answer_the_right_caller(stage: Stage) -> None:
+    stage.source.pack_with(packers := Packers(stage.geometry, stage.layout))
+    digests = [await stage.publish(name) for name in ("one", "three", "seventh")]
+    impatient = asyncio.create_task(stage.source.ensure(digests[0]))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    adapters = await asyncio.gather(*(stage.source.ensure(digest) for digest in digests))
+    assert [adapter.digest for adapter in adapters] == digests
+    for process in packers._processes:
+        process.kill()
+        await process.wait()
+    last = await stage.source.ensure(await stage.publish("eleven..."))
+    assert last.num_blocks == adapters[0].num_blocks
+    await stage.source.close()
+    assert all(process.returncode is not None for process in packers._processes)
 
 
 async def test_unknown_digests_are_not_found_and_misspelt_ones_refused(stage: Stage) -> None:

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # plans are made of slices where no torch is
-    from torch import Tensor
+from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One module's update: rank rows of the stacked A, and the outputs they reach.
-
-    A site's slices stack the ranks of q, k, v (or gate, up), which may differ or be absent.
-    """
-
-    rank_begin: int
-    rank_len: int
-    out_begin: int
-    out_len: int
-    scale: float
+from services.worker.kernels.lora.slices import Slice as Slice
 
 
 @dataclass(frozen=True, slots=True)

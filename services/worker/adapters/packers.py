@@ -1,0 +1,100 @@
+"""The door's pool of packing processes; started when they are first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from loraplex.adapter_format.geometry import Geometry
+from loraplex.errors import Unavailable
+from services.worker.adapters.layout import AdapterLayout
+from services.worker.adapters.pack_messages import Job, Prepared, Setup
+
+MAX_PROCESSES = 4
+"""At most; two cores for each leave the engine its own."""
+TIMEOUT_S = 120.0
+"""For one adapter: the largest on a busy machine."""
+MAX_LINE_BYTES = 1 << 20
+
+
+class Packers:
+    """Prepares adapters for one layout, several at a time."""
+
+    def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
+        self.fingerprint = layout.fingerprint
+        self._setup = msgspec.json.encode(Setup(geometry, layout)) + b"\n"
+        count = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) // 2))
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
+        for _ in range(count):
+            self._idle.put_nowait(None)
+        self._processes: set[asyncio.subprocess.Process] = set()
+
+    async def prepare(self, folder: Path, sha256: str) -> int:
+        """The blocks of the folder's verified image; 0 = the engine has to make it.
+
+        Raises:
+            DataLoss: the files are damaged.
+            InvalidAdapter: not for this base, or over the rank limit.
+            Unavailable: no process could do it.
+        """
+        process = await self._idle.get()
+        try:
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await _ask(process, Job(str(folder), sha256))
+        except (TimeoutError, EOFError, OSError) as failure:
+            self._end(process)
+            raise Unavailable("the adapter could not be packed", reason="PACK_FAILED") from failure
+        except BaseException:
+            self._end(process)  # its answer may still come: nobody must mistake it
+            raise
+        finally:
+            self._idle.put_nowait(process if process in self._processes else None)
+        if answer.error is not None:
+            raise answer.error.to_error()
+        return answer.num_blocks
+
+    async def close(self) -> None:
+        """End the processes."""
+        processes = list(self._processes)
+        for process in processes:
+            self._end(process)
+        await asyncio.gather(*(process.communicate() for process in processes))
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.worker.adapters.pack_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            limit=MAX_LINE_BYTES,
+        )
+        self._processes.add(process)
+        assert process.stdin is not None
+        process.stdin.write(self._setup)
+        return process
+
+    def _end(self, process: asyncio.subprocess.Process | None) -> None:
+        if process is not None:
+            self._processes.discard(process)
+            if process.returncode is None:
+                process.kill()
+
+
+async def _ask(process: asyncio.subprocess.Process, job: Job) -> Prepared:
+    """Raises EOFError or OSError when the process died."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(msgspec.json.encode(job) + b"\n")
+    await process.stdin.drain()
+    answer = await process.stdout.readline()
+    if not answer.endswith(b"\n"):
+        raise EOFError
+    return msgspec.json.decode(answer, type=Prepared)
