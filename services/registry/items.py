@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from services.registry.records import (
     PRIVATE,
@@ -48,15 +49,15 @@ class Item:
 
 def arguments_of(
     operation: str, scope: str, items: Sequence[Item], *, with_events: bool
-) -> list[str]:
+) -> list[bytes]:
     """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
 
     Documents are named by their place among them, so that the script need not parse them.
     """
-    documents: list[str] = []
+    documents: list[bytes] = []
 
     def place(document: dict[str, Any]) -> int:
-        documents.append(json.dumps(document, separators=(",", ":")))
+        documents.append(msgspec.json.encode(document))
         return len(documents)
 
     entries = []
@@ -66,7 +67,7 @@ def arguments_of(
         head = {"key": item.key, "field": item.field, "generation": item.generation}
         entries.append({**head, "doc": place(item.doc), "events": told, **item.extra})
     change = {"op": operation, "scope": scope, "items": entries}
-    return [json.dumps(change, separators=(",", ":")), *documents]
+    return [msgspec.json.encode(change), *documents]
 
 
 def scope_of(tenant: str, name: str) -> str:
