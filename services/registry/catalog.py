@@ -34,6 +34,7 @@ import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from loraplex.errors import Unavailable
+from services.registry.gathering import Gathering
 from services.registry.items import Item, arguments_of
 from services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord, decode
 
@@ -43,6 +44,8 @@ MAX_EVENTS = 100_000
 _REBUILD_LEASE_MS = 30_000
 _MAX_TRIES = 5
 _DROP_KEYS = 1000
+_MAX_FOUND_AT_ONCE = 64
+"""References answered in one round trip; Redis does nothing else meanwhile."""
 
 T = TypeVar("T")
 
@@ -74,11 +77,12 @@ class Catalog:
         self.make_index: Callable[[], Awaitable[None]] | None = None
         """Called by writers that find no index; set once the part that can is there."""
         self._redis = client
+        self._finding = Gathering(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
                 resources.files("services.registry").joinpath(f"{name}.lua").read_text()
             )
-            for name in ("apply", "resolve", "page", "switch")
+            for name in ("apply", "read", "resolve", "page", "switch", "release")
         }
 
     async def epoch(self) -> str | None:
@@ -141,49 +145,46 @@ class Catalog:
 
         `selector` of a version is its number in decimal.
         """
-        _, tags, versions, adapter = await self._run("resolve", [scope, kind, selector])
-        return _found(tags, versions, adapter)
+        return await self._finding.ask((scope, kind, selector))
+
+    async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
+        """`find` of several in one round trip."""
+        _, answers = await self._run("resolve", [text for triple in wanted for text in triple])
+        return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
 
     async def page(
         self, index: str, low: str, high: str, limit: int, *, all_versions: bool
-    ) -> list[tuple[str, Found]]:
-        """Scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with documents."""
+    ) -> tuple[str, list[tuple[str, Found]]]:
+        """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
+        documents)."""
         which = "all" if all_versions else "newest"
-        _, page = await self._run("page", [index, low, high, limit, which])
-        return [(_text(scope), _found(tags, versions, adapter))
-                for scope, adapter, tags, versions in page]  # fmt: skip
+        epoch, page = await self._run("page", [index, low, high, limit, which])
+        return _text(epoch), [(_text(scope), _found(tags, versions, adapter))
+                              for scope, adapter, tags, versions in page]  # fmt: skip
 
     async def bases(self) -> list[BaseRecord]:
         """Every base, without its modules, ordered by id."""
-        epoch = await self._current()
-        async with _translated():
-            values = await _wait(self._redis.hvals(f"{PREFIX}{epoch}:bases"))
+        _, values = await self._run("read", ["HVALS", "bases"])
         return sorted((_record(BaseRecord, v) for v in values), key=lambda base: base.base_id)
 
     async def usage(self, tenant: str) -> tuple[int, int]:
         """(bytes, versions) that a tenant has live."""
-        epoch = await self._patiently(self._current)
-        async with _translated():
-            values = await _wait(
-                self._redis.hmget(f"{PREFIX}{epoch}:use:{tenant}", ["bytes", "versions"])
-            )
+        question = ["HMGET", f"use:{tenant}", "bytes", "versions"]
+        _, values = await self._patiently(lambda: self._run("read", question))
         return int(values[0] or 0), int(values[1] or 0)
 
     async def known_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[str]:
         """Those of the files that this tenant refers to already from a live version."""
         if not sha256s:
             return []
-        epoch = await self._patiently(self._current)
-        async with _translated():
-            values = await _wait(
-                self._redis.hmget(f"{PREFIX}{epoch}:blobs:{tenant}", list(sha256s))
-            )
+        question = ["HMGET", f"blobs:{tenant}", *sha256s]
+        _, values = await self._patiently(lambda: self._run("read", question))
         return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
 
-    async def last_sequence(self, epoch: str) -> int:
-        """Number of the last event of an index."""
-        async with _translated():
-            return int(await self._redis.get(f"{PREFIX}{epoch}:seq") or 0)
+    async def position(self) -> tuple[str, int]:
+        """(epoch, number of its last event) of the current index."""
+        epoch, sequence = await self._run("read", ["GET", "seq"])
+        return _text(epoch), int(sequence or 0)
 
     async def read_events(
         self, epoch: str, after: int, count: int, block_ms: int | None
@@ -207,7 +208,7 @@ class Catalog:
         return epoch if taken else None
 
     async def extend_rebuild(self) -> None:
-        """Keep the lease while reading goes on."""
+        """Keep the lease while reading goes on. `switch` notices one that was lost."""
         async with _translated():
             await self._redis.pexpire(f"{PREFIX}rebuild", _REBUILD_LEASE_MS)
 
@@ -237,18 +238,11 @@ class Catalog:
     async def release_rebuild(self, epoch: str) -> None:
         """Give the lease back after a failure."""
         async with _translated():
-            if _text(await self._redis.get(f"{PREFIX}rebuild") or b"") == epoch:
-                await self._redis.delete(f"{PREFIX}rebuild")
+            await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
     async def close(self) -> None:
         """Close the connections."""
         await self._redis.aclose()
-
-    async def _current(self) -> str:
-        epoch = await self.epoch()
-        if epoch is None:
-            raise NoIndex("the index is being rebuilt", retry_after_s=1.0)
-        return epoch
 
     async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do `work`, making the index first where there is none: writers wait, readers need not."""

@@ -70,9 +70,9 @@ class Indexer:
 
     async def ensure(self) -> None:
         """Rebuild where there is no index, or where it went back in time (a lost failover)."""
-        epoch = await self._catalog.epoch()
-        if epoch is not None:
-            sequence = await self._catalog.last_sequence(epoch)
+        epoch = None
+        with contextlib.suppress(NoIndex):
+            epoch, sequence = await self._catalog.position()
             seen_epoch, seen_sequence = self._seen
             if epoch != seen_epoch or sequence >= seen_sequence:
                 self._seen = (epoch, sequence)

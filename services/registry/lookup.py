@@ -124,9 +124,10 @@ class Lookup:
             prefix = f"{owner}/{query.name or query.name_prefix}"
             high = f"({prefix}\x7f"
             low = max(bound, f"[{prefix}", key=lambda b: b[1:]) if bound != "-" else f"[{prefix}"
-        return await self._catalog.page(
+        _, page = await self._catalog.page(
             index, low, high, _SCAN_ADAPTERS, all_versions=query.all_versions
         )
+        return page
 
     async def _from_objects(self, tenant: str, name: str) -> Found:
         """One adapter, read where the truth is."""

@@ -41,7 +41,7 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
     epoch, sequence = _parse(token)
     while True:
         try:
-            if not epoch or epoch != await catalog.epoch():
+            if not epoch:
                 raise _SnapshotNeeded
             async for batch in _follow(catalog, epoch, sequence):
                 sequence = _parse(batch.token)[1]
@@ -60,8 +60,7 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
 
 async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Batch]:
     """Events after a number until the epoch ends. Empty batches say that the watch is alive."""
-    if after > await catalog.last_sequence(epoch):
-        raise _SnapshotNeeded
+    await _last_sequence(catalog, epoch, after)
     while True:
         entries = await catalog.read_events(epoch, after, _EVENTS, _BLOCK_MS)
         if entries:
@@ -69,21 +68,31 @@ async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Bat
                 raise _SnapshotNeeded
             after = entries[-1][0]
             yield Batch(tuple(event for _, event in entries), f"{epoch}:{after}")
-        elif await catalog.epoch() != epoch or await catalog.last_sequence(epoch) < after:
-            raise _SnapshotNeeded
+        else:
+            await _last_sequence(catalog, epoch, after)
+
+
+async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
+    """Number of the last event, where the current index is this one and has come this far."""
+    current, last = await catalog.position()
+    if current != epoch or last < after:
+        raise _SnapshotNeeded
+    return last
 
 
 async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
     """Everything, ending at a number such that nothing before it is missing."""
-    epoch = await catalog.epoch()
-    if epoch is None:
-        raise CatalogDown("the index is being rebuilt")
-    begin = await catalog.last_sequence(epoch)
+    epoch, begin = await catalog.position()
     newest: dict[str, int] = {}
     events = [event.to_doc() for base in await catalog.bases() for event in base_item(base).events]
     yield Batch(tuple(events), "", begins_snapshot=True)
     after = "-"
-    while page := await catalog.page("names", after, "+", _PAGE_SCOPES, all_versions=True):
+    while True:
+        of, page = await catalog.page("names", after, "+", _PAGE_SCOPES, all_versions=True)
+        if of != epoch:
+            raise _SnapshotNeeded
+        if not page:
+            break
         found = [event for scope, found in page for event in _events_of(found)]
         newest.update({_key(event): int(event["doc"]["generation"]) for event in found})
         yield Batch(tuple(found), "")
@@ -96,7 +105,7 @@ async def _catch_up(
     catalog: Catalog, epoch: str, begin: int, newest: dict[str, int]
 ) -> AsyncIterator[Batch]:
     """What changed while the pages were read, less what they showed already; ends the snapshot."""
-    end = await catalog.last_sequence(epoch)
+    end = await _last_sequence(catalog, epoch, begin)
     while begin < end:
         entries = await catalog.read_events(epoch, begin, min(_EVENTS, end - begin), None)
         if [number for number, _ in entries] != _run(begin, len(entries)) or not entries:

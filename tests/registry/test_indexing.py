@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from services.registry.assembly import Registry, assemble
 from services.registry.catalog import PREFIX, Catalog, CatalogDown
 from services.registry.lookup import Cursor, Query
 from services.registry.metadata_server import MetadataServer
-from services.registry.records import Target
+from services.registry.records import Target, TenantRecord
 from services.registry.tags import Place
 from tests.registry.house import publish, tiny_base
 
@@ -120,6 +120,54 @@ async def test_a_flushed_redis_changes_no_answer_and_is_filled_again(
     await registry.indexer.ensure()
     assert await registry.catalog.epoch() is not None
     assert await _snapshot(registry) == before
+
+
+async def test_a_read_during_which_redis_is_flushed_answers_from_before_or_not_at_all(
+    registry: Registry, raw: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is flushed after every command: a read that took two would take nothing for no more."""
+    await publish(registry, "sql", 1)
+    await registry.tenants.set(TenantRecord("default", max_versions=9))
+    catalog = registry.catalog
+    blobs = [file.sha256 for file in (await catalog.find("default/sql", "all")).versions[0].files]
+    epoch = await catalog.epoch()
+    reads: dict[str, Callable[[], Awaitable[object]]] = {
+        "bases": catalog.bases,
+        "usage": lambda: catalog.usage("default"),
+        "known_blobs": lambda: catalog.known_blobs("default", blobs),
+        "find": lambda: catalog.find("default/sql", "tag", "latest"),
+        "page": lambda: catalog.page("names", "-", "+", 10, all_versions=True),
+        "position": catalog.position,
+    }
+    true = {name: await read() for name, read in reads.items()}
+    assert true["position"] == (epoch, 3)
+    client = catalog._redis
+    execute = client.execute_command
+
+    async def execute_and_flush(*arguments: object, **options: object) -> object:
+        answer = await execute(*arguments, **options)
+        await raw.flushall()
+        return answer
+
+    saved = {key: await raw.dump(key) for key in await raw.keys("*")}
+    for name, read in reads.items():
+        for key, value in saved.items():
+            await raw.restore(key, 0, value, replace=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "execute_command", execute_and_flush)
+            assert await read() == true[name]
+
+
+async def test_a_rebuild_that_lost_its_lease_leaves_that_of_another(
+    registry: Registry, raw: redis.asyncio.Redis
+) -> None:
+    epoch = await registry.catalog.begin_rebuild()
+    assert epoch is not None
+    await raw.set(f"{PREFIX}rebuild", "another")
+    await registry.catalog.release_rebuild(epoch)
+    assert await raw.get(f"{PREFIX}rebuild") == b"another"
+    await registry.catalog.release_rebuild("another")
+    assert await raw.get(f"{PREFIX}rebuild") is None
 
 
 async def test_an_index_that_went_back_in_time_is_replaced(
