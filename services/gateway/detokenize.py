@@ -133,6 +133,10 @@ class TokenBytes:
             known = self._cache[token_id] = self._compute(token_id, False)
         return known
 
+    def name_of(self, token_id: int) -> str:
+        """The id as the vocabulary writes it; "" for ids without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def counts_as_first(self, token_id: int) -> bool:
         """True when the id ends the start of a text although it added nothing to it."""
         if self._steps.first_drops:

@@ -12,6 +12,7 @@ from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
 from services.gateway import admin, server
+from services.gateway.channels import channel_opener
 from services.gateway.config import GatewayConfig
 from services.gateway.console.door import ConsoleDoor
 from services.gateway.fleet import Fleet
@@ -21,6 +22,7 @@ from services.gateway.http_server import HttpServer
 from services.gateway.keyring import KeyRing
 from services.gateway.openai.app import OpenAIDoor, Surroundings
 from services.gateway.openai.guard import HostRule
+from services.gateway.openai.tokenize import TokenizeDoor
 from services.gateway.rates import Rates
 from services.gateway.readiness import Readiness
 from services.gateway.registrar import BaseRegistrar
@@ -44,7 +46,7 @@ class Gateway:
         self._config = config
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
-        self._registry = RegistryLink(config.registry_address, metadata)
+        self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
         self._registrar = BaseRegistrar(self._registry)
         self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
         self._fleet = Fleet(
@@ -53,6 +55,7 @@ class Gateway:
             self._pool,
             base_seen=self._registrar.seen,
             metadata=metadata,
+            channel=channel_opener(config.tls, config.tls_server_name),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._gate = Gate(config.admission, self._fleet.ready)
@@ -141,6 +144,7 @@ class Gateway:
             ],
             [self._config.grpc_listen],
             auth=self._keys,
+            tls=self._config.tls.door(),
             setting=GATEWAY_LISTEN.name,
         )
 
@@ -150,7 +154,8 @@ class Gateway:
             around.caller, self._resolver, self._fleet, self._gate, self.readiness
         )
         door = OpenAIDoor(self._generation, self._resolver, around)
-        return door.app(self._host_rule(), console.routes())
+        tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet)
+        return door.app(self._host_rule(), [*tokenize.routes(), *console.routes()])
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
