@@ -99,6 +99,11 @@ class TimedRunner:
         self._copies.append(copy)
         return copy
 
+    def await_copies(self, timeout_s: float) -> None:
+        """Takes the time that they take, at most `timeout_s`."""
+        end_s = min(self._copies_end_s, self._clock.now_s + timeout_s)
+        self._clock.advance_to(end_s)
+
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Takes no time."""
         assert slot not in self._slot_bytes, f"slot {slot} is in use"

@@ -65,11 +65,18 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Of the arena, for all pinned adapters."""
 
+COPY_WAIT_SHARE = 0.1
+"""Of a step: loads that end so soon make their requests part of the step that began them."""
+MAX_COPY_WAIT_S = 0.02
+"""The same where nothing else is to be computed."""
+
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: first_come,
     "clustered": lambda counters: clustered(max_distinct=8, max_age_s=1.0),
     "fair": fair,
 }
+COUNTING_POLICIES = ("fair",)
+"""Those that look at the service counters; for others nothing is counted."""
 
 
 class Engine:
@@ -89,15 +96,19 @@ class Engine:
             max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
         )
         limits = SchedulerLimits(config.max_step_tokens, config.max_running, config.max_loras)
-        limits = replace(limits, rope_switch_len=self._info.rope_switch_len)
+        limits = replace(
+            limits,
+            rope_switch_len=self._info.rope_switch_len,
+            first_token_s=config.first_token_s,
+        )
         layout = KvLayout(
             runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
         )
         self._prefixes = PrefixCache(
             self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
         )
-        counters = ServiceCounters()
-        policy = POLICIES[config.policy](counters)
+        counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
+        policy = POLICIES[config.policy](counters or ServiceCounters())
         self.scheduler = Scheduler(
             limits,
             layout,
@@ -119,6 +130,8 @@ class Engine:
         self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False
+        self._has_acted = False
+        """Whether the step that is being planned has begun loads or evicted."""
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests whose first step is about to run."""
 
@@ -162,8 +175,9 @@ class Engine:
         self._grammars.hold_back()
         for request, error in self.scheduler.hopeless(begin_s):
             self._fail(request, error, begin_s)
-        plan = self.scheduler.plan(begin_s)
-        has_acted = self._carry_out(begin_s)
+        self._has_acted = False
+        plan = self.scheduler.plan(begin_s, lambda has_rows: self._bring(has_rows, begin_s))
+        self._carry_out(begin_s)
         if entered := [r.request.request_id for r in plan.rows if _enters(r, begin_s)]:
             self.announce(entered)
         rows = self._runner.execute(plan) if plan.rows else []
@@ -173,7 +187,7 @@ class Engine:
         if plan.rows:
             self._gauges.measure(plan, now - begin_s)
             self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
-        self._may_advance = bool(plan.rows) or has_acted
+        self._may_advance = bool(plan.rows) or self._has_acted
         return StepOutput(
             step=plan.step,
             tokens=tokens,
@@ -234,16 +248,28 @@ class Engine:
             self.cache.unwant(digest)
             self._fail_waiting(digest, error, now)
 
-    def _carry_out(self, now: float) -> bool:
-        """Begin loads, carry out evictions. True when there was anything to do."""
+    def _bring(self, has_rows: bool, now: float) -> bool:
+        """Begin the loads of the step that is being planned, and give those that take but a small
+        part of it the time to end. True when an adapter has arrived."""
+        self._carry_out(now)
+        patience_s = COPY_WAIT_SHARE * self._gauges.step_s if has_rows else MAX_COPY_WAIT_S
+        if not self._arrivals.may_end_within(patience_s):
+            return False
+        self._runner.await_copies(patience_s)
+        num_changes = self.cache.num_changes
+        self._collect(now)
+        return self.cache.num_changes > num_changes
+
+    def _carry_out(self, now: float) -> None:
+        """Begin loads, carry out evictions."""
         actions = self.cache.take_actions()
         for action in actions:
             if isinstance(action, Load):
                 self._arrivals.copy(action)
             else:
                 self._runner.unload_adapter(action.slot)
+        self._has_acted = self._has_acted or bool(actions)
         self._collect(now)
-        return bool(actions)
 
     def _collect(self, now: float) -> None:
         """Take in adapters that have arrived."""

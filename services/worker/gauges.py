@@ -32,6 +32,11 @@ class Gauges:
             self._prefill_tokens_per_s = _mean(self._prefill_tokens_per_s, rate)
 
     @property
+    def step_s(self) -> float:
+        """Mean seconds of a step; 0 = not known yet."""
+        return self._step_s
+
+    @property
     def prefill_token_s(self) -> float:
         """Mean seconds to compute a prompt token; 0 = not known yet."""
         return 1.0 / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0

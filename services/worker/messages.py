@@ -39,6 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     policy: str
     """A key of `engine.POLICIES`."""
     prefix_cache: bool = True
+    first_token_s: float | None = None
+    """The longest that a first token may take; see `SchedulerLimits`."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 RELEASED_BLOCK = -1
 """Stands in a block table for a block behind the group's window: never to be read."""
@@ -175,8 +175,7 @@ class Request:
         return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """One request in a step: compute `num_tokens` positions from `start`."""
 
     request: Request

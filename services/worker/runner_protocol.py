@@ -93,6 +93,10 @@ class Runner(Protocol):
         """Fill `blocks`, which no step reads meanwhile, from the image in a folder."""
         ...
 
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        ...
+
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Let steps use what was copied under `slot`, which is not in use."""
         ...

@@ -52,6 +52,10 @@ class TracedRunner:
         """Let the runner copy."""
         return self._runner.copy_adapter(path, blocks)
 
+    def await_copies(self, timeout_s: float) -> None:
+        """Let the runner wait."""
+        self._runner.await_copies(timeout_s)
+
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Let the runner enter what it copied, beside the step."""
         self._runner.enter_adapter(slot, copied)

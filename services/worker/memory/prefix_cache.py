@@ -108,10 +108,11 @@ class PrefixCache:
 
         Mutates the request's tables where another request has computed the same block before.
         """
-        if not self._enabled:
-            return
         size = self._layout.tokens_per_block
-        for index in range(start // size, request.num_computed // size):
+        first, end = start // size, request.num_computed // size
+        if first == end or not self._enabled:
+            return
+        for index in range(first, end):
             key = self._hash(request, index)
             for group, table in enumerate(request.block_tables):
                 if table[index] != RELEASED_BLOCK:

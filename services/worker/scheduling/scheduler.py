@@ -7,12 +7,10 @@ prefixes, and as the last resort those of the request that arrived last, which i
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection
 
-from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
+from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.residency import Tier
 from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import (
     KvLayout,
@@ -23,14 +21,9 @@ from services.worker.memory.kv_blocks import (
 )
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan, batch_order
+from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
 from services.worker.scheduling.admission import peak_kv_blocks
-from services.worker.scheduling.early_abort import (
-    Alarms,
-    Outlook,
-    ServiceTimes,
-    latest_start_s,
-)
+from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
     Policy,
@@ -41,9 +34,12 @@ from services.worker.scheduling.policies import (
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
+from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 
 MAX_LOADS_PER_STEP = 16
-"""Copies of adapters to the device between two steps: bounds how long the second one waits."""
+"""Copies of adapters to the device begun with one step."""
+REWALK_S = 0.1
+"""A walk over the queue is repeated so often though nothing has changed: ages and forecasts do."""
 
 
 class Scheduler:
@@ -68,17 +64,19 @@ class Scheduler:
         self._reclaimer = reclaimer
         reclaimer.add(prefixes)
         self._policy = policy
-        self._counters = counters or ServiceCounters()
+        self._counters = counters
         self._waiting = WaitingQueue()
-        self._running: dict[str, Request] = {}
-        self._slots: dict[str, tuple[int, ...]] = {}
-        self._deadlines = Alarms()
-        self._starts = Alarms()
-        """The latest moments at which requests with a deadline can start."""
+        self._running = RunningBatch()
+        self._has_windows = any(window is not None for window in layout.windows)
+        self._idle_walk: tuple[int, float] | None = None
+        """State and time of the last walk over the queue, if nothing came of it."""
+        self._num_changes = 0
+        queues = self._waiting, self._running
+        self._deadlines = Deadlines(cache, prefixes, queues, limits.first_token_s)
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
-        self.times = ServiceTimes()
+        self.times = self._deadlines.times
         self.num_preemptions = 0
 
     @property
@@ -109,27 +107,29 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Known tokens whose KV is still to be computed."""
-        return self._waiting.num_tokens + sum(r.num_pending for r in self._running.values())
+        return self._waiting.num_tokens + self._running.num_pending
 
     def submit(self, request: Request) -> None:
         """Queue a request, fresh or resumed."""
-        assert request.request_id not in self._running, request.request_id
-        self._counters.arrive(request)
+        assert self._running.get(request.request_id) is None, request.request_id
+        if self._counters is not None:
+            self._counters.arrive(request)
+        self._num_changes += 1
         measure(request, self._limits.rope_switch_len)
         self._waiting.push(request)
         if (error := self._too_large(request)) is not None:
             self._lost.append((request, error))
-        if request.deadline_s is not None:
-            self._deadlines.set(request.deadline_s, request)
-            self._starts.set(self._latest_start_s(request, request.arrival_s), request)
+        self._deadlines.watch(request)
 
     def remove(self, request_id: str, now: float) -> Request | None:
         """Take a finished, cancelled or failed request out and free its blocks at once."""
         request = self._waiting.pop(request_id)
-        if request is None and (request := self._running.pop(request_id, None)) is not None:
+        if request is None and (request := self._running.pop(request_id)) is not None:
             self._vacate(request, now)
         if request is not None:
-            self._counters.leave(request)
+            self._num_changes += 1
+            if self._counters is not None:
+                self._counters.leave(request)
         return request
 
     def waiting_for(self, digest: str) -> list[Request]:
@@ -139,31 +139,30 @@ class Scheduler:
     def hopeless(self, now: float) -> list[tuple[Request, LoraplexError]]:
         """Requests to give up, each named once: past their deadline, waiting without a chance to
         meet it, or too large for what pins leave. The caller removes them."""
-        lost = {r: error for r, error in self._lost if self._is_live(r)}
+        lost = {r: error for r, error in self._lost if self._deadlines.is_live(r)}
         self._lost.clear()
-        for request in self._deadlines.due(now, self._is_live):
-            lost[request] = DeadlineExceeded("the request's deadline has passed")
-        for request in self._starts.due(now, self._is_live):
-            if not _is_fresh(request) or request in lost:
-                continue
-            if (latest_s := self._latest_start_s(request, now)) > now:
-                self._starts.set(latest_s, request)
-            else:
-                lost[request] = _infeasible()
-        return list(lost.items())
+        return list({**self._deadlines.passed(now), **lost}.items())
 
-    def plan(self, now: float) -> StepPlan:
-        """Decide one step. Mutates requests' block tables; queues loads and evictions."""
-        for request in outgrown(self._running.values(), self._limits.rope_switch_len):
+    def plan(self, now: float, arrive: Callable[[bool], bool] | None = None) -> StepPlan:
+        """Decide one step. Mutates requests' block tables; queues loads and evictions.
+
+        Args:
+            arrive: carries out loads that were queued, and returns whether one of them is here
+                already; called with whether the step has rows without them.
+        """
+        for request in outgrown(self._running, self._limits.rope_switch_len):
             self._preempt(request, now)
-        shares = self._share_budget()
+        shares, budget = self._share_budget()
         has_preempted = self._find_blocks(shares, now)
-        rows = [self._row(r, shares[r.request_id]) for r in self._running.values()]
-        rows = [row for row in rows if row.num_tokens]
+        decodes = self._running.decode_rows()
+        prompts = self._running.prompts.values()
+        others = [m.row(n) for m in prompts if (n := shares[m.request.request_id])]
         if not has_preempted:
-            rows += self._admit(now, self._limits.max_step_tokens - sum(shares.values()))
-        rows.sort(key=batch_order)
-        plan = StepPlan(self._next_step, tuple(rows))
+            started = self._admit(now, budget)
+            if arrive is not None and arrive(bool(decodes or others or started)):
+                started += self._admit(now, budget - sum(row.num_tokens for row in started))
+            others += started
+        plan = StepPlan(self._next_step, tuple(in_batch_order(decodes, others)))
         self._arena.planned(plan.step)
         self._next_step += 1
         return plan
@@ -173,7 +172,9 @@ class Scheduler:
         request = row.request
         request.num_computed += row.num_tokens
         if row.needs_logits:
-            self._counters.charge(request, 0, 1)
+            self._running.caught_up(request.request_id)
+            if self._counters is not None:
+                self._counters.charge(request, 0, 1)
         self._prefixes.keep(request, row.start)
 
     def check_integrity(self) -> None:
@@ -184,69 +185,96 @@ class Scheduler:
         for request in self._waiting:
             assert not request.block_tables and not request.num_computed, request.request_id
         by_owner = self._arena.blocks_by_owner()
-        for request in self._running.values():
+        for request in self._running:
             held = [b for table in request.block_tables for b in table if b != RELEASED_BLOCK]
             own = [block for block in held if not self._prefixes.is_cached(block)]
             owned = by_owner.get(kv_owner(request), set())
             assert len(own) == len(owned) and set(own) == owned, request.request_id
-        assert set(self._slots) == set(self._running), "slots of requests that do not run"
-        tables = [table for r in self._running.values() for table in r.block_tables]
+        self._running.check_integrity()
+        for member in self._running.members():
+            placed = len(member.request.block_tables[0]) * self._layout.tokens_per_block
+            assert member.num_placed == placed, member.request.request_id
+        tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
 
     def _find_blocks(self, shares: dict[str, int], now: float) -> bool:
-        """Grow every running request by its share, oldest first. True when one had to go."""
-        queue = sorted(self._running.values(), key=arrival_key)
+        """Give every running request its blocks for this step, those that came first first. True
+        when one had to go.
+
+        Args:
+            shares: tokens of each request that does not decode.
+        """
+        if self._has_windows:
+            self._release_passed(now)
+        wanted = [(m, m.request.num_computed + 1) for m in self._decoding_into_new_blocks()]
+        for request_id, num_tokens in shares.items():
+            member = self._running.prompts[request_id]
+            wanted.append((member, member.request.num_computed + num_tokens))
+        missing = sum(max(0, self._layout.missing_blocks(m.request, n)) for m, n in wanted)
+        if self._reclaimer.reclaim(missing, now):
+            for member, num_tokens in sorted(wanted, key=lambda want: arrival_key(want[0].request)):
+                self._grow(member, num_tokens, now)
+            return False
+        return self._find_blocks_for_some(dict(wanted), now)
+
+    def _decoding_into_new_blocks(self) -> list[Member]:
+        return [
+            member
+            for member in self._running.decoding
+            if member.request.num_computed >= member.num_placed and not member.request.is_held
+        ]
+
+    def _find_blocks_for_some(self, wanted: dict[Member, int], now: float) -> bool:
+        """Not all can grow: the last to arrive go until the rest can. True when one went."""
+        queue = sorted(self._running.members(), key=lambda member: arrival_key(member.request))
         num_before = len(queue)
         index = 0
         while index < len(queue):
-            request = queue[index]
-            if passed := release_behind_windows(self._layout, request):
-                self._prefixes.give_back(request, passed, now, passed=True)
-            if self._grow(request, request.num_computed + shares[request.request_id], now):
+            if queue[index] not in wanted or self._grow(queue[index], wanted[queue[index]], now):
                 index += 1
             else:
-                self._preempt(queue.pop(), now)
+                self._preempt(queue.pop().request, now)
         return len(queue) < num_before
 
-    def _share_budget(self) -> dict[str, int]:
-        """Tokens of each running request in this step: decodes first, then prompts by arrival."""
-        queue = sorted(self._running.values(), key=lambda r: (r.num_pending > 1, *arrival_key(r)))
+    def _release_passed(self, now: float) -> None:
+        """Give back what lies behind the windows."""
+        for request in self._running:
+            if passed := release_behind_windows(self._layout, request):
+                self._prefixes.give_back(request, passed, now, passed=True)
+
+    def _share_budget(self) -> tuple[dict[str, int], int]:
+        """Tokens of each running request that does not decode, and what the step has left for
+        others: decodes come first, then prompts by arrival, those about to end before others."""
         budget = self._limits.max_step_tokens
+        budget -= sum(not member.request.is_held for member in self._running.decoding)
         shares = {}
-        for request in queue:
+        prompts = [member.request for member in self._running.prompts.values()]
+        for request in sorted(prompts, key=lambda r: (r.num_pending > 1, *arrival_key(r))):
             num_wanted = 0 if request.is_held else request.num_pending
             shares[request.request_id] = min(num_wanted, budget)
             budget -= shares[request.request_id]
-        return shares
+        return shares, budget
 
-    def _row(self, request: Request, num_tokens: int) -> PlannedRow:
-        weights = (weight for _, weight in request.adapters.adapters)
-        return PlannedRow(
-            request=request,
-            start=request.num_computed,
-            num_tokens=num_tokens,
-            needs_logits=num_tokens == request.num_pending,
-            slots=tuple(zip(self._slots[request.request_id], weights, strict=True)),
-        )
-
-    def _grow(self, request: Request, num_tokens: int, now: float) -> bool:
+    def _grow(self, member: Member, num_tokens: int, now: float) -> bool:
+        request = member.request
         missing = self._layout.missing_blocks(request, num_tokens)
         if missing > 0:
             if not self._reclaimer.reclaim(missing, now):
                 return False
             grow_tables(self._arena, self._layout, request, num_tokens)
+        member.num_placed = len(request.block_tables[0]) * self._layout.tokens_per_block
         return True
 
     def _preempt(self, request: Request, now: float) -> None:
         """Back to the queue; everything but its output is computed again later."""
-        del self._running[request.request_id]
+        self._running.pop(request.request_id)
         self._vacate(request, now)
         self._waiting.push(request)
+        self._num_changes += 1
         self.num_preemptions += 1
 
     def _vacate(self, request: Request, now: float) -> None:
         self._leave_blocks(request, now)
-        del self._slots[request.request_id]
         self._cache.release(request.adapters.digests, now)
 
     def _leave_blocks(self, request: Request, now: float) -> None:
@@ -254,21 +282,42 @@ class Scheduler:
         request.num_computed = 0
 
     def _admit(self, now: float, budget: int) -> list[PlannedRow]:
-        """Start waiting requests in the policy's order, and the loads that they wait for."""
+        """Start waiting requests in the policy's order, and the loads that they wait for.
+
+        A walk over the queue of which nothing came is not repeated until something has changed
+        that could matter, or `REWALK_S` have passed.
+        """
+        if not self._waiting and not self._cache.has_wanted:
+            return []
+        state = self._num_changes + self._cache.num_changes
+        if self._idle_walk is not None:
+            last_state, walked_s = self._idle_walk
+            if state == last_state and now - walked_s < REWALK_S:
+                return []
+        rows, may_repeat = self._walk(now, budget)
+        is_idle = not may_repeat and state == self._num_changes + self._cache.num_changes
+        self._idle_walk = (state, now) if is_idle else None
+        return rows
+
+    def _walk(self, now: float, budget: int) -> tuple[list[PlannedRow], bool]:
+        """Rows of requests that start, and whether the next walk could end otherwise though
+        nothing else has changed."""
         rows: list[PlannedRow] = []
         ahead: set[str] = set()
         loads_left = MAX_LOADS_PER_STEP
+        may_repeat = budget <= 0
         walk = self._waiting.walk(self._policy, QueueView(now, frozenset(self._cache.in_use)))
-        while len(self._running) < self._limits.max_running:
-            request = next(walk, None)
-            if request is None:
+        while (request := next(walk, None)) is not None:
+            if len(self._running) >= self._limits.max_running:
                 break
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
             if not self._cache.known(digests) or not (is_ready or loads_left):
+                may_repeat = may_repeat or not loads_left
                 walk.skip_flow()
                 continue
             if request.is_held or self._is_lost(request, now):
+                may_repeat = True
                 continue
             if not self._has_room(request):
                 break
@@ -283,6 +332,7 @@ class Scheduler:
                 elif budget:
                     break
                 else:
+                    may_repeat = True
                     walk.skip_flow()
                 continue
             if not is_ready:
@@ -291,13 +341,11 @@ class Scheduler:
                 break
             walk.skip_flow()
         self._cache.load_wanted(ahead, now)
-        return rows
+        return rows, may_repeat or bool(rows)
 
     def _is_lost(self, request: Request, now: float) -> bool:
         """True for what `hopeless` will name: it must not start."""
-        error: LoraplexError | None = self._too_large(request)
-        if error is None and request.deadline_s is not None and _is_fresh(request):
-            error = _infeasible() if self._latest_start_s(request, now) <= now else None
+        error = self._too_large(request) or self._deadlines.too_late(request, now)
         if error is not None:
             self._lost.append((request, error))
         return error is not None
@@ -307,41 +355,19 @@ class Scheduler:
         measure(request, self._limits.rope_switch_len)
         self._prefixes.share(request, self._prefixes.match(request))
         num_tokens = min(request.num_pending, budget)
-        if not self._grow(request, request.num_computed + num_tokens, now):
-            self._cache.release(request.adapters.digests, now)
-            self._leave_blocks(request, now)
+        weights = (weight for _, weight in request.adapters.adapters)
+        member = self._running.add(request, tuple(zip(slots, weights, strict=True)))
+        if not self._grow(member, request.num_computed + num_tokens, now):
+            self._running.pop(request.request_id)
+            self._vacate(request, now)
             return None
         self._waiting.pop(request.request_id)
-        self._slots[request.request_id] = slots
-        self._running[request.request_id] = request
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached = request.num_computed
-            self._counters.charge(request, request.num_pending, 0)
-        return self._row(request, num_tokens)
-
-    def _is_live(self, request: Request) -> bool:
-        request_id = request.request_id
-        return request in (self._waiting.get(request_id), self._running.get(request_id))
-
-    def _latest_start_s(self, request: Request, now: float) -> float:
-        """When `request`, which has a deadline, must have started at the latest.
-
-        What is cached of its prompt is looked up only when it would be too late otherwise.
-        """
-        assert request.deadline_s is not None
-        tiers = [self._cache.tier(digest) for digest in request.adapters.digests]
-        outlook = Outlook(
-            num_tokens=request.num_pending,
-            num_copies=sum(tier < Tier.DEVICE for tier in tiers),
-            fetched_for_s=now - request.arrival_s if Tier.GONE in tiers else None,
-        )
-        is_contended = len(self._running) + len(self._waiting) > 1
-        latest_s = latest_start_s(request.deadline_s, outlook, self.times, is_contended)
-        if latest_s <= now and (num_cached := self._prefixes.match(request)):
-            outlook = replace(outlook, num_tokens=request.num_pending - num_cached)
-            latest_s = latest_start_s(request.deadline_s, outlook, self.times, is_contended)
-        return latest_s
+            if self._counters is not None:
+                self._counters.charge(request, request.num_pending, 0)
+        return member.row(num_tokens)
 
     def _too_many_adapters(self, digests: tuple[str, ...]) -> bool:
         limit = self._limits.max_loras
@@ -352,7 +378,7 @@ class Scheduler:
         if not self._running:
             return True
         adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
-        peak = peak_kv_blocks((*self._running.values(), request), self._layout)
+        peak = peak_kv_blocks((*self._running, request), self._layout)
         return peak + adapters <= self._arena.num_blocks
 
     def _too_large(self, request: Request) -> ResourceExhausted | None:
@@ -369,15 +395,3 @@ class Scheduler:
             "raise LORAPLEX_KV_MEMORY",
             reason="REQUEST_TOO_LARGE",
         )
-
-
-def _is_fresh(request: Request) -> bool:
-    """True before any work was put into it, here or elsewhere."""
-    return request.first_scheduled_s is None and not request.output_ids
-
-
-def _infeasible() -> DeadlineExceeded:
-    return DeadlineExceeded(
-        "the first token would come after the request's deadline: allow more time or try later",
-        reason="DEADLINE_INFEASIBLE",
-    )

@@ -1,0 +1,116 @@
+"""Which requests are given up: past their deadline, or without a chance of a first token in time.
+
+A request's first token is due at its own deadline or, where the worker promises first tokens
+within a time, that long after its arrival, whichever is sooner. See `early_abort` for the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loraplex.errors import DeadlineExceeded, LoraplexError
+from services.worker.adapters.cache import AdapterCache
+from services.worker.adapters.residency import Tier
+from services.worker.memory.prefix_cache import PrefixCache
+from services.worker.request import Request
+from services.worker.scheduling.early_abort import (
+    Alarms,
+    Outlook,
+    ServiceTimes,
+    latest_start_s,
+)
+from services.worker.scheduling.queue import WaitingQueue
+from services.worker.scheduling.running import RunningBatch
+
+
+class Deadlines:
+    """Watches live requests; looks at each only when its moment has come."""
+
+    def __init__(
+        self,
+        cache: AdapterCache,
+        prefixes: PrefixCache,
+        queues: tuple[WaitingQueue, RunningBatch],
+        first_token_s: float | None,
+    ) -> None:
+        """`first_token_s`: the longest that a first token may take; None = the deadline alone."""
+        self._cache = cache
+        self._prefixes = prefixes
+        self._waiting, self._running = queues
+        self._first_token_s = first_token_s
+        self._ends = Alarms()
+        self._starts = Alarms()
+        """The latest moments at which requests can start."""
+        self.times = ServiceTimes()
+
+    def watch(self, request: Request) -> None:
+        """A request has come."""
+        if request.deadline_s is not None:
+            self._ends.set(request.deadline_s, request)
+        if self._due_s(request) is not None:
+            self._starts.set(self._latest_start_s(request, request.arrival_s), request)
+
+    def passed(self, now: float) -> dict[Request, LoraplexError]:
+        """Requests whose moment has come without what it was for."""
+        lost: dict[Request, LoraplexError] = {}
+        for request in self._ends.due(now, self.is_live):
+            lost[request] = DeadlineExceeded("the request's deadline has passed")
+        for request in self._starts.due(now, self.is_live):
+            if not _is_fresh(request) or request in lost:
+                continue
+            if (latest_s := self._latest_start_s(request, now)) > now:
+                self._starts.set(latest_s, request)
+            else:
+                lost[request] = _infeasible()
+        return lost
+
+    def too_late(self, request: Request, now: float) -> LoraplexError | None:
+        """Why a waiting request must not start any more."""
+        if self._due_s(request) is None or not _is_fresh(request):
+            return None
+        return _infeasible() if self._latest_start_s(request, now) <= now else None
+
+    def is_live(self, request: Request) -> bool:
+        """True while it waits or runs."""
+        request_id = request.request_id
+        return request in (self._waiting.get(request_id), self._running.get(request_id))
+
+    def _due_s(self, request: Request) -> float | None:
+        """When the first token must be there."""
+        if self._first_token_s is None:
+            return request.deadline_s
+        due_s = request.arrival_s + self._first_token_s
+        return due_s if request.deadline_s is None else min(due_s, request.deadline_s)
+
+    def _latest_start_s(self, request: Request, now: float) -> float:
+        """When `request` must have started at the latest.
+
+        What is cached of its prompt is looked up only when it would be too late otherwise.
+        """
+        due_s = self._due_s(request)
+        assert due_s is not None, request.request_id
+        tiers = [self._cache.tier(digest) for digest in request.adapters.digests]
+        outlook = Outlook(
+            num_tokens=request.num_pending,
+            num_copies=sum(tier < Tier.DEVICE for tier in tiers),
+            fetched_for_s=now - request.arrival_s if Tier.GONE in tiers else None,
+        )
+        is_contended = len(self._running) + len(self._waiting) > 1
+        latest_s = latest_start_s(due_s, outlook, self.times, is_contended)
+        if latest_s <= now and (num_cached := self._prefixes.match(request)):
+            outlook = replace(outlook, num_tokens=request.num_pending - num_cached)
+            latest_s = latest_start_s(due_s, outlook, self.times, is_contended)
+        return latest_s
+
+
+def _is_fresh(request: Request) -> bool:
+    """True before any work was put into it, here or elsewhere."""
+    return request.first_scheduled_s is None and not request.output_ids
+
+
+def _infeasible() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "the first token would come after the request's deadline, or later than this worker lets "
+        "first tokens take: allow more time or try later",
+        reason="DEADLINE_INFEASIBLE",
+    )

@@ -1,0 +1,120 @@
+"""The running batch, so kept that a step in which everything goes on costs little.
+
+Requests that decode are kept in batch order; those with more than one token to compute (prompts,
+and what a preempted request computes again) apart from them, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from services.worker.request import PlannedRow, Request, batch_order
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A running request."""
+
+    request: Request
+    slots: tuple[tuple[int, float], ...]
+    """(slot, coefficient) of each adapter."""
+    order: tuple[bool, int, int]
+    """Base last, by first slot, by entry: the batch's order among requests that decode."""
+    num_placed: int = 0
+    """Positions that have a block."""
+    is_decoding: bool = False
+
+    def row(self, num_tokens: int) -> PlannedRow:
+        """Compute the next `num_tokens` positions."""
+        request = self.request
+        is_last = num_tokens == request.num_pending
+        return PlannedRow(request, request.num_computed, num_tokens, is_last, self.slots)
+
+
+_ORDER = attrgetter("order")
+
+
+class RunningBatch:
+    """All running requests, by id, and by what a step does with them."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._num_entered = 0
+        self.decoding: list[Member] = []
+        """One token to compute each; in batch order."""
+        self.prompts: dict[str, Member] = {}
+        """More than that, or just begun."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in the order in which they entered."""
+        return (member.request for member in self._members.values())
+
+    def members(self) -> Iterable[Member]:
+        """All of them, in the order in which they entered."""
+        return self._members.values()
+
+    def get(self, request_id: str) -> Request | None:
+        """The request of this id, if it runs."""
+        member = self._members.get(request_id)
+        return None if member is None else member.request
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return len(self.decoding) + sum(m.request.num_pending for m in self.prompts.values())
+
+    def add(self, request: Request, slots: tuple[tuple[int, float], ...]) -> Member:
+        """Let a request in."""
+        self._num_entered += 1
+        order = (not slots, slots[0][0] if slots else 0, self._num_entered)
+        member = Member(request, slots, order)
+        self._members[request.request_id] = self.prompts[request.request_id] = member
+        return member
+
+    def pop(self, request_id: str) -> Request | None:
+        """Take a request out; None when it does not run."""
+        member = self._members.pop(request_id, None)
+        if member is None:
+            return None
+        if member.is_decoding:
+            del self.decoding[bisect_left(self.decoding, member.order, key=_ORDER)]
+        else:
+            del self.prompts[request_id]
+        return member.request
+
+    def caught_up(self, request_id: str) -> None:
+        """All known tokens of a request are computed: from the next one on it decodes."""
+        member = self.prompts.pop(request_id, None)
+        if member is not None:
+            member.is_decoding = True
+            insort(self.decoding, member, key=_ORDER)
+
+    def decode_rows(self) -> list[PlannedRow]:
+        """A row for every request that decodes and is not held."""
+        return [
+            PlannedRow(member.request, member.request.num_computed, 1, True, member.slots)
+            for member in self.decoding
+            if not member.request.is_held
+        ]
+
+    def check_integrity(self) -> None:
+        """Assert that every member is in one place, and in order."""
+        decoding = [member.request.request_id for member in self.decoding]
+        assert sorted([*decoding, *self.prompts]) == sorted(self._members)
+        assert all(member.is_decoding for member in self.decoding)
+        assert not any(member.is_decoding for member in self.prompts.values())
+        assert self.decoding == sorted(self.decoding, key=_ORDER)
+        assert all(m.request.num_pending == 1 for m in self.decoding), "more than one token to do"
+
+
+def in_batch_order(decodes: list[PlannedRow], others: list[PlannedRow]) -> list[PlannedRow]:
+    """Contexts, then generations. `decodes`: generations in order already."""
+    contexts = sorted((row for row in others if row.is_context), key=batch_order)
+    late = [row for row in others if not row.is_context]
+    return contexts + (sorted(decodes + late, key=batch_order) if late else decodes)
