@@ -66,6 +66,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--deadline", type=seconds, metavar="TIME", help="of each request")
     group.add_argument(
+        "--first-token", type=seconds, metavar="TIME", help="longest wait; later ones are given up"
+    )
+    group.add_argument(
         "--on-disk", action="store_true", help="adapters lie on every worker's disk already"
     )
 
@@ -91,6 +94,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs) -> Fleet:
         max_running=min(args.max_running, args.max_step_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
+        first_token_s=args.first_token,
     )
     return Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
 
