@@ -29,6 +29,10 @@ LOCAL = Caller(DEFAULT_TENANT, "", ALL_SCOPES)
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=LOCAL)
 
 
+peer_names: ContextVar[tuple[str, ...]] = ContextVar("peer_names", default=())
+"""Names in the certificate that the caller of the current call showed and TLS verified."""
+
+
 class Auth(Protocol):
     """Decides about every call of a gRPC door before its handler runs."""
 

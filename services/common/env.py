@@ -134,7 +134,25 @@ SERVICE_TOKEN_FILE = _path(
     "LORAPLEX_SERVICE_TOKEN_FILE", "all", "Secret that services show to each other."
 )
 
+SERVICE_NAMES: Knob[tuple[str, ...]] = Knob(
+    "LORAPLEX_SERVICE_NAMES",
+    parse_list,
+    (),
+    "registry worker",
+    "Names in certificates of services; unset = whoever has one of LORAPLEX_CA is a service.",
+)
+TLS_SERVER_NAME = _text(
+    "LORAPLEX_TLS_SERVER_NAME",
+    "gateway",
+    "Name in the certificates of workers, where it is not their address.",
+)
+
 # Registry
+REGISTRY_SERVICE_LISTEN = _listen(
+    "LORAPLEX_REGISTRY_SERVICE_LISTEN",
+    "registry",
+    "A second gRPC door, for services: callers must show a certificate of LORAPLEX_CA.",
+)
 REGISTRY_LISTEN = _listen(
     "LORAPLEX_REGISTRY_LISTEN", "registry", "Address of the gRPC door.", "127.0.0.1:50052"
 )

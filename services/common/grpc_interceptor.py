@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
 
 from loraplex.errors import LoraplexError, Unsupported
 from loraplex.wire_errors import to_status
-from services.common.callers import LOCAL, Auth, current_caller
+from services.common.callers import LOCAL, Auth, current_caller, peer_names
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _wrapped_unary(
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behaviour(request: Any, context: Context) -> Any:
         try:
-            await _identify(method, metadata, auth)
+            await _identify(method, metadata, auth, context)
             return await inner(request, context)
         except Exception as error:
             await _abort(error, method, context)
@@ -91,7 +91,7 @@ def _wrapped_stream(
     async def behaviour(request: Any, context: Context) -> AsyncIterator[Any]:
         responses = inner(request, context)
         try:
-            await _identify(method, metadata, auth)
+            await _identify(method, metadata, auth, context)
             async for response in responses:
                 yield response
         except Exception as error:
@@ -102,10 +102,20 @@ def _wrapped_stream(
     return behaviour
 
 
-async def _identify(method: str, metadata: Mapping[str, str], auth: Auth | None) -> None:
-    """Mutates the context variable that handlers read, within the call's own task."""
+async def _identify(
+    method: str, metadata: Mapping[str, str], auth: Auth | None, context: Context
+) -> None:
+    """Mutates the context variables that auth and handlers read, within the call's own task."""
+    peer_names.set(_names_shown(context))
     caller = LOCAL if auth is None else await auth.check(method, metadata)
     current_caller.set(caller)
+
+
+def _names_shown(context: Context) -> tuple[str, ...]:
+    """Alternative names and common name of the caller's certificate."""
+    shown: Mapping[str, Iterable[bytes]] = context.auth_context()
+    keys = ("x509_subject_alternative_name", "x509_common_name")
+    return tuple(name.decode(errors="replace") for key in keys for name in shown.get(key, ()))
 
 
 async def _abort(error: Exception, method: str, context: Context) -> None:

@@ -79,6 +79,11 @@ class RunningServer:
         """The first TCP port; 0 when only Unix sockets are served."""
         return next((port for port in self._ports if port > 1), 0)
 
+    @property
+    def ports(self) -> Sequence[int]:
+        """The port of each address; 1 for Unix sockets."""
+        return tuple(self._ports)
+
     async def set_ready(self, ready: bool) -> None:
         """What `readiness`, the empty name and each service name report."""
         self.ready = ready
@@ -100,12 +105,14 @@ async def start(
     *,
     auth: Auth | None = None,
     tls: ServerTls | None = None,
+    service_door: tuple[str, ServerTls] | None = None,
     setting: str = "--listen",
 ) -> RunningServer:
     """Start serving; not ready yet.
 
     Args:
         listen: `HOST:PORT` (port 0 = any free one) or `unix:/path` addresses.
+        service_door: one more address, whose callers must show a certificate.
         setting: flag or variable to name when an address cannot be had.
 
     Raises:
@@ -121,7 +128,8 @@ async def start(
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
-    ports = [_bind(server, address, tls, setting) for address in listen]
+    doors = [(address, tls) for address in listen] + ([service_door] if service_door else [])
+    ports = [_bind(server, address, door_tls, setting) for address, door_tls in doors]
     running = RunningServer(server, health_servicer, names, ports)
     await running.set_live(True)
     await running.set_ready(False)

@@ -14,6 +14,7 @@ DEFAULT_SENTINEL_PORT = 26379
 _CONNECT_TIMEOUT_S = 2.0
 _TIMEOUT_S = 5.0
 _HEALTH_CHECK_S = 15
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _FORMS = (
     "must be redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
     "redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
@@ -24,7 +25,8 @@ def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio
     """A client that speaks RESP2 and has short time-outs: a server that hangs must not hang us.
 
     Sentinel URLs take `?sentinel_password=...`; name and password before the '@' are those of the
-    servers. `redis+sentinel` with `?tls=true` connects to both with TLS.
+    servers. `redis+sentinel` with `?tls=true` connects to both with TLS. With TLS both forms take
+    redis-py's `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile`, paths of PEM files.
 
     Raises:
         InvalidRequest: naming `setting`, without showing passwords.
@@ -61,6 +63,7 @@ def _through_sentinel(url: str, setting: str) -> redis.asyncio.Redis:
         raise InvalidRequest.field(setting, parts.scheme, _FORMS)
     shared: dict[str, Any] = {
         "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
+        **{name: options[name] for name in _TLS_FILES if name in options},
         "socket_timeout": _TIMEOUT_S,
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "protocol": 2,

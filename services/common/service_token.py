@@ -1,28 +1,38 @@
-"""The secret that services show to each other: `authorization: Bearer <token>`."""
+"""How services know each other: by a certificate (mTLS), or by a secret that they all have.
+
+The secret travels as `authorization: Bearer <token>`.
+"""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from services.common.callers import LOCAL, Caller
+from services.common.callers import LOCAL, Caller, peer_names
 from services.common.env import SERVICE_TOKEN_FILE
+from services.common.tls import is_service
 
 
-class ServiceTokenAuth:
-    """An `Auth` that lets in whoever knows the token."""
+class ServiceAuth:
+    """An `Auth` that lets in services: who shows a certificate of theirs, or knows the token."""
 
-    def __init__(self, token: str) -> None:
-        assert token, "an empty token would let everybody in"
+    def __init__(self, token: str, names: Collection[str] = ()) -> None:
+        """`names` are those of services' certificates; empty = any that TLS accepted."""
         self._token = token.encode()
+        self._names = frozenset(names)
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
-        """Raises Unauthenticated unless the token is shown."""
+        """Raises Unauthenticated unless the caller is a service."""
+        if is_service(peer_names.get(), self._names):
+            return LOCAL
         scheme, _, shown = metadata.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.encode(), self._token):
-            raise Unauthenticated("this door is for services that show the service token")
+        known = self._token and hmac.compare_digest(shown.encode(), self._token)
+        if scheme.lower() != "bearer" or not known:
+            raise Unauthenticated(
+                "this door is for services that show the service token, or a certificate of theirs"
+            )
         return LOCAL
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
+
+from services.common.tls import TlsFiles
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 30_000),
@@ -20,6 +23,30 @@ _OPTIONS: list[tuple[str, Any]] = [
     # Two links to one address must not share a connection that just died.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
+
+def channel_opener(tls: TlsFiles, server_name: str = "") -> OpenChannel:
+    """What opens channels with TLS where there is a CA; Unix sockets and the rest stay plain.
+
+    Args:
+        server_name: expected in the server's certificate in place of its address.
+    """
+    credentials = tls.channel()
+    if credentials is None:
+        return open_channel
+    options = list(_OPTIONS)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+
+    def open_secure(address: str) -> grpc.aio.Channel:
+        if address.startswith("unix:"):
+            return open_channel(address)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    return open_secure
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

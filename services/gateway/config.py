@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.tls import PLAIN, TlsFiles, tls_files
 from services.gateway.admission import AdmissionLimits
 from services.gateway.openai.guard import is_loopback
 
@@ -36,6 +37,10 @@ class GatewayConfig:
     wants_keys: bool = False
     """True checks an API key on every call."""
     service_token: str = ""
+    tls: TlsFiles = PLAIN
+    """Of the gRPC door, and for calls to registry and workers."""
+    tls_server_name: str = ""
+    """Name in the certificates of workers, where it is not their address."""
     gateway_id: str = ""
     tool_format: str = "auto"
     """"auto", or how every base writes tool calls."""
@@ -67,6 +72,8 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
             max_waiting=env.MAX_QUEUED.read(environ),
             max_running_per_tenant=env.MAX_IN_FLIGHT_PER_TENANT.read(environ),
         ),
+        tls=tls_files(environ),
+        tls_server_name=env.TLS_SERVER_NAME.read(environ),
         service_token=_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_FORMAT.read(environ),
@@ -85,11 +92,12 @@ def _check(config: GatewayConfig) -> None:
         )
     for worker in config.workers:
         _check_worker(worker)
-    if config.wants_keys and not config.service_token:
+    if config.wants_keys and not (config.service_token or config.tls.proves_services):
         raise InvalidRequest.field(
             env.SERVICE_TOKEN_FILE.name,
             "",
-            f"{env.AUTH.name}=keys needs the token that the registry knows its services by",
+            f"{env.AUTH.name}=keys needs the token that the registry knows its services by, or a "
+            f"certificate ({env.CA.name}, {env.CERT.name}, {env.KEY.name})",
         )
     if not (config.is_local or config.wants_keys or config.insecure):
         raise InvalidRequest.field(

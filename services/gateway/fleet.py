@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
-from services.gateway.channels import open_channel
+from services.gateway.channels import OpenChannel, open_channel
 from services.gateway.convert import base_from_wire
 from services.gateway.request import BaseModel, Job
 from services.gateway.template_pool import TemplatePool
 from services.gateway.token_stream import TokenStream
 from services.gateway.tokenizer import BaseTokenizer, IdsOnly
 from services.gateway.view import WorkerView
-from services.gateway.worker_link import Metadata, OpenChannel, WorkerLink
+from services.gateway.worker_link import Metadata, WorkerLink
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from loraplex.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.callers import Caller
 from services.gateway.catalog import Catalog, TagState, Version
-from services.gateway.channels import open_channel
+from services.gateway.channels import OpenChannel, open_channel
 from services.gateway.convert import tag_from_wire, tenant_from_wire, version_from_wire
 from services.gateway.resolve import Resolver
 from services.gateway.tenants import TenantLimits
@@ -30,9 +30,14 @@ _RETRY_S = (0.1, 0.2, 0.5, 1.0)
 class RegistryLink:
     """One channel to the registry."""
 
-    def __init__(self, address: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        metadata: Sequence[tuple[str, str]] = (),
+        channel: OpenChannel = open_channel,
+    ) -> None:
         """`metadata` goes with every call, such as a service token."""
-        self._channel = open_channel(address)
+        self._channel = channel(address)
         self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
         self._metadata = tuple(metadata)
         self.has_snapshot = asyncio.Event()

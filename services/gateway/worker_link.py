@@ -12,7 +12,7 @@ import grpc
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
-from services.gateway.channels import open_channel
+from services.gateway.channels import OpenChannel, open_channel
 from services.gateway.clock import now_s
 from services.gateway.convert import load_from_wire, residency_from_wire
 from services.gateway.request import Job
@@ -34,7 +34,6 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
 """Takes in a model; False asks for it again with its tokenizer files."""
 Metadata = tuple[tuple[str, str], ...]
-OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 class WorkerLink:

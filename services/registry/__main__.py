@@ -46,6 +46,8 @@ async def run(config: RegistryConfig) -> None:
             [service(registry)],
             config.listen,
             auth=door_auth(config, registry.keys),
+            tls=config.tls.door(),
+            service_door=_service_door(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
         )
         if config.metrics_listen:
@@ -58,6 +60,11 @@ async def run(config: RegistryConfig) -> None:
         await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
         if keeper.done():
             keeper.result()
+
+
+def _service_door(config: RegistryConfig) -> tuple[str, grpc_server.ServerTls] | None:
+    tls = config.tls.door(for_services=True)
+    return (config.service_listen, tls) if config.service_listen and tls else None
 
 
 async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack) -> str:

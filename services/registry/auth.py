@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from services.common.callers import Auth, Caller
+from services.common.callers import Auth, Caller, peer_names
+from services.common.tls import is_service
 from services.registry.access import SERVICE
 from services.registry.config import RegistryConfig
 from services.registry.keys import Keys
@@ -17,14 +18,18 @@ SERVICE_CALLER = Caller("default", "service", frozenset({"reader", SERVICE}))
 
 
 class KeyAuth:
-    """Every call brings `authorization: Bearer <token>`: an API key, or the service token."""
+    """Every call brings `authorization: Bearer <token>`, an API key or the service token; or it
+    comes by a connection on which a service showed its certificate."""
 
-    def __init__(self, keys: Keys, service_token: str) -> None:
+    def __init__(self, keys: Keys, service_token: str, service_names: Collection[str] = ()) -> None:
         self._check_key: Callable[[str], Awaitable[Caller]] = keys.check
         self._service_token = service_token
+        self._service_names = service_names
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of one method. Raises Unauthenticated."""
+        if is_service(peer_names.get(), self._service_names):
+            return SERVICE_CALLER
         value = metadata.get("authorization", "")
         if not value.lower().startswith(_BEARER):
             raise Unauthenticated(
@@ -45,7 +50,8 @@ def door_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
         InvalidRequest: an address beyond loopback without auth, or an unreadable token file.
     """
     if config.auth == "keys":
-        return KeyAuth(keys, _service_token(config.service_token_file))
+        token = _service_token(config.service_token_file)
+        return KeyAuth(keys, token, config.service_names)
     for address in config.listen:
         if not is_private(address) and not config.insecure:
             raise InvalidRequest.field(

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.tls import TlsFiles, tls_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,11 @@ class RegistryConfig:
 
     listen: tuple[str, ...]
     """Addresses of the gRPC door, HOST:PORT or unix:/path."""
+    service_listen: str
+    """One more address, for services that show a certificate; "" = none."""
+    service_names: tuple[str, ...]
+    """Names in the certificates of services; empty = any certificate of the CA is one."""
+    tls: TlsFiles
     metrics_listen: str
     objects_url: str
     metadata_url: str
@@ -36,6 +43,9 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     objects_url = env.OBJECTS.read(environ) or (state_dir / "objects").absolute().as_uri()
     return RegistryConfig(
         listen=tuple(part.strip() for part in env.REGISTRY_LISTEN.read(environ).split(",")),
+        service_listen=_service_listen(environ),
+        service_names=env.SERVICE_NAMES.read(environ),
+        tls=tls_files(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
         objects_url=objects_url,
         metadata_url=env.METADATA.read(environ),
@@ -47,6 +57,14 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         drain_s=env.DRAIN_S.read(environ),
         failpoints=env.FAILPOINTS.read(environ),
     )
+
+
+def _service_listen(environ: Mapping[str, str]) -> str:
+    listen = env.REGISTRY_SERVICE_LISTEN.read(environ)
+    if listen and not tls_files(environ).proves_services:
+        description = f"needs {env.CA.name}, {env.CERT.name} and {env.KEY.name}"
+        raise InvalidRequest.field(env.REGISTRY_SERVICE_LISTEN.name, listen, description)
+    return listen
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

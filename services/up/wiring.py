@@ -103,7 +103,13 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
 
 def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> dict[str, str]:
     """What every child gets. The user's own variables pass through, except where wired."""
-    private = ("LORAPLEX_METRICS_LISTEN", "LORAPLEX_METADATA", "LORAPLEX_WORKERS")
+    private = (
+        "LORAPLEX_METRICS_LISTEN",
+        "LORAPLEX_METADATA",
+        "LORAPLEX_WORKERS",
+        # Those of the tools in this shell: within one machine services talk in plain.
+        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY", "LORAPLEX_REGISTRY_SERVICE_LISTEN"),
+    )
     shared = {name: value for name, value in environ.items() if name not in private}
     root = str(Path(services.__path__[0]).parent)
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))

@@ -13,7 +13,7 @@ from services.common import env, grpc_server
 from services.common.metrics import MetricsServer
 from services.common.objects.opening import open_store
 from services.common.process import run_service
-from services.common.service_token import ServiceTokenAuth
+from services.common.service_token import ServiceAuth
 from services.worker.adapters.disk import DiskCache
 from services.worker.adapters.source import AdapterSource
 from services.worker.base_files import fetch_model, find_model, read_tokenizer
@@ -34,10 +34,12 @@ async def serve(config: WorkerConfig) -> None:
     status = StatusBoard()
     ready_changed = asyncio.Event()
     door = Door(status, config.max_request_adapters, lambda _: ready_changed.set())
-    auth = ServiceTokenAuth(config.service_token) if config.service_token else None
-    services = [worker_service(config, door)]
     server = await grpc_server.start(
-        services, [config.listen], auth=auth, setting=env.WORKER_LISTEN.name
+        [worker_service(config, door)],
+        [config.listen],
+        auth=_auth(config),
+        tls=config.tls.door(for_services=True),
+        setting=env.WORKER_LISTEN.name,
     )
     metrics = MetricsServer(ready=lambda: status.is_ready)
     AdapterCollector(status, config.max_resident).register()
@@ -59,6 +61,14 @@ async def serve(config: WorkerConfig) -> None:
         door.close()
         await metrics.stop()
         await server.stop(0)
+
+
+def _auth(config: WorkerConfig) -> ServiceAuth | None:
+    """Unix sockets cannot show certificates: who may open one is a service."""
+    by_certificate = config.tls.proves_services and not config.listen.startswith("unix:")
+    if not (config.service_token or by_certificate):
+        return None
+    return ServiceAuth(config.service_token, config.service_names)
 
 
 async def _run_engine(config: WorkerConfig, door: Door) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from loraplex.errors import InvalidRequest, Unsupported
 from services.common import env
 from services.common.service_token import read_service_token
+from services.common.tls import TlsFiles, tls_files
 from services.worker.messages import EngineConfig
 
 
@@ -32,6 +33,9 @@ class WorkerConfig:
     step_timeout_s: float
     service_token: str
     """What callers must show; "" = nothing."""
+    service_names: tuple[str, ...]
+    """Names in the certificates of services; empty = any certificate of the CA is one."""
+    tls: TlsFiles
     device: str
     dtype: str
     load_format: str
@@ -95,6 +99,8 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         drain_s=env.DRAIN_S.read(environ),
         step_timeout_s=env.STEP_TIMEOUT_S.read(environ),
         service_token=_service_token(environ),
+        service_names=env.SERVICE_NAMES.read(environ),
+        tls=tls_files(environ),
         device=env.DEVICE.read(environ),
         dtype=env.DTYPE.read(environ),
         load_format=env.LOAD_FORMAT.read(environ),
@@ -113,12 +119,13 @@ def _service_token(environ: Mapping[str, str]) -> str:
     """The token. Raises InvalidRequest for an open door beyond this machine."""
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
-    if not (token or is_local(listen) or env.INSECURE.read(environ)):
+    known = token or tls_files(environ).proves_services
+    if not (known or is_local(listen) or env.INSECURE.read(environ)):
         raise InvalidRequest.field(
             env.WORKER_LISTEN.name,
             listen,
-            f"listening beyond loopback needs {env.SERVICE_TOKEN_FILE.name}, or "
-            f"{env.INSECURE.name}=true",
+            f"listening beyond loopback needs {env.SERVICE_TOKEN_FILE.name}, or certificates "
+            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}), or {env.INSECURE.name}=true",
         )
     return token
 

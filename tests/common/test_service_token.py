@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from services.common.service_token import ServiceTokenAuth, read_service_token
+from services.common.service_token import ServiceAuth, read_service_token
 
 
 async def test_the_right_token_enters() -> None:
-    auth = ServiceTokenAuth("secret")
+    auth = ServiceAuth("secret")
     assert (await auth.check("/s/m", {"authorization": "Bearer secret"})).tenant == "default"
     assert await auth.check("/s/m", {"authorization": "bearer secret"})
 
@@ -19,12 +19,12 @@ async def test_the_right_token_enters() -> None:
 @pytest.mark.parametrize("shown", ["", "secret", "Bearer ", "Bearer wrong", "Basic secret"])
 async def test_anything_else_stays_out(shown: str) -> None:
     with pytest.raises(Unauthenticated):
-        await ServiceTokenAuth("secret").check("/s/m", {"authorization": shown})
+        await ServiceAuth("secret").check("/s/m", {"authorization": shown})
 
 
 async def test_no_metadata_stays_out() -> None:
     with pytest.raises(Unauthenticated):
-        await ServiceTokenAuth("secret").check("/s/m", {})
+        await ServiceAuth("secret").check("/s/m", {})
 
 
 def test_the_token_is_read_without_its_line_end(tmp_path: Path) -> None:

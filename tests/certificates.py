@@ -1,0 +1,82 @@
+"""A certificate authority for one test, and certificates that it signs."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+_DAY = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """PEM files of a certificate and its key."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1 under any names."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(f"CA of {folder.name}")
+        builder = _builder(self._name, self._name, self._key)
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        certificate = builder.add_extension(constraints, critical=True).sign(
+            self._key, hashes.SHA256()
+        )
+        self.ca = folder / "ca.pem"
+        self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str) -> Pair:
+        """A certificate for `name`, localhost and 127.0.0.1."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = x509.SubjectAlternativeName(
+            [
+                x509.DNSName(name),
+                x509.DNSName("localhost"),
+                x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            ]
+        )
+        builder = _builder(_named(name), self._name, key).add_extension(names, critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        pair.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        pair.key.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return pair
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _DAY)
+        .not_valid_after(now + _DAY)
+    )
