@@ -3,8 +3,9 @@
     python benchmarks/bench_gateway.py [--rounds 3] [--streams 200]
 
 A real gateway process stands between scripted neighbours, with real sockets everywhere. Added
-latency: the round trip of a request less the time that the worker held it, while `--streams` other
-streams run. Relayed tokens are per second of the gateway's CPU time, so that other work on the
+latency: the round trip of a request through the gateway, less that of one straight to the worker
+over a session of the probe's own, both less the time that the worker held them; in turns, while
+`--streams` other streams run. Relayed tokens are per second of the gateway's CPU time, so that other work on the
 machine does not count as the gateway's. Writes results/<machine kind>/gateway.json.
 """
 
@@ -26,10 +27,12 @@ from typing import Any
 
 import grpc
 import psutil
-from gateway_worker import PROBE_ID
-from machine import write_results
 
-from loraplex.v1 import inference_pb2, inference_pb2_grpc
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.gateway_worker import PROBE_ID
+from benchmarks.machine import write_results
+from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.gateway.scripted_registry import ScriptedRegistry, start_registry
 
 HERE = Path(__file__).parent
@@ -44,7 +47,7 @@ class House:
     def __init__(self, folder: Path, step_s: float) -> None:
         self.http_port = _free_port()
         self.grpc = f"unix:{folder}/gateway.sock"
-        self._worker = f"unix:{folder}/worker.sock"
+        self.worker = f"unix:{folder}/worker.sock"
         self._folder = folder
         self._step_s = step_s
         self.gateway: subprocess.Popen[bytes]
@@ -53,10 +56,10 @@ class House:
     def running(self) -> Iterator[House]:
         """Worker and gateway; the registry is the caller's."""
         worker = _python(
-            str(HERE / "gateway_worker.py"), "--listen", self._worker, "--step-s", str(self._step_s)
+            str(HERE / "gateway_worker.py"), "--listen", self.worker, "--step-s", str(self._step_s)
         )
         env = {
-            "LORAPLEX_WORKERS": self._worker,
+            "LORAPLEX_WORKERS": self.worker,
             "LORAPLEX_REGISTRY_ADDRESS": f"unix:{self._folder}/registry.sock",
             "LORAPLEX_GATEWAY_LISTEN": self.grpc,
             "LORAPLEX_HTTP_LISTEN": f"127.0.0.1:{self.http_port}",
@@ -109,26 +112,76 @@ async def probe(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
     raise RuntimeError("the probe got no answer")
 
 
+class StraightProbe:
+    """A session of the probe's own with the worker: the same way without the gateway."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call: Any = worker_pb2_grpc.WorkerServiceStub(channel).Session()
+        self._number = 0
+
+    async def open(self) -> None:
+        """Greet."""
+        hello = worker_pb2.SessionHello(gateway_id="probe")
+        await self._call.write(worker_pb2.SessionRequest(hello=hello))
+        await self._call.read()
+
+    async def probe(self) -> float:
+        """Milliseconds on the way."""
+        self._number += 1
+        submit = worker_pb2.WorkerRequest(
+            request_id=f"p{self._number}",
+            prompt_ids=[PROBE_ID],
+            sampling=worker_pb2.WorkerSampling(max_tokens=16),
+        )
+        start_s = time.monotonic()
+        await self._call.write(worker_pb2.SessionRequest(submit=submit))
+        message = await self._call.read()
+        elapsed_ms = (time.monotonic() - start_s) * 1e3
+        return elapsed_ms - int(bytes(message.events.tokens[0].token_ids)) / 1e3
+
+
 async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str, float]:
     """Added milliseconds beside `streams` other streams, and beside none."""
     with House(folder, IDLE_STEP_S).running() as house:
         await house.ready()
-        async with grpc.aio.insecure_channel(house.grpc) as channel:
+        async with (
+            grpc.aio.insecure_channel(house.grpc) as channel,
+            grpc.aio.insecure_channel(house.worker) as worker_channel,
+        ):
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            alone = [await probe(stub) for _ in range(num_probes)][num_probes // 4 :]
+            straight = StraightProbe(worker_channel)
+            await straight.open()
+            alone = await _probes(stub, straight, num_probes)
             load = house.load("ids", streams, 1 << 16)
             await asyncio.sleep(6.0)
-            beside = []
-            for _ in range(num_probes):
-                beside.append(await probe(stub))
-                await asyncio.sleep(0.013)
+            beside = await _probes(stub, straight, num_probes)
             load.kill()
             load.wait()
     return {
-        "alone_median_ms": statistics.median(alone),
-        "median_ms": statistics.median(beside),
-        "p99_ms": sorted(beside)[int(0.99 * len(beside))],
+        "alone_median_ms": statistics.median(alone[0]) - statistics.median(alone[1]),
+        "median_ms": statistics.median(beside[0]) - statistics.median(beside[1]),
+        "p99_ms": _p99(beside[0]) - statistics.median(beside[1]),
+        "through_median_ms": statistics.median(beside[0]),
+        "straight_median_ms": statistics.median(beside[1]),
+        "straight_p99_ms": _p99(beside[1]),
     }
+
+
+async def _probes(
+    stub: inference_pb2_grpc.InferenceServiceStub, straight: StraightProbe, num_probes: int
+) -> tuple[list[float], list[float]]:
+    """Milliseconds through the gateway and straight, in turns; the first quarter is left out."""
+    through, without = [], []
+    for _ in range(num_probes + num_probes // 4):
+        through.append(await probe(stub))
+        await asyncio.sleep(0.007)
+        without.append(await straight.probe())
+        await asyncio.sleep(0.006)
+    return through[num_probes // 4 :], without[num_probes // 4 :]
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
 
 
 async def relayed(folder: Path, kind: str, streams: int, tokens: int) -> dict[str, float]:
@@ -202,5 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
     main()

@@ -48,11 +48,20 @@ class Ticket:
     deadline_s: float = float("inf")
     """Absolute, on the caller's clock."""
     num_prompt_tokens: int = 1
+    max_output_tokens: int = 0
+    """Of each choice."""
+    run_s: float = 0.0
+    """How long it will probably run once it starts; 0 = unknown."""
     max_concurrent: int = 0
     """Sequences of this tenant that may run here at once; 0 = no limit of its own."""
     weight: float = 1.0
     """A tenant with weight 2 deserves twice the service of one with 1."""
     number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def start_by_s(self) -> float:
+        """The latest start that leaves time to finish."""
+        return self.deadline_s - self.run_s
 
     @property
     def ahead_tokens(self) -> int:
@@ -78,7 +87,11 @@ class AdmissionQueue:
         """The same for prompt tokens sent ahead."""
         self._waiting: dict[int, dict[str, deque[Ticket]]] = {}
         """By priority, then tenant. No empty entries."""
+        self._waiting_by_tenant: dict[str, int] = {}
+        """Requests waiting. No empty entries."""
         self._num_waiting = 0
+        self.shed: list[Ticket] = []
+        """Waiting tickets that made room for others; whoever offers takes them out."""
         self._running = 0
         self._by_tenant: dict[str, int] = {}
         """Sequences running."""
@@ -107,14 +120,17 @@ class AdmissionQueue:
         return self._ahead_tokens
 
     def offer(self, ticket: Ticket, now_s: float) -> Verdict:
-        """Run it, queue it, or refuse it.
+        """Run it, queue it, or refuse it. A full queue sheds the newest of who waits most.
 
         Raises: ResourceExhausted when the queue is full, DeadlineExceeded when its turn would come
         too late.
         """
         runs = self._fits(ticket) and not self._someone_before(ticket)
         if not runs:
-            self._check_wait(ticket, now_s)
+            if now_s + self.expected_wait_s(ticket.tenant) > ticket.start_by_s:
+                raise too_late()
+            if self._num_waiting >= self._limits.max_waiting:
+                self._make_room(ticket)
         self._present[ticket.tenant] = self._present.get(ticket.tenant, 0) + 1
         self._served.arrive(ticket.tenant)
         if runs:
@@ -122,6 +138,8 @@ class AdmissionQueue:
             return Verdict.RUN
         tenants = self._waiting.setdefault(ticket.priority, {})
         tenants.setdefault(ticket.tenant, deque()).append(ticket)
+        mine = self._waiting_by_tenant.get(ticket.tenant, 0)
+        self._waiting_by_tenant[ticket.tenant] = mine + 1
         self._num_waiting += 1
         return Verdict.WAIT
 
@@ -160,19 +178,35 @@ class AdmissionQueue:
             started.append(ticket)
         return started
 
-    def expected_wait_s(self) -> float:
-        """Seconds until a ticket that joins the queue now would start; 0 until measured."""
-        return self._service_s * (self._num_waiting + 1) / self.max_running
+    def expected_wait_s(self, tenant: str | None = None) -> float:
+        """Seconds until a ticket that joins the queue now would start; 0 until measured.
 
-    def _check_wait(self, ticket: Ticket, now_s: float) -> None:
-        if self._num_waiting >= self._limits.max_waiting:
-            raise ResourceExhausted(
-                f"{self._num_waiting} requests are waiting already; try again later",
-                reason="QUEUE_FULL",
-                retry_after_s=max(1.0, self.expected_wait_s()),
-            )
-        if now_s + self.expected_wait_s() > ticket.deadline_s:
-            raise too_late()
+        By Little's law: what runs now leaves at the rate of what runs over how long one runs. A
+        tenant waits for as many of each other as it has waiting itself, None for all that wait.
+        """
+        ahead = self._num_waiting
+        if tenant is not None:
+            mine = self._waiting_by_tenant.get(tenant, 0)
+            ahead = sum(min(count, mine + 1) for count in self._waiting_by_tenant.values())
+        return self._service_s * (ahead + 1) / max(self._running, 1)
+
+    def _make_room(self, ticket: Ticket) -> None:
+        """Shed a waiting ticket that has less right to wait. Raises: ResourceExhausted.
+
+        That is the newest of the least urgent, of the tenant with most of them; among equals in
+        urgency only of a tenant that has more waiting than the new one's.
+        """
+        last = max(self._waiting, default=None)
+        if last is not None and last >= ticket.priority:
+            tenants = self._waiting[last]
+            most = max(tenants, key=lambda tenant: (len(tenants[tenant]), tenant))
+            mine = self._waiting_by_tenant.get(ticket.tenant, 0)
+            if last > ticket.priority or len(tenants[most]) > mine + 1:
+                victim = tenants[most][-1]
+                self.withdraw(victim)
+                self.shed.append(victim)
+                return
+        raise queue_full(self.expected_wait_s())
 
     def _next(self) -> Ticket | None:
         """The waiting ticket whose turn it is, tenants at their own limit left out."""
@@ -216,6 +250,9 @@ class AdmissionQueue:
         queue = tenants[ticket.tenant]
         queue.remove(ticket)
         self._num_waiting -= 1
+        self._waiting_by_tenant[ticket.tenant] -= 1
+        if not self._waiting_by_tenant[ticket.tenant]:
+            del self._waiting_by_tenant[ticket.tenant]
         if not queue:
             del tenants[ticket.tenant]
         if not tenants:
@@ -228,10 +265,19 @@ class AdmissionQueue:
             self._served.leave(ticket.tenant)
 
 
+def queue_full(wait_s: float) -> LoraplexError:
+    """The error of a request that there is no place to wait for, or none any more."""
+    return ResourceExhausted(
+        "too many requests are waiting already; try again later",
+        reason="QUEUE_FULL",
+        retry_after_s=max(1.0, wait_s),
+    )
+
+
 def too_late() -> LoraplexError:
     """The error of a request whose turn comes after its deadline."""
     return DeadlineExceeded(
-        "the request would start after its deadline; send a longer one or try again later",
+        "the request would not be done by its deadline; send a later one or try again later",
         reason="DEADLINE_INFEASIBLE",
         retry_after_s=1.0,
     )

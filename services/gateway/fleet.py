@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
+from services.gateway.ahead import ReadyWorkers
 from services.gateway.channels import OpenChannel, open_channel
 from services.gateway.convert import base_from_wire
 from services.gateway.request import BaseModel, Job
 from services.gateway.template_pool import TemplatePool
-from services.gateway.token_stream import TokenStream
+from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.tokenizer import BaseTokenizer, IdsOnly
 from services.gateway.view import WorkerView
 from services.gateway.worker_link import Metadata, WorkerLink
@@ -23,9 +24,6 @@ from services.gateway.worker_link import Metadata, WorkerLink
 logger = logging.getLogger(__name__)
 
 _DNS_REFRESH_S = 5.0
-
-AHEAD_TOKENS = 8192
-"""Prompt tokens sent to one worker ahead of their first token: a few steps of work."""
 
 BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
 
@@ -64,6 +62,7 @@ class Fleet:
         self._base_seen = base_seen
         self._metadata = metadata
         self._channel = channel
+        self._pace = Pace()
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._bases: dict[str, ServedBase] = {}
         self._change = asyncio.Event()
@@ -84,10 +83,10 @@ class Fleet:
         views = [link.view() for link, _ in self._links.values()]
         return [view for view in views if base_id is None or view.base_id == base_id]
 
-    def room_ahead(self) -> float:
-        """Prompt tokens that all ready workers take ahead of their first token."""
-        num_ready = sum(view.takes_requests for view in self.views())
-        return float(max(num_ready, 1) * AHEAD_TOKENS)
+    def ready(self) -> ReadyWorkers:
+        """The workers that take requests."""
+        views = [view for view in self.views() if view.takes_requests]
+        return ReadyWorkers(len(views), max((view.load.step_s for view in views), default=0.0))
 
     def submit(self, address: str, job: Job) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""
@@ -126,6 +125,7 @@ class Fleet:
                     changed=self._announce,
                     metadata=self._metadata,
                     channel=self._channel,
+                    pace=self._pace,
                 )
                 self._links[address] = (link, asyncio.create_task(link.run()))
         for address in [known for known in self._links if known not in addresses]:

@@ -14,13 +14,47 @@ from services.gateway.admission import (
     AdmissionQueue,
     Ticket,
     Verdict,
+    queue_full,
     too_late,
 )
+from services.gateway.ahead import AheadRoom, ReadyWorkers
 from services.gateway.clock import now_s
 from services.gateway.metrics import REJECTIONS, RUNNING, RUNNING_LIMIT, WAITING
 
 LEAST_RUNNING = 256
 """The adaptive limit never falls below so many sequences: one worker's batch."""
+
+
+_LEARNT = 0.1
+"""Share of the newest in a moving mean."""
+_MARGIN = 1.15
+"""Over the mean: who is let in should be done in time."""
+
+
+class OutputPace:
+    """How long answers take, learnt from those that ended: moving means."""
+
+    def __init__(self) -> None:
+        self._first_s = 0.0
+        """From a place to the first token."""
+        self._token_s = 0.0
+        self._share = 1.0
+        """Of the tokens that may be generated, those that are."""
+
+    def observe(self, place: Place) -> None:
+        """A request ended."""
+        token_s, share = place.token_s(), place.output_share()
+        if token_s > 0:
+            self._token_s += (token_s - self._token_s) * (_LEARNT if self._token_s else 1.0)
+        if share > 0:
+            self._share += _LEARNT * (share - self._share)
+            self._first_s += _LEARNT * (place.first_token_s() - self._first_s)
+
+    def run_s(self, max_tokens: int) -> float:
+        """Seconds for an answer of at most so many tokens; 0 until measured."""
+        if not self._token_s:
+            return 0.0
+        return _MARGIN * (self._first_s + self._token_s * self._share * max_tokens)
 
 
 class Place:
@@ -42,6 +76,15 @@ class Place:
         self._num_tokens += num_tokens
         self._gate.served(self._ticket, num_tokens)
 
+    def output_share(self) -> float:
+        """What it generated of what it might have; 0 = nothing or unknown."""
+        most = self._ticket.max_output_tokens * self._ticket.cost
+        return min(self._num_tokens / most, 1.0) if most else 0.0
+
+    def first_token_s(self) -> float:
+        """Seconds from its entry to the first token, once there is one."""
+        return self._first_s - self._start_s
+
     def held_s(self) -> float:
         """Seconds since it was entered."""
         return now_s() - self._start_s
@@ -56,11 +99,13 @@ class Gate:
     """Lets requests in as the admission queue decides."""
 
     def __init__(
-        self, limits: AdmissionLimits, room_ahead: Callable[[], float] = lambda: math.inf
+        self, limits: AdmissionLimits, ready: Callable[[], ReadyWorkers] | None = None
     ) -> None:
-        """`room_ahead()`: prompt tokens the workers take ahead of their first token, together."""
+        """`ready()`: the workers that requests may be sent to; None = there is room for all."""
         self._queue = AdmissionQueue(limits)
-        self._room_ahead = room_ahead
+        self._ready = ready
+        self._ahead = AheadRoom()
+        self._pace = OutputPace()
         self._adaptive = GradientLimit.starting(
             min(LEAST_RUNNING, limits.max_running), limits.max_running
         )
@@ -81,6 +126,10 @@ class Gate:
         """What a new request would wait here."""
         return self._queue.expected_wait_s() if self._queue.num_waiting else 0.0
 
+    def run_s(self, max_tokens: int) -> float:
+        """How long a request that may generate so many tokens will probably run; 0 = unknown."""
+        return self._pace.run_s(max_tokens)
+
     @asynccontextmanager
     async def place(self, ticket: Ticket) -> AsyncGenerator[Place]:
         """Wait for a place and hold it. Raises: ResourceExhausted, DeadlineExceeded."""
@@ -89,7 +138,7 @@ class Gate:
         try:
             yield place
         finally:
-            self._learn(place.token_s())
+            self._learn(place)
             self._queue.release(ticket, place.held_s())
             self._call_ready()
 
@@ -97,21 +146,29 @@ class Gate:
         """A running request generated tokens; its first ones make room for another."""
         self._queue.charge(ticket, num_tokens)
         if self._queue.first_token(ticket) and self._queue.num_waiting:
+            if self._ready is not None:
+                self._ahead.started(ticket.ahead_tokens, now_s(), self._ready())
             self._call_ready()
 
     def room_changed(self) -> None:
-        """Workers came or went: `room_ahead` may say something new."""
+        """Workers came or went."""
         self._call_ready()
 
-    def _learn(self, token_s: float) -> None:
+    def _learn(self, place: Place) -> None:
+        token_s = place.token_s()
+        self._pace.observe(place)
         if token_s > 0:
             self._adaptive = updated(self._adaptive, token_s, self._queue.num_running)
             self._queue.max_running = self._adaptive.whole
 
     async def _enter(self, ticket: Ticket) -> None:
         try:
-            self._queue.max_ahead_tokens = self._room_ahead()
-            if self._queue.offer(ticket, now_s()) is Verdict.WAIT:
+            self._queue.max_ahead_tokens = self._room()
+            if not self._queue.num_waiting:
+                self._ahead.begin(now_s())
+            verdict = self._queue.offer(ticket, now_s())
+            self._shed()
+            if verdict is Verdict.WAIT:
                 await self._turn(ticket)
         except LoraplexError as error:
             REJECTIONS.labels(error.reason).inc()
@@ -119,11 +176,18 @@ class Gate:
         finally:
             self._publish()
 
+    def _shed(self) -> None:
+        """Refuse those that made room."""
+        wait_s = self._queue.expected_wait_s()
+        for ticket in self._queue.shed:
+            self._turns[ticket.number].set_exception(queue_full(wait_s))
+        self._queue.shed.clear()
+
     async def _turn(self, ticket: Ticket) -> None:
         turn = self._turns[ticket.number] = asyncio.get_running_loop().create_future()
         self._publish()
         try:
-            async with asyncio.timeout(ticket.deadline_s - now_s()):
+            async with asyncio.timeout(ticket.start_by_s - now_s()):
                 await turn
         except BaseException as error:
             self._leave_queue(ticket, turn)
@@ -134,7 +198,9 @@ class Gate:
             del self._turns[ticket.number]
 
     def _leave_queue(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
-        """The client left, or its turn came in the very moment it did."""
+        """It was shed, the client left, or its turn came in the very moment it did."""
+        if turn.done() and not turn.cancelled() and turn.exception() is not None:
+            return
         if turn.done() and not turn.cancelled():
             self._queue.release(ticket, 0.0)
             self._call_ready()
@@ -142,10 +208,13 @@ class Gate:
             self._queue.withdraw(ticket)
 
     def _call_ready(self) -> None:
-        self._queue.max_ahead_tokens = self._room_ahead()
+        self._queue.max_ahead_tokens = self._room()
         for ticket in self._queue.take_ready():
             self._turns[ticket.number].set_result(None)
         self._publish()
+
+    def _room(self) -> float:
+        return math.inf if self._ready is None else self._ahead.tokens(self._ready())
 
     def _publish(self) -> None:
         RUNNING.set(self._queue.num_running)

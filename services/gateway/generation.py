@@ -94,7 +94,7 @@ class Prepared:
             fairness_weight=self.limits.fairness_weight,
         )
 
-    def ticket(self, max_concurrent: int) -> Ticket:
+    def ticket(self, max_concurrent: int, run_s: float) -> Ticket:
         """What it asks of admission."""
         return Ticket(
             self.call.tenant,
@@ -102,6 +102,8 @@ class Prepared:
             self.call.priority,
             self.deadline_s,
             num_prompt_tokens=len(self.prompt_ids),
+            max_output_tokens=self.most_output,
+            run_s=run_s,
             max_concurrent=max_concurrent,
             weight=self.limits.fairness_weight,
         )
@@ -109,8 +111,12 @@ class Prepared:
     @property
     def most_tokens(self) -> int:
         """Prompt, and all that may be generated."""
-        most = self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0
-        return len(self.prompt_ids) + most * self.resolved.num_choices
+        return len(self.prompt_ids) + self.most_output * self.resolved.num_choices
+
+    @property
+    def most_output(self) -> int:
+        """Tokens that one choice may have."""
+        return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0
 
 
 class Generation:
@@ -209,7 +215,10 @@ class Generation:
             REJECTIONS.labels(error.reason).inc()
             raise
         try:
-            async with self._gate.place(prepared.ticket(self._rates.concurrent(limits))) as place:
+            ticket = prepared.ticket(
+                self._rates.concurrent(limits), self._gate.run_s(prepared.most_output)
+            )
+            async with self._gate.place(ticket) as place:
                 self._check_deadline(prepared)
                 yield place
         finally:

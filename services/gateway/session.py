@@ -30,7 +30,10 @@ class Session:
     """Multiplexes jobs over one stream. Lives on the event loop."""
 
     def __init__(
-        self, stub: worker_pb2_grpc.WorkerServiceStub, metadata: tuple[tuple[str, str], ...]
+        self,
+        stub: worker_pb2_grpc.WorkerServiceStub,
+        metadata: tuple[tuple[str, str], ...],
+        pace: Pace,
     ) -> None:
         self._call: Any = stub.Session(metadata=metadata)
         self._up: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
@@ -38,7 +41,7 @@ class Session:
         self._prompt_tokens: dict[str, int] = {}
         """Prompt length of each request that has no token yet."""
         self._numbers = itertools.count(1)
-        self._pace = Pace()
+        self._pace = pace
         self._acked_step = 0
         self.worker_id = ""
         self.epoch = 0
@@ -74,6 +77,7 @@ class Session:
         wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
         stream = TokenStream(lambda: self._cancel(wire_id), self._pace)
         self._streams[wire_id] = stream
+        self._pace.num_streams += 1
         self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
         submit = job_to_wire(job, wire_id, now_s())
         self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
@@ -137,10 +141,14 @@ class Session:
 
     def _forget(self, wire_id: str) -> bool:
         self._prompt_tokens.pop(wire_id, None)
-        return self._streams.pop(wire_id, None) is not None
+        if self._streams.pop(wire_id, None) is None:
+            return False
+        self._pace.num_streams -= 1
+        return True
 
     def _fail_all(self) -> None:
         for stream in self._streams.values():
             stream.fail(WorkerLost(f"worker {self.worker_id} went away"))
+        self._pace.num_streams -= len(self._streams)
         self._streams.clear()
         self._prompt_tokens.clear()

@@ -1,13 +1,16 @@
 """The queue between a worker's session and the reader of one request.
 
-A reader that is slower than the engine finds several steps waiting and takes them as one. When the
-whole gateway is slower, readers are woken less often, so that each finds more: a message to a
-client costs nearly the same whether it carries one token or ten. First and last tokens never wait.
+A reader that is slower than the engine finds several steps waiting and takes them as one. Where
+many stream at once, or the whole gateway is late, readers are woken less often, so that each finds
+more: a message to a client costs nearly the same whether it carries one token or ten. A step wakes
+its readers a few at a time, so that a new request need not wait for all of them. First and last
+tokens never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
@@ -17,27 +20,51 @@ from services.gateway.request import Tokens
 _FREE_LAG_S = 0.002
 """Readers run this late on a gateway that keeps up."""
 _GATHER_PER_LAG = 4.0
+_MESSAGE_S = 8e-5
+"""Processor time of one message to a client, roughly."""
+_WOKEN_AT_ONCE = 8
 _MOST_GATHER_S = 0.05
 
 
 class Pace:
-    """How far behind the readers of one gateway are."""
+    """How often the readers of one gateway are woken."""
 
-    __slots__ = ("_lag_s",)
+    __slots__ = ("_due", "_lag_s", "num_streams")
 
     def __init__(self) -> None:
+        self.num_streams = 0
+        """Open at this gateway."""
         self._lag_s = 0.0
         """Moving mean of the time that tokens wait for a reader that may take them."""
+        self._due: deque[TokenStream] = deque()
+        """Streams whose readers are woken next."""
 
     @property
     def gather_s(self) -> float:
-        """The least time between two awakenings of one reader."""
+        """The least time between two awakenings of one reader.
+
+        Long enough that messages to all readers take half of a core, and longer for a gateway that
+        is late all the same.
+        """
+        gather_s = 2.0 * _MESSAGE_S * self.num_streams
         late_s = self._lag_s - _FREE_LAG_S
-        return min(late_s * _GATHER_PER_LAG, _MOST_GATHER_S) if late_s > 0 else 0.0
+        return min(max(gather_s, late_s * _GATHER_PER_LAG), _MOST_GATHER_S)
 
     def observe(self, lag_s: float) -> None:
         """Tokens waited so long; one slow client must not count for more than a late one."""
         self._lag_s += 0.02 * (min(lag_s, _MOST_GATHER_S) - self._lag_s)
+
+    def wake_soon(self, stream: TokenStream) -> None:
+        """Wake a reader when those before it had their turn."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._wake_some)
+        self._due.append(stream)
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_WOKEN_AT_ONCE, len(self._due))):
+            self._due.popleft().wake()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 class TokenStream:
@@ -46,6 +73,7 @@ class TokenStream:
     __slots__ = (
         "_cancel",
         "_error",
+        "_is_due",
         "_pace",
         "_put_s",
         "_ready",
@@ -62,6 +90,8 @@ class TokenStream:
         self._put_s = self._taken_s = self._woken_s = 0.0
         """When the first event that waits came, events were taken last, the reader was woken."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_due = False
+        """The pace will wake the reader."""
         self._ready: list[Tokens] = []
         self._error: LoraplexError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -72,14 +102,14 @@ class TokenStream:
             self._put_s = now_s()
         self._ready.append(tokens)
         if tokens.finish_reason is not None:
-            self._wake()
-        elif self._timer is None:
+            self.wake()
+        elif self._timer is None and not self._is_due:
             self._wake_in_time()
 
     def fail(self, error: LoraplexError) -> None:
         """End the stream after what is waiting; a later error changes nothing."""
         self._error = self._error or error
-        self._wake()
+        self.wake()
 
     async def next(self) -> Tokens:
         """Everything that arrived since the last call, as one event; waits when there is nothing.
@@ -108,7 +138,7 @@ class TokenStream:
         self._waiter = asyncio.get_running_loop().create_future()
         timer = None
         if within_s is not None:
-            timer = asyncio.get_running_loop().call_later(within_s, self._wake)
+            timer = asyncio.get_running_loop().call_later(within_s, self.wake)
         await self._waiter
         if timer is not None:
             timer.cancel()
@@ -118,20 +148,28 @@ class TokenStream:
         """Nobody reads on."""
         self._cancel()
 
-    def _wake_in_time(self) -> None:
-        wait_s = self._taken_s + self._pace.gather_s - now_s()
-        if wait_s <= 0:
-            self._wake()
-        elif self._waiter is not None:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake)
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader go on."""
+        self._is_due = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._waiter is not None and not self._waiter.done():
             self._woken_s = now_s()
             self._waiter.set_result(None)
+
+    def _wake_in_time(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            return
+        if not self._taken_s:
+            self.wake()
+            return
+        wait_s = self._taken_s + self._pace.gather_s - now_s()
+        if wait_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
+        else:
+            self._is_due = True
+            self._pace.wake_soon(self)
 
 
 def merged(batch: list[Tokens]) -> Tokens:

@@ -17,7 +17,7 @@ from services.gateway.clock import now_s
 from services.gateway.convert import load_from_wire, residency_from_wire
 from services.gateway.request import Job
 from services.gateway.session import Session
-from services.gateway.token_stream import TokenStream
+from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.view import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class WorkerLink:
         changed: Callable[[], None],
         metadata: Metadata = (),
         channel: OpenChannel = open_channel,
+        pace: Pace | None = None,
     ) -> None:
         """`model_seen` is awaited for each connection, `changed` called when the view changed."""
         self._channel = channel(address)
@@ -56,6 +57,7 @@ class WorkerLink:
         self._model_seen = model_seen
         self._changed = changed
         self._metadata = metadata
+        self._pace = pace or Pace()
         self._session: Session | None = None
         self._heard_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
@@ -117,7 +119,7 @@ class WorkerLink:
         model = await self._get_model(include_tokenizer=False)
         if not await self._model_seen(model):
             await self._model_seen(await self._get_model(include_tokenizer=True))
-        session = Session(self._stub, self._metadata)
+        session = Session(self._stub, self._metadata, self._pace)
         await session.open(self._gateway_id)
         self._session = session
         self._view = replace(

@@ -92,3 +92,39 @@ def test_bounds_hold_and_everybody_gets_a_turn(
         end_one()
     assert waiting == []
     assert queue.num_running == 0
+
+
+def test_full_queue_sheds_the_newest_of_the_tenant_that_waits_most() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=3))
+    greedy = [Ticket("greedy") for _ in range(4)]
+    for ticket in greedy:
+        queue.offer(ticket, 0.0)
+    assert queue.offer(Ticket("polite"), 0.0) is Verdict.WAIT
+    assert queue.shed == [greedy[-1]]
+    with pytest.raises(ResourceExhausted):
+        queue.offer(Ticket("greedy"), 0.0)
+    assert queue.num_waiting == 3
+
+
+def test_full_queue_sheds_the_less_urgent_whoever_sent_them() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=1))
+    running, waiting = Ticket("a"), Ticket("a")
+    queue.offer(running, 0.0)
+    queue.offer(waiting, 0.0)
+    assert queue.offer(Ticket("a", priority=-1), 0.0) is Verdict.WAIT
+    assert queue.shed == [waiting]
+
+
+def test_tenant_with_little_waiting_expects_a_short_wait() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=2))
+    first = Ticket("greedy")
+    queue.offer(first, 0.0)
+    for _ in range(101):
+        queue.offer(Ticket("greedy"), 0.0)
+    queue.release(first, held_s=1.0)
+    queue.take_ready()
+    assert queue.expected_wait_s("greedy") == pytest.approx(queue.expected_wait_s(), rel=0.02)
+    assert queue.expected_wait_s("polite") == pytest.approx(1.0)
+    assert queue.offer(Ticket("polite", deadline_s=3.0, run_s=1.0), 0.0) is Verdict.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(Ticket("polite", deadline_s=3.0, run_s=2.0), 0.0)

@@ -78,3 +78,17 @@ async def test_deadline_passes_in_the_queue() -> None:
     assert gate.num_waiting == 0
     release.set()
     await running
+
+
+async def test_waiting_request_that_makes_room_for_another_tenant_is_refused_with_a_hint() -> None:
+    gate, release, log = Gate(AdmissionLimits(max_running=1, max_waiting=2)), asyncio.Event(), []
+    greedy = [asyncio.create_task(_hold(gate, Ticket("g"), release, log)) for _ in range(3)]
+    await asyncio.sleep(0)
+    polite = asyncio.create_task(_hold(gate, Ticket("p"), release, log))
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted) as caught:
+        await greedy[2]
+    assert caught.value.retry_after_s
+    release.set()
+    await asyncio.gather(*greedy[:2], polite)
+    assert (gate.num_running, gate.num_waiting, len(log)) == (0, 0, 3)

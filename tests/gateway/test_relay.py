@@ -283,3 +283,36 @@ def test_gateway_that_keeps_up_gathers_nothing() -> None:
     for lag_s in (0.05, *[0.0005] * 300):
         pace.observe(lag_s)
     assert pace.gather_s == 0.0
+
+
+def test_many_streams_share_half_a_core() -> None:
+    pace = Pace()
+    pace.num_streams = 10
+    assert 0 < pace.gather_s < 0.002
+    pace.num_streams = 10_000
+    assert pace.gather_s <= 0.05
+
+
+async def test_first_token_overtakes_the_readers_of_a_large_step() -> None:
+    pace, order = Pace(), []
+    streams = [TokenStream(lambda: None, pace) for _ in range(100)]
+
+    async def read(number: int, stream: TokenStream) -> None:
+        while (await stream.next()).finish_reason is None:
+            order.append(number)
+
+    readers = [asyncio.create_task(read(n, s)) for n, s in enumerate(streams)]
+    await asyncio.sleep(0)
+    for place in range(2):
+        for stream in streams[:99]:
+            _send(place, place + 1)(stream, _job())
+        if not place:
+            await asyncio.sleep(0.01)
+            order.clear()
+    _send(0, 1)(streams[99], _job())
+    await asyncio.sleep(0.05)
+    assert sorted(order) == list(range(100))
+    assert order.index(99) < 20
+    for stream in streams:
+        _send(9, 10)(stream, _job())
+    await asyncio.gather(*readers)

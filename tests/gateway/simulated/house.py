@@ -45,7 +45,7 @@ class SimulatedGateway:
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
         self.resolver.catalog = house.registry.snapshot(house.known)
-        self.gate = Gate(limits, self.fleet.room_ahead)
+        self.gate = Gate(limits, self.fleet.ready)
         client: Any = house.redis
         self.reservoir = RedisReservoir(client, name)
         self.relay = Relay(self.fleet)

@@ -1,0 +1,22 @@
+"""Whole gateways in overload, in virtual time: who is let in is done in time, nobody is starved."""
+
+from __future__ import annotations
+
+from benchmarks.overload_sim import capacity, fairness, overload
+from tests.gateway.simulated.loop import run_virtually
+
+SECONDS = 4.0
+
+
+def test_twice_what_can_be_served() -> None:
+    per_s = run_virtually(capacity(1, SECONDS))
+    found = run_virtually(overload(1, SECONDS, per_s))
+    assert found.offered_over_capacity > 1.7
+    assert found.goodput_over_capacity >= 0.9
+    assert found.accepted_in_time >= 0.99
+    assert found.refusals_over_excess <= 1.1
+
+
+def test_ten_times_its_share_does_a_greedy_tenant_no_good() -> None:
+    per_s = run_virtually(capacity(1, SECONDS))
+    assert run_virtually(fairness(1, SECONDS, per_s)).ratio <= 1.1
