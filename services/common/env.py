@@ -227,6 +227,11 @@ REASONING: Knob[str] = Knob(
     "gateway",
     "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
 )
+LORA_ROOT = _path(
+    "LORAPLEX_LORA_ROOT",
+    "gateway",
+    "Folder that `/v1/load_lora_adapter` may publish from; unset = the call is not served.",
+)
 
 # Worker
 WORKER_LISTEN = _listen(

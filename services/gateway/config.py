@@ -46,6 +46,8 @@ class GatewayConfig:
     """"auto", or how every base writes tool calls."""
     reasoning: str = "auto"
     """"auto", "think" or "none"."""
+    lora_root: Path | None = None
+    """Folder that callers may publish from by vLLM's call; None = they may not."""
     metadata_url: str = ""
     """Redis that several gateways share; "" = this gateway is alone."""
 
@@ -78,6 +80,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_FORMAT.read(environ),
         reasoning=env.REASONING.read(environ),
+        lora_root=env.LORA_ROOT.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),
         gateway_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
     )

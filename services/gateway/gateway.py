@@ -6,6 +6,8 @@ import asyncio
 
 from starlette.types import ASGIApp
 
+from loraplex.registry_client import RegistryClient
+from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
 from services.common import grpc_server
 from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
@@ -20,6 +22,7 @@ from services.gateway.gate import Gate
 from services.gateway.generation import Generation
 from services.gateway.http_server import HttpServer
 from services.gateway.keyring import KeyRing
+from services.gateway.openai.aliases import AliasDoor
 from services.gateway.openai.app import OpenAIDoor, Surroundings
 from services.gateway.openai.guard import HostRule
 from services.gateway.openai.tokenize import TokenizeDoor
@@ -155,7 +158,15 @@ class Gateway:
         )
         door = OpenAIDoor(self._generation, self._resolver, around)
         tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet)
-        return door.app(self._host_rule(), [*tokenize.routes(), *console.routes()])
+        others = [*tokenize.routes(), *console.routes()]
+        if self._config.lora_root is not None:
+            others += AliasDoor(around.caller, self._registry_of, self._config.lora_root).routes()
+        return door.app(self._host_rule(), others)
+
+    def _registry_of(self, api_key: str) -> RegistryClient:
+        """The registry as a caller sees it: without the gateway's own identity."""
+        credentials = Credentials(api_key=api_key, ca=self._config.tls.ca)
+        return RegistryClient(self._config.registry_address, credentials)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.stack import ADAPTERS, Stack, start
+from tests.e2e.stack import ADAPTERS, DEMO, Stack, start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,7 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = start(tmp_path_factory.mktemp("stack") / "state")
+    running = start(
+        tmp_path_factory.mktemp("stack") / "state",
+        environment={"LORAPLEX_LORA_ROOT": str(DEMO / "adapters")},
+    )
     try:
         for folder in ADAPTERS:
             running.publish(folder)

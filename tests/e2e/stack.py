@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,15 +111,21 @@ class Stack:
             raise
 
 
-def start(state_dir: Path, *flags: str, model: Path = BASE) -> Stack:
+def start(
+    state_dir: Path,
+    *flags: str,
+    model: Path = BASE,
+    environment: Mapping[str, str] | None = None,
+) -> Stack:
     """Start a stack and wait until it says it is ready."""
     log = (state_dir.parent / f"{state_dir.name}.log").open("a")
     command = [sys.executable, "-m", "loraplex.cli.loraplex", "up", "--model", str(model)]
     command += ["--served-model-name", BASE_ID, "--state-dir", str(state_dir)]
     command += ["--http-port", "0", "--grpc-port", "0", "--registry-port", "0"]
     command += ["--kv-memory", "64MiB", *flags]
+    env = clean_environment() | dict(environment or {})
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environment(), cwd=REPO
+        command, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=REPO
     )
     assert process.stdout is not None
     for line in process.stdout:
