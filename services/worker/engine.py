@@ -65,6 +65,9 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Of the arena, for all pinned adapters."""
 
+CLUSTERED_AGE_S = 5.0
+"""A bound below the time that requests wait anyway would make clustering first come, first served.
+"""
 COPY_WAIT_SHARE = 0.1
 """Of a step: loads that end so soon make their requests part of the step that began them."""
 MAX_COPY_WAIT_S = 0.02
@@ -72,7 +75,7 @@ MAX_COPY_WAIT_S = 0.02
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: first_come,
-    "clustered": lambda counters: clustered(max_distinct=8, max_age_s=1.0),
+    "clustered": lambda counters: clustered(max_distinct=8, max_age_s=CLUSTERED_AGE_S),
     "fair": fair,
 }
 COUNTING_POLICIES = ("fair",)

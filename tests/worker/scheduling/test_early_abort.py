@@ -110,6 +110,34 @@ def test_overload_wastes_no_capacity_on_requests_that_come_too_late() -> None:
     assert with_abort >= without
 
 
+def test_a_bound_on_first_tokens_gives_up_what_waits_too_long_and_no_long_answer() -> None:
+    load, num_requests, slo_s = 1.5, 400, 6.0
+    served = []
+    for first_token_s in (slo_s, None):
+        stage = Stage(
+            400,
+            prefix_cache=False,
+            max_step_tokens=16,
+            max_running=16,
+            first_token_s=first_token_s,
+        )
+        arrivals = overload(num_requests, load, slo_s=1e6)
+        serve(stage, arrivals)
+        in_time = [
+            request
+            for when, request in arrivals
+            if request.first_token_s is not None and request.first_token_s - when <= slo_s
+        ]
+        assert set(stage.reasons.values()) <= {INFEASIBLE}
+        served.append(len(in_time))
+    assert served[0] >= 0.9 * num_requests / load
+    assert served[0] > 2 * served[1], "first come, first served has almost everybody late"
+    patient = Stage(400, max_step_tokens=16, max_running=16, first_token_s=slo_s)
+    patient.submit(make_request("long", 16, 40))
+    patient.run_dry()
+    assert patient.finished == ["long"], "the bound is for the first token only"
+
+
 PROMPTS = st.lists(
     st.tuples(st.floats(0, 40), st.integers(1, 40), st.integers(1, 3)), min_size=1, max_size=30
 )

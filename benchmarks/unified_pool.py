@@ -1,0 +1,145 @@
+"""Simulated: one pool for KV cache and adapters beside fixed splits, where the load drifts.
+
+    python -m benchmarks.unified_pool [--arena 1.5GiB] [--shares 5,10,20,30,50]
+
+Phases alternate: many adapters with short answers, then one adapter with long ones. The
+scheduler, the adapter cache and the prefix cache are the worker's own, in virtual time, at the
+roofline costs of `slora_policies` (7B in float16, 24 GB GPU; not a measurement). A fixed split
+gives adapters that share of the blocks and KV cache the rest. Printed: requests that had their
+first token within 6 s, by second of the trace, and the pool over the best split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from benchmarks.machine import write_results
+from benchmarks.slora_policies import BLOCK_BYTES, fleet
+from loraplex.cli.output import print_table
+from loraplex.units import parse_bytes
+from loraplex.workload import TracedRequest, UniformLengths, Workload, generate, ranks_of, summarize
+from services.simulate import worker as simulated_worker
+from services.simulate.simulation import Simulation
+from services.worker.adapters.arrivals import Arrivals
+from services.worker.adapters.cache import AdapterCache
+from services.worker.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
+from services.worker.memory.arena import Arena
+from services.worker.memory.reclaimer import Reclaimer
+from services.worker.messages import EngineConfig
+from services.worker.request import Request
+from services.worker.runner_protocol import Runner
+from services.worker.scheduling.admission import peak_kv_blocks
+from services.worker.scheduling.scheduler import Scheduler
+
+RANKS = (64,)
+PHASE_S, NUM_PHASES = 20.0, 4
+MANY = Workload(400, 40.0, PHASE_S, lengths=UniformLengths((8, 32), (4, 16)))
+FEW = Workload(1, 2.0, PHASE_S, lengths=UniformLengths((256, 512), (64, 256)))
+"""Both more than the memory of either split can serve."""
+
+
+def drifting() -> list[TracedRequest]:
+    """Phases in turn, each with a seed of its own."""
+    trace = []
+    for phase in range(NUM_PHASES):
+        workload = dataclasses.replace((MANY, FEW)[phase % 2], seed=phase)
+        trace += [
+            dataclasses.replace(request, arrival_s=request.arrival_s + phase * PHASE_S)
+            for request in generate(workload)
+        ]
+    return sorted(trace, key=lambda request: request.arrival_s)
+
+
+class SplitScheduler(Scheduler):
+    """Admits by the KV cache's own share; adapters fit where their cache finds room for them."""
+
+    def _has_room(self, request: Request) -> bool:
+        new = self._cache.new_blocks(request.adapters.digests)
+        fits = self._cache.held_blocks + new <= self.adapter_blocks
+        peak = peak_kv_blocks((*self._running, request), self._layout)
+        return not self._running or (fits and peak <= self._arena.num_blocks)
+
+    adapter_blocks = 0
+
+
+class SplitEngine(Engine):
+    """An engine whose adapters have an arena of their own."""
+
+    share = 0.0
+
+    def __init__(self, runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> None:
+        total = runner.arena_blocks
+        adapter_blocks = max(1, int(self.share * total))
+        runner.arena_blocks = total - adapter_blocks
+        super().__init__(runner, config, clock)
+        arena, old = Arena(adapter_blocks), self.scheduler
+        self.cache = AdapterCache(
+            arena,
+            Reclaimer(arena),
+            max_resident=config.max_resident,
+            max_adapter_blocks=int(total * MAX_ADAPTER_SHARE),
+            max_pinned_blocks=int(total * MAX_PINNED_SHARE),
+        )
+        kv_reclaimer = Reclaimer(self._arena)
+        self.scheduler = SplitScheduler(
+            old._limits, old._layout, self._arena, self.cache, self._prefixes, kv_reclaimer
+        )
+        self.scheduler.adapter_blocks = adapter_blocks
+        self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
+
+
+def measure(share: float | None, arena_bytes: int) -> dict[str, Any]:
+    """One run over the drifting trace; `share` None = one pool."""
+    base = fleet("fcfs", None)
+    engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes, first_token_s=6.0)
+    SplitEngine.share = share or 0.0
+    original = simulated_worker.Engine
+    simulated_worker.Engine = Engine if share is None else SplitEngine  # type: ignore[misc]
+    try:
+        simulation = Simulation(
+            dataclasses.replace(base, engine=engine), ranks_of(RANKS, MANY.num_adapters)
+        )
+        trace = drifting()
+        summary = summarize(simulation.run(trace))
+    finally:
+        simulated_worker.Engine = original  # type: ignore[misc]
+    attained_per_s = summary.attainment * len(trace) / (PHASE_S * NUM_PHASES)
+    return {
+        "share": share,
+        "attained_per_s": attained_per_s,
+        "attainment": summary.attainment,
+        "loads": simulation.tally.loads,
+    }
+
+
+def main() -> None:
+    """Print the table and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arena", type=parse_bytes, default=3 << 29)
+    parser.add_argument("--shares", default="5,10,20,30,50")
+    args = parser.parse_args()
+    shares = [int(text) / 100 for text in args.shares.split(",")]
+    runs = [measure(share, args.arena) for share in (None, *shares)]
+    rows = [
+        [
+            "one pool" if run["share"] is None else f"{run['share']:.0%} for adapters",
+            f"{run['attained_per_s']:.2f}",
+            f"{run['attainment']:.3f}",
+            str(run["loads"]),
+        ]
+        for run in runs
+    ]
+    print_table(["memory", "in time /s", "attained", "loads"], rows)
+    over_best = runs[0]["attained_per_s"] / max(run["attained_per_s"] for run in runs[1:])
+    print(f"one pool over the best split: {over_best:.2f} ({args.arena // BLOCK_BYTES} blocks)")
+    results = {"simulated": True, "arena_bytes": args.arena, "runs": runs, "over_best": over_best}
+    print(f"wrote {write_results('unified_pool', results)}")
+
+
+if __name__ == "__main__":
+    main()
