@@ -2,7 +2,7 @@
 
 Three outcomes: the field shapes the adapter and is in `AdapterConfig`; it changes the mathematics
 in a way that is not served and is refused; or it is harmless and at most warned about. The last two
-are tables in `config_fields`. What is read here but not yet served is decided by `unserved`.
+are tables in `config_fields`.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _invocation_tokens(reader: ConfigReader) -> tuple[int, ...] | None:
     value = reader.fields.get("alora_invocation_tokens")
     if value is None:
         return None
-    if not isinstance(value, list) or not is_index_list(value):
-        reader.refuse("alora_invocation_tokens", value, "must be a list of token ids")
+    if not isinstance(value, list) or not value or not is_index_list(value):
+        reader.refuse("alora_invocation_tokens", value, "must be a list of token ids, or null")
         return None
     return tuple(value)
 

@@ -135,6 +135,13 @@ def check_combinations(reader: ConfigReader) -> None:
         reader.refuse("target_modules", targets, "is empty: no module would be adapted; name some")
     if fields.get("lora_bias") is True and fields.get("use_dora") is True:
         reader.refuse("lora_bias", True, "cannot be combined with use_dora, in PEFT either")
+    if fields.get("alora_invocation_tokens"):
+        for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+            if fields.get(name):
+                hint = "acts on whole requests, but an activated LoRA only from its invocation on"
+                reader.refuse(name, fields[name], hint)
+        if fields.get("bias", "none") != "none":
+            reader.refuse("bias", fields["bias"], "cannot go with alora_invocation_tokens")
     if fields.get("target_parameters"):
         for name in ("use_dora", "lora_bias"):
             if fields.get(name) is True:

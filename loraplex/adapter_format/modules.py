@@ -18,18 +18,20 @@ from loraplex.adapter_format.experts import (
     targets_parameter,
 )
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import NORM, Geometry, Module, kind_of_matrix
+from loraplex.adapter_format.geometry import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    Geometry,
+    Module,
+    kind_of_matrix,
+)
 from loraplex.adapter_format.module_parts import ModuleParts
 from loraplex.adapter_format.patterns import PatternMap, pattern_map
 from loraplex.adapter_format.regex import BadPattern
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
 from loraplex.adapter_format.tensor_names import BadTensorName, split_tensor_name
-from loraplex.adapter_format.unserved import (
-    refuse_unserved_use,
-    why_lora_is_unserved,
-    why_part_is_unserved,
-)
 
 Tensors = dict[str, TensorInfo]
 """The tensors of one module, by part."""
@@ -75,7 +77,7 @@ def build_modules(
             modules += _describe_fused(fused, factors, max_rank, findings)
         for name, tensors in sorted(by_module.items()):
             module = _base_module(name, tensors, base, findings)
-            if module is None or _refuse_lora(module, tensors, config, findings):
+            if module is None or _is_refused(module, tensors, config, findings):
                 continue
             found = ModuleParts(module, tensors, config)
             if found.check(findings):
@@ -97,12 +99,8 @@ def _tensors_by_module(
         except BadTensorName as error:
             findings.refuse(_path(info), info.name, str(error))
             continue
-        why = why_part_is_unserved(name.part)
-        if why:
-            findings.refuse(_path(info), list(info.shape), why)
-        else:
-            module = name.module if base is None else base_name(name.module, base)
-            result.setdefault(module, {})[name.part] = info
+        module = name.module if base is None else base_name(name.module, base)
+        result.setdefault(module, {})[name.part] = info
     return result
 
 
@@ -137,22 +135,31 @@ def _implied_module(name: str, tensors: Tensors) -> Module:
     return Module(name, kind, in_features, out_features, has_bias=True)
 
 
-def _refuse_lora(
+def _is_refused(
     module: Module, tensors: Tensors, config: AdapterConfig, findings: Findings
 ) -> bool:
-    """Whether the module is of a kind that takes no LoRA, or whose LoRA is not served."""
-    lora = [info for part, info in tensors.items() if part in parts.LORA_PARTS]
-    why = why_lora_is_unserved(module.kind)
-    if module.kind == NORM:
-        why = "is LoRA on a norm of the base, which takes none; correct target_modules"
-    elif is_expert(module.name) and (config.use_dora or config.lora_bias):
-        why = "on experts goes with neither use_dora nor lora_bias, in PEFT either; train without"
-    elif is_fused_half(module.name) and config.use_rslora:
-        why = "with use_rslora is scaled otherwise by PEFT for transformers 5; train without it"
-    if why:
-        for info in lora:
-            findings.refuse(_path(info), module.name, why)
-    return bool(why and lora)
+    """Whether the module takes no such adapter; then all its tensors are named."""
+    why = _why_refused(module, tensors, config)
+    for info in tensors.values() if why else ():
+        findings.refuse(_path(info), module.name, why or "")
+    return why is not None
+
+
+def _why_refused(module: Module, tensors: Tensors, config: AdapterConfig) -> str | None:
+    has_lora = any(part in parts.LORA_PARTS for part in tensors)
+    if module.kind == NORM and has_lora:
+        return "is LoRA on a norm of the base, which takes none; correct target_modules"
+    if module.kind in (EMBEDDING, LM_HEAD) and config.alora_invocation_tokens:
+        return "acts on whole requests, but an activated LoRA does not; leave the module out"
+    if not is_expert(module.name):
+        return None
+    if parts.WEIGHT in tensors:
+        return "is a whole weight of an expert, which is not served; train LoRA on experts instead"
+    if config.use_dora or config.lora_bias:
+        return "on experts goes with neither use_dora nor lora_bias, in PEFT either; train without"
+    if is_fused_half(module.name) and config.use_rslora:
+        return "with use_rslora is scaled otherwise by PEFT for transformers 5; train without it"
+    return None
 
 
 def _check_rank(rank: int, name: str, max_rank: int, findings: Findings) -> None:
@@ -199,7 +206,7 @@ def _describe(
     rank = factors.rank(key) if found.has_lora else 0
     _check_rank(rank, name, max_rank, findings)
     found.check_shapes(rank, findings)
-    described = AdapterModule(
+    return AdapterModule(
         name=name,
         rank=rank,
         scale=factors.scale(key, rank) if rank else 0.0,
@@ -215,5 +222,3 @@ def _describe(
         base_copy=tensors.get(parts.BASE_WEIGHT),
         bias=tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS),
     )
-    refuse_unserved_use(found.module, described, findings)
-    return described

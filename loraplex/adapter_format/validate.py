@@ -17,7 +17,6 @@ from loraplex.adapter_format.modules import build_modules
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
 from loraplex.adapter_format.targets import check_targets
-from loraplex.adapter_format.unserved import refuse_unserved_fields
 from loraplex.adapter_format.vocabulary import complete_tables
 from loraplex.errors import InvalidAdapter
 
@@ -56,7 +55,6 @@ def validate(
     findings.raise_if_refused()
     assert config is not None and header is not None, "refused above"
     findings.warnings.extend(config.warnings)
-    refuse_unserved_fields(config, findings)
     modules = build_modules(config, header, geometry, max_rank, findings)
     check_targets(config, modules, geometry, findings)
     if geometry is not None:

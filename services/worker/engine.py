@@ -232,15 +232,24 @@ class Engine:
                 return
             self._arrivals.awaited(digest, now)
         if command.grammar is None:
-            self.scheduler.submit(request)
+            self._queue(request, now)
         else:
             self._grammars.open(request, command.grammar)
+
+    def _queue(self, request: Request, now: float) -> None:
+        self.scheduler.submit(request)
+        self._check([request], now)
+
+    def _check(self, requests: Sequence[Request], now: float) -> None:
+        """Fail those that may not run with their adapters, once all of these are known."""
+        for request, error in self._arrivals.refusals(requests, self._info.vocab_size):
+            self._fail(request, error, now)
 
     def _take_opened(self, now: float) -> None:
         """Queue requests whose grammar is compiled."""
         for request, error in self._grammars.opened():
             if error is None:
-                self.scheduler.submit(request)
+                self._queue(request, now)
             else:
                 self._fail(request, error, now)
 
@@ -277,6 +286,8 @@ class Engine:
     def _collect(self, now: float) -> None:
         """Take in adapters that have arrived."""
         self._fail_all(self._arrivals.collect(now), now)
+        for digest in self._arrivals.take_loaded():
+            self._check(self.scheduler.waiting_for(digest), now)
 
     def _take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
         """Append what was sampled. Mutates the requests; removes those that end."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.errors import InvalidRequest
+from services.worker.adapters.facts import MAX_ADDED_TOKENS
 from services.worker.adapters.source import check_digest
 from services.worker.messages import Submit
 from services.worker.request import SamplingParams
@@ -34,6 +35,8 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
         _refuse("prompt_ids", "[]", "must hold at least one token")
     if submit.pools and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
         _refuse("pools", "true", "goes with max_tokens 0, and without output_ids and grammar")
+    if submit.adapters.adapters:  # which may add tokens: `facts.admit` knows how many
+        limits = replace(limits, vocab_size=limits.vocab_size + MAX_ADDED_TOKENS)
     _check_ids("prompt_ids", submit.prompt_ids, limits.vocab_size)
     _check_ids("output_ids", submit.output_ids, limits.vocab_size)
     _check_lengths(submit, limits)

@@ -125,6 +125,8 @@ class Request:
     """Set where the request has a grammar, before it is scheduled."""
     is_long: bool = False
     """Longer than the base's rotary embedding switches at: its KV is another from token 0 on."""
+    adapters_from: int = 0
+    """First position at which its adapters act; above 0 with an activated LoRA only."""
     is_held: bool = False
     """Left out of steps while its next tokens are not known to the constraint yet."""
 

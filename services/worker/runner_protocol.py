@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from loraplex.adapter_format.geometry import Geometry
+from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.request import SampledRow, StepPlan
 
@@ -67,6 +68,11 @@ class Copied(Protocol):
     @property
     def elapsed_s(self) -> float:
         """How long the copy took."""
+        ...
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What requests must know of the adapter."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
-from services.worker.request import StepPlan
+from services.worker.request import PlannedRow, StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.gpu_path import GpuPath
@@ -91,4 +91,12 @@ class BatchMaker:
 
 def runs_of(plan: StepPlan) -> tuple[RowRun, ...]:
     """The adapters of a step's token rows."""
-    return row_runs((row.num_tokens, row.slots) for row in plan.rows)
+    return row_runs(part for row in plan.rows for part in _segments(row))
+
+
+def _segments(row: PlannedRow) -> list[tuple[int, Sequence[tuple[int, float]]]]:
+    """Its tokens before and after its adapters begin to act."""
+    num_plain = min(max(0, row.request.adapters_from - row.start), row.num_tokens)
+    parts: list[tuple[int, Sequence[tuple[int, float]]]] = [(num_plain, ())]
+    parts.append((row.num_tokens - num_plain, row.slots))
+    return [part for part in parts if part[0]]

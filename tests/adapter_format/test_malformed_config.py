@@ -100,7 +100,6 @@ WRONG: list[tuple[str, object]] = [
     ("arrow_config", {"top_k": 3}),
     ("monteclora_config", {"num_samples": 8}),
     ("kasa_config", {"beta": 1e-4}),
-    ("alora_invocation_tokens", [1, 2, 3]),
     ("alora_invocation_tokens", []),
     ("alora_invocation_tokens", "go"),
     ("layer_replication", [[0, 4], [2, 5]]),

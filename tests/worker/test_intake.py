@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from loraplex.errors import InvalidRequest
+from services.worker.adapters.facts import MAX_ADDED_TOKENS
 from services.worker.intake import IntakeLimits, check_submit
 from services.worker.messages import Submit
 from services.worker.request import AdapterSet, SamplingParams
@@ -19,7 +20,7 @@ GOOD = Submit(
     prompt_ids=[1, 2, 49],
     output_ids=[],
     sampling=SamplingParams(max_tokens=17, seed=0),
-    adapters=AdapterSet(((DIGESTS[0], 1.0),)),
+    adapters=AdapterSet(),
     tenant="t",
     priority=0,
     fairness_weight=1.0,
@@ -40,6 +41,14 @@ def with_fields(**fields: object) -> Submit:
 def test_a_request_that_just_fits_is_accepted() -> None:
     check_submit(GOOD, LIMITS)
     check_submit(with_sampling(max_tokens=0, prompt_logprobs=1), LIMITS)
+    check_submit(with_fields(adapters=AdapterSet(((DIGESTS[0], 1.0),))), LIMITS)
+
+
+def test_tokens_that_only_an_adapter_can_have_are_left_to_it() -> None:
+    own = AdapterSet(((DIGESTS[0], 1.0),))
+    check_submit(with_fields(adapters=own, prompt_ids=[50]), LIMITS)
+    with pytest.raises(InvalidRequest):
+        check_submit(with_fields(adapters=own, prompt_ids=[50 + MAX_ADDED_TOKENS]), LIMITS)
 
 
 BAD = [

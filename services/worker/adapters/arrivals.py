@@ -6,14 +6,16 @@ The cache decides what is loaded; this has it done, and tells the cache and the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from loraplex.errors import LoraplexError, ResourceExhausted
+from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
+from services.worker.adapters.facts import admit
 from services.worker.adapters.residency import Load
 from services.worker.messages import Fetched
+from services.worker.request import Request
 from services.worker.runner_protocol import Copied, Pending, Runner
 from services.worker.scheduling.early_abort import ServiceTimes
 
@@ -38,6 +40,7 @@ class Arrivals:
         self._awaited_since_s: dict[str, float] = {}
         """Adapters that requests came for while they were not on disk."""
         self._copies_s: list[float] = []
+        self._loaded: list[str] = []
         self.refused: dict[str, LoraplexError] = {}
         """Why adapters that were wanted ahead of requests are not loaded."""
         self.wake: Callable[[], None] = lambda: None
@@ -99,6 +102,26 @@ class Arrivals:
         """Take in what has come since the last call: packed ones may load, copied ones serve."""
         return self._packed(now) + self._copied(now)
 
+    def take_loaded(self) -> list[str]:
+        """Digests that have come to the device since the last call."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def refusals(
+        self, requests: Sequence[Request], vocab_size: int
+    ) -> list[tuple[Request, LoraplexError]]:
+        """Requests whose adapters are all here and that may not run with them. The others learn
+        from where on their adapters act."""
+        refused: list[tuple[Request, LoraplexError]] = []
+        for request in requests:
+            digests = request.adapters.digests
+            if digests and self._cache.ready(digests):
+                try:
+                    admit(request, self._cache.facts(digests), vocab_size)
+                except InvalidRequest as error:
+                    refused.append((request, error))
+        return refused
+
     def take_copies_s(self) -> list[float]:
         """How long the copies since the last call took."""
         copies_s, self._copies_s = self._copies_s, []
@@ -139,7 +162,8 @@ class Arrivals:
                 self._cache.failed(load.digest, error, now)
                 failures.append((load.digest, error))
             else:
-                self._cache.loaded(load.digest, copied.elapsed_s)
+                self._cache.loaded(load.digest, copied.elapsed_s, copied.facts)
+                self._loaded.append(load.digest)
                 self._copies_s.append(copied.elapsed_s)
                 self._times.copies.add(copied.elapsed_s)
         return failures

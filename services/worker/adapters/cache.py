@@ -13,6 +13,7 @@ from pathlib import Path
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.backoff import Backoff
+from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.residency import (
     CachedAdapter,
     Choose,
@@ -213,9 +214,16 @@ class AdapterCache:
         """Take back `want`."""
         self._wanted.pop(digest, None)
 
-    def loaded(self, digest: str, copy_s: float | None = None) -> None:
+    def facts(self, digests: Iterable[str]) -> list[AdapterFacts]:
+        """What requests must know of adapters that are ready."""
+        return [self._adapters[digest].facts for digest in digests]
+
+    def loaded(
+        self, digest: str, copy_s: float | None = None, facts: AdapterFacts | None = None
+    ) -> None:
         """The copy of a `Load` is complete, after `copy_s` if that was measured."""
         adapter = self._adapters[digest]
+        adapter.facts = facts or adapter.facts
         if copy_s is not None:
             share = copy_s / adapter.num_blocks
             self._copy_s_per_block += 0.1 * (share - self._copy_s_per_block)

@@ -7,7 +7,7 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.folder import read_header_prefix
 from loraplex.adapter_format.geometry import Geometry, Module, geometry_from_folder
-from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.adapter_format.validate import validate
 from loraplex.errors import InvalidAdapter, Violation
@@ -23,8 +23,8 @@ class ModuleReader:
         self._sites = sites
         self._max_rank = max_rank
 
-    def __call__(self, folder: Path) -> tuple[AdapterModule, ...]:
-        """Modules ordered by name.
+    def __call__(self, folder: Path) -> Report:
+        """What validation found.
 
         Raises:
             InvalidAdapter: with every violation found.
@@ -44,7 +44,7 @@ class ModuleReader:
             raise InvalidAdapter.of(
                 [Violation.of(TENSOR_FILE, name, description) for name in unknown]
             )
-        return report.modules
+        return report
 
 
 def weights_key(folder: Path, geometry: Geometry) -> str:

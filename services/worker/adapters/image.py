@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from loraplex.errors import DataLoss
+from services.worker.adapters.facts import AdapterFacts
 
 MAGIC = b"lpximg01"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
@@ -64,6 +65,7 @@ class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     """Of all blocks; the last one need not be full."""
     sites: list[PackedSite]
+    facts: AdapterFacts = AdapterFacts()
 
 
 _decode = msgspec.msgpack.Decoder(ImageIndex).decode
@@ -91,6 +93,10 @@ class PackedAdapter:
         assert data.nbytes == index.num_bytes, (data.nbytes, index.num_bytes)
         self.index = index
         self._data = data
+
+    def told(self, facts: AdapterFacts) -> PackedAdapter:
+        """The same image with what requests must know."""
+        return PackedAdapter(msgspec.structs.replace(self.index, facts=facts), self._data)
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
         """As `Image` says."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.worker.model.sites import SiteTable
 
-IMAGE_VERSION = 2
+IMAGE_VERSION = 3
 """Of the images' format and of the arithmetic that fills them: raised with every change of either.
 """
 HALF_DTYPES = ("BF16", "F16")

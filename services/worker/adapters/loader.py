@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.image import ImageFile, ImageIndex, PackedAdapter, image_path
 from services.worker.adapters.packing import Packer
 from services.worker.adapters.weights import AdapterWeights
@@ -25,6 +26,11 @@ class CopiedImage:
     index: ImageIndex
     blocks: tuple[int, ...]
     elapsed_s: float
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What requests must know."""
+        return self.index.facts
 
     @property
     def num_blocks(self) -> int:

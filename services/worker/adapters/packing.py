@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from services.worker.adapters.contents import ModuleReader
+from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.image import (
     ImageIndex,
     PackedAdapter,
@@ -80,7 +82,8 @@ class Packer:
             InvalidAdapter: not for this base, over the rank limit, or not finite.
             NeedsBase: there is no `base` and the adapter needs it.
         """
-        modules = self._reader(folder)
+        report = self._reader(folder)
+        modules = report.modules
         if self._base is None and any(map(_needs_base, modules)):
             raise NeedsBase
         file = TensorFile(folder)
@@ -90,7 +93,8 @@ class Packer:
         sizes = ItemBytes(lora_bytes, itemsize(self._layout.dtype))
         plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
         packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
-        return self._fill(plans, packing, changed, file.read)
+        packed = self._fill(plans, packing, changed, file.read)
+        return packed.told(_facts_of(packed.index.sites, report.config))
 
     def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
         if self._base is None:
@@ -173,6 +177,31 @@ class Packer:
             rows = slice(place.row_begin, place.row_end)
             target = data[begin:end].view(item_type).reshape(shape)
             target[:] = value.data[rows, place.col_begin : place.col_end]
+
+
+_ALONE = {
+    Role.GAIN: "uses DoRA",
+    Role.BIAS: "trains biases",
+    Role.NORM: "trains norms",
+    Role.ROWS: "replaces weights of the base",
+}
+"""Why an adapter with such a part combines with no other."""
+
+
+def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig) -> AdapterFacts:
+    roles = {Role(role.role) for site in sites for role in site.roles}
+    reasons = [why for role, why in _ALONE.items() if role in roles]
+    vocab_size = max((site.num_rows for site in sites), default=0)
+    if vocab_size:
+        reasons.insert(0, "has a vocabulary of its own")
+    if config.alora_invocation_tokens:
+        reasons.insert(0, "is an activated LoRA")
+    return AdapterFacts(
+        vocab_size=vocab_size,
+        invocation_tokens=list(config.alora_invocation_tokens or ()),
+        alone_because=reasons[0] if reasons else "",
+        has_gain=Role.GAIN in roles,
+    )
 
 
 def _needs_base(module: AdapterModule) -> bool:

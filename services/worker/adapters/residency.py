@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.worker.adapters.facts import AdapterFacts
+
 
 class Tier(enum.IntEnum):
     """How far an adapter has come; numbers equal the wire enum."""
@@ -54,6 +56,8 @@ class CachedAdapter:
     unload: bool = False
     """Leaves the device as soon as it is idle."""
     last_used_s: float = 0.0
+    facts: AdapterFacts = field(default_factory=AdapterFacts)
+    """Known once it has been on the device."""
 
     @property
     def is_idle(self) -> bool:

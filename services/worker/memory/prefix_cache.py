@@ -5,6 +5,8 @@ A full block is known by its KV group and the hash of everything that decides it
     key_0 = H(root, tokens of block 0),  key_i = H(key_(i-1), tokens of block i)
     root  = H(base, KV format, rope variant, adapter set, tenant, salt)
 
+An activated LoRA joins the chain where it is invoked: before, its blocks are those of the base.
+
 so that no tenant, adapter set or salt ever meets another's blocks. A block is used by any number
 of requests, and idle when by none; idle blocks count as free. They go one by one, least recently
 used first and the end of a sequence before its beginning, so what is left stays reachable.
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import KvLayout, kv_owner
 from services.worker.memory.reclaimer import Offer, reuse_probability
-from services.worker.request import RELEASED_BLOCK, Request
+from services.worker.request import RELEASED_BLOCK, AdapterSet, Request
 
 PREFIX_OWNER = "prefix cache"
 """Owner name of all cached blocks in the arena, used or idle."""
@@ -202,11 +204,15 @@ class PrefixCache:
             start = len(chain) * size
             tokens = array("q", request.tokens(start, start + size)).tobytes()
             previous = chain[-1] if chain else self._root(request)
+            if 0 < request.adapters_from and start <= request.adapters_from < start + size:
+                joined = repr((request.adapters.key(), request.adapters_from))
+                previous = hashlib.sha256(previous + joined.encode()).digest()
             chain.append(hashlib.sha256(previous + tokens).digest())
         return chain[index]
 
     def _root(self, request: Request) -> bytes:
         """The salt may be a user's: it divides a tenant's blocks, and never leads to another's."""
         rope = "long" if request.is_long else ""
-        parts = (self._base_key, rope, request.adapters.key(), request.tenant, request.cache_salt)
+        adapters = AdapterSet() if request.adapters_from else request.adapters
+        parts = (self._base_key, rope, adapters.key(), request.tenant, request.cache_salt)
         return hashlib.sha256(repr(parts).encode()).digest()

@@ -1,6 +1,5 @@
-"""Biases, whole weights, embeddings, heads and token rows: served or not (the table of refusals is
-emptied here), every tensor that PEFT writes for them has its place in the report, and what is
-missing or unasked for is refused by name."""
+"""Biases, whole weights, embeddings, heads and token rows: every tensor that PEFT writes for them
+has its place in the report, and what is missing or unasked for is refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from loraplex.adapter_format import (
     TensorInfo,
     geometry_from_folder,
     read_folder,
-    unserved,
     validate,
 )
 from loraplex.errors import InvalidAdapter
@@ -43,11 +41,6 @@ FEATURES = {
     "tokens": {"trainable_token_indices": [7, 3]},
 }
 FAMILIES = ("qwen2", "llama-tied-bias")
-
-
-@pytest.fixture(autouse=True)
-def everything_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unserved, "UNSERVED", ())
 
 
 def write(family: str, feature: str, folder: Path) -> Geometry:

@@ -171,7 +171,6 @@ def test_every_served_dtype_is_read_at_its_place(
 
 
 UNSERVED = {
-    "adapter_config.json:alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
     "adapter_config.json:use_qalora": {"use_qalora": True, "r": 4, "qalora_group_size": 8},
     "adapter_config.json:init_lora_weights": {"init_lora_weights": "pissa"},
     "adapter_config.json:task_type": {"task_type": "FEATURE_EXTRACTION"},

@@ -97,6 +97,11 @@ FEATURES: dict[str, dict[str, object]] = {
         "modules_to_save": ["embed_tokens"],
         "ensure_weight_tying": True,
     },
+    "activated": {
+        "r": 8,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+        "alora_invocation_tokens": [5, 9, 5],
+    },
     "experts": {
         "r": 3,
         "target_modules": ["q_proj"],

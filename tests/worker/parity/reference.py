@@ -9,6 +9,7 @@ from pathlib import Path
 
 import peft
 import torch
+from peft.tuners.lora.variants import calculate_alora_offsets
 from torch import Tensor
 
 from tests.worker.parity.adapters import resized
@@ -44,12 +45,13 @@ class Reference:
     def _logits(
         self, model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None
     ) -> Tensor:
-        whole = model(torch.tensor([token_ids])).logits[0]
+        whole = model(torch.tensor([token_ids]), **_offsets(model, token_ids, num_prompt)).logits[0]
         switch_len = getattr(model.config, "original_max_position_embeddings", None)
         is_switching = num_prompt is not None and switch_len and num_prompt <= switch_len
         if not is_switching or len(token_ids) <= switch_len:
             return whole
-        short = model(torch.tensor([token_ids[:switch_len]])).logits[0]
+        first = token_ids[:switch_len]
+        short = model(torch.tensor([first]), **_offsets(model, first, num_prompt)).logits[0]
         return torch.cat((short, whole[switch_len:]))
 
     def model(self, adapter: str | None) -> torch.nn.Module:
@@ -59,3 +61,18 @@ class Reference:
     def merged(self, adapter: str) -> torch.nn.Module:
         """The base with the adapter merged into its weights."""
         return copy.deepcopy(self._models[adapter]).merge_and_unload()
+
+
+def _offsets(
+    model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None
+) -> dict[str, list[int | None]]:
+    """Where PEFT's `generate` lets an activated LoRA begin, counted from the end: it looks at the
+    prompt alone."""
+    configs = getattr(model, "peft_config", {})
+    tokens = getattr(configs.get("default"), "alora_invocation_tokens", None)
+    if not tokens:
+        return {}
+    prompt = torch.tensor([token_ids[:num_prompt]])
+    (offset,) = calculate_alora_offsets(configs, "default", prompt)
+    num_after = len(token_ids) - prompt.shape[1]
+    return {"alora_offsets": [None if offset is None else offset + num_after]}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from services.worker.adapters.facts import last_place
 from services.worker.runner import build_runner
-from tests.worker.parity.adapters import RESIZED, features_of, make_adapter
+from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
@@ -58,7 +59,13 @@ def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) ->
         prompt = random_prompt(rng)
         if name in RESIZED:
             prompt[::3] = [rng.randrange(RESIZED[name]) for _ in prompt[::3]]
+        if name == "activated":  # invoked twice, once, or not at all
+            invocation = FEATURES[name]["alora_invocation_tokens"]
+            for place in rng.sample(range(len(prompt)), min(2, len(prompt))):
+                prompt[place : place + len(invocation)] = invocation
         request = greedy(f"{i}-{name}", prompt, num_new_tokens, logprobs=0)
+        if name == "activated":
+            request.adapters_from = last_place(prompt, invocation)
         arrival_step = rng.randrange(12)
         jobs.append((name, Job(request, slots, arrival_step if stagger else 0)))
     return jobs

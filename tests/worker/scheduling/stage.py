@@ -162,9 +162,12 @@ class Stage:
 
 def contents_of(request: Request) -> list[int]:
     """For each known position, a hash of what its KV depends on."""
-    chain = hash((request.adapters, request.tenant, request.cache_salt, request.is_long))
+    own = request.adapters if request.adapters_from == 0 else AdapterSet()
+    chain = hash((own, request.tenant, request.cache_salt, request.is_long))
     contents = []
-    for token_id in request.prompt_ids + request.output_ids:
+    for position, token_id in enumerate(request.prompt_ids + request.output_ids):
+        if 0 < position == request.adapters_from:
+            chain = hash((chain, request.adapters))
         chain = hash((chain, token_id))
         contents.append(chain)
     return contents

@@ -159,6 +159,27 @@ def test_long_and_short_requests_share_no_prefix() -> None:
         assert request.num_cached == (8 if name == "long again" else 0)
 
 
+def test_an_activated_adapter_shares_what_lies_before_its_invocation_with_the_base() -> None:
+    stage = Stage()
+    digest = "sha256:a"
+    stage.fetch(digest)
+    prompt = list(range(1, 15))
+    cached = []
+    for name, digests, adapters_from in (
+        ("base", (), 0),
+        ("invoked at 9", (digest,), 9),
+        ("invoked at 5", (digest,), 5),
+        ("at 9 again", (digest,), 9),
+        ("plain", (digest,), 0),
+    ):
+        request = make_request(name, 14, 1, digests, prompt_ids=prompt, adapters_from=adapters_from)
+        stage.submit(request)
+        while name not in stage.finished:
+            stage.step()
+        cached.append(request.num_cached)
+    assert cached == [0, 8, 4, 12, 0]
+
+
 def test_prompts_and_decodes_of_any_adapter_share_a_step() -> None:
     stage = Stage()
     stage.fetch("sha256:a", "sha256:b")

@@ -1,0 +1,78 @@
+"""What requests must know of an adapter before they run with it. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.errors import InvalidRequest
+from services.worker.request import Request
+
+NEVER = sys.maxsize
+"""Position from which on an adapter acts that is never invoked."""
+MAX_ADDED_TOKENS = 65_536
+"""See `adapter_format.vocabulary`: no token id of any adapter is further beyond the base's."""
+
+
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    """Facts that its image tells; the defaults are those of a plain LoRA."""
+
+    vocab_size: int = 0
+    """Tokens of its own embedding and head; 0 = the base's."""
+    invocation_tokens: list[int] = []
+    """Activated LoRA: it acts from the last place of the prompt on where these stand."""
+    alone_because: str = ""
+    """What of it cannot be added to another adapter's; "" = nothing."""
+    has_gain: bool = False
+    """DoRA: its gains are for weight 1."""
+
+
+def admit(request: Request, facts: Sequence[AdapterFacts], base_vocab_size: int) -> None:
+    """Check a request against its adapters, and note from where on they act. Mutates it.
+
+    Raises:
+        InvalidRequest: adapters that do not combine, or token ids that they do not have.
+    """
+    digests = request.adapters.adapters
+    for (digest, weight), fact in zip(digests, facts, strict=True):
+        if len(digests) > 1 and fact.alone_because:
+            why = f"it {fact.alone_because}, which adds to no other adapter; send it alone"
+            raise InvalidRequest.field("adapters", digest, f"cannot be combined: {why}")
+        if weight != 1.0 and fact.has_gain:
+            why = "it is a DoRA adapter, whose gains are trained for weight 1; leave the weight out"
+            raise InvalidRequest.field("adapters.weight", f"{weight} of {digest}", why)
+    own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
+    _check_ids(request, own_sizes[0] if own_sizes else base_vocab_size)
+    invoked = [fact.invocation_tokens for fact in facts if fact.invocation_tokens]
+    if invoked:
+        request.adapters_from = last_place(request.prompt_ids, invoked[0])
+        request.prefix_hashes.clear()
+
+
+def last_place(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
+    """Where `tokens` begin for the last time; NEVER if they do not occur."""
+    wanted = list(tokens)
+    for start in range(len(prompt_ids) - len(wanted), -1, -1):
+        if prompt_ids[start] == wanted[0] and prompt_ids[start : start + len(wanted)] == wanted:
+            return start
+    return NEVER
+
+
+def _check_ids(request: Request, vocab_size: int) -> None:
+    """Token ids never appear in errors: only where the first bad one is."""
+    sampling = request.sampling
+    fields = {
+        "prompt_ids": request.prompt_ids,
+        "output_ids": request.output_ids,
+        "sampling.stop_token_ids": sampling.stop_token_ids,
+        "sampling.allowed_token_ids": sampling.allowed_token_ids,
+        "sampling.bad_token_ids": sampling.bad_token_ids,
+        "sampling.logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+    }
+    for field, token_ids in fields.items():
+        if token_ids and max(token_ids) >= vocab_size:
+            index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+            why = f"token ids go from 0 to {vocab_size - 1} with this adapter"
+            raise InvalidRequest.field(f"{field}[{index}]", "out of range", why)
