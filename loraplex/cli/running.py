@@ -33,6 +33,13 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
     except OSError as error:
         print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
         return OTHER_FAILURE
+    except Exception as error:
+        # A bug of ours. Scripts still get their one object; people get what to report.
+        if not as_json:
+            raise
+        message = f"{type(error).__name__}: {error}; please report this as a bug"
+        print_error(LoraplexError(message), as_json=True)
+        return OTHER_FAILURE
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
 if TYPE_CHECKING:
     from loraplex.types import Tag
 
+MAX_WEIGHT = 1_000_000
+
 
 def add(commands: Any) -> None:
     """Add the commands."""
@@ -86,8 +88,11 @@ def _version(text: str) -> int:
 
 def _side(text: str) -> tuple[int, int]:
     version, equals, weight = text.partition("=")
-    if not equals or not weight.isdigit() or int(weight) == 0:
-        raise argparse.ArgumentTypeError(f"expected vN=WEIGHT such as v3=90, got {text!r}")
+    is_number = weight.isascii() and weight.isdigit() and len(weight) <= len(str(MAX_WEIGHT))
+    if not equals or not is_number or not 1 <= int(weight) <= MAX_WEIGHT:
+        raise argparse.ArgumentTypeError(
+            f"expected vN=WEIGHT such as v3=90, weights from 1 to {MAX_WEIGHT}, got {text!r}"
+        )
     return _version(version), int(weight)
 
 

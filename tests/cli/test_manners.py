@@ -22,6 +22,11 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     assert f"did you mean {meant!r}?" in done.stderr
 
 
+@pytest.mark.parametrize("side", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
+def test_a_side_of_a_split_that_cannot_be_is_usage(offline: Any, side: str) -> None:
+    assert offline.error("split", "a", "prod", side)[0] == 2
+
+
 def test_a_refusal_shows_the_value_people_gave(offline: Any) -> None:
     done = offline("validate", "/no/such/folder")
     assert done.returncode == 2
