@@ -75,7 +75,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     )
 
 
-def _client(args: argparse.Namespace) -> InferenceClient:
+def client_of(args: argparse.Namespace) -> InferenceClient:
     from loraplex.inference_client import InferenceClient
 
     return InferenceClient(args.gateway, credentials_of(args))
@@ -87,7 +87,7 @@ async def _generate(args: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
     pieces: list[Piece] = []
-    async with _client(args) as client:
+    async with client_of(args) as client:
         async for piece in client.generate(args.ref, prompt, _sampling(args)):
             pieces.append(piece)
             if streamed:
@@ -113,7 +113,7 @@ async def _chat(args: argparse.Namespace) -> None:
     messages = [Message("system", args.system)] if args.system else []
     if sys.stdin.isatty():
         print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
-    async with _client(args) as client:
+    async with client_of(args) as client:
         while turn := _next_turn():
             messages.append(Message("user", turn))
             messages.append(await _reply(client, args, messages))
@@ -144,15 +144,16 @@ async def _reply(
 
 
 async def _status(args: argparse.Namespace) -> None:
-    async with _client(args) as client:
+    async with client_of(args) as client:
         status = await client.status(include_adapters=args.adapters)
     if args.json:
         print_json(status)
         return
-    _print_status(status)
+    print_status(status)
 
 
-def _print_status(status: Status) -> None:
+def print_status(status: Status) -> None:
+    """A status for people."""
     print_fields(
         {
             "ready": "yes" if status.ready else f"no: {status.not_ready_reason}",

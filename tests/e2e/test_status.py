@@ -1,0 +1,38 @@
+"""What `loraplex status` and `top` show of a running stack."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.e2e.stack import ADAPTERS, BASE_ID, REPO, Stack, clean_environment
+
+
+def _loraplex(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loraplex.cli.loraplex", *words, "--gateway", stack.grpc]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), timeout=60, cwd=REPO
+    )
+
+
+def test_top_looks_as_often_as_it_was_told(stack: Stack) -> None:
+    stack.complete(ADAPTERS[0].name, "a=")
+    done = _loraplex(stack, "top", "--count", "2", "--interval", "100ms", "--json")
+    assert done.returncode == 0, done.stderr
+    looks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(looks) == 2
+    for look in looks:
+        assert look["ready"] is True
+        assert look["base_ids"] == [BASE_ID]
+        [worker] = look["workers"]
+        assert ADAPTERS[0].name in {
+            adapter["ref"].split("/")[-1].split(":")[0] for adapter in worker["adapters"]
+        }
+
+
+def test_top_without_a_terminal_does_not_clear_it(stack: Stack) -> None:
+    done = _loraplex(stack, "top", "--count", "1")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "WORKER" in done.stdout
