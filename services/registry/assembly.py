@@ -57,7 +57,10 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     tags = Tags(store, catalog, versions, audit, signatures)
     scans = Scans()
     uploads = Uploads(store, scans)
-    publisher = Publisher(store, catalog, uploads, bases, tags, versions, tenants, audit, scans)
+    staging = Staging(store, catalog, tags, versions, audit)
+    publisher = Publisher(
+        store, catalog, uploads, bases, tags, staging, versions, tenants, audit, scans
+    )
     indexer = Indexer(store, catalog, uploads, publisher)
     catalog.make_index = indexer.ensure
     return Registry(
@@ -72,7 +75,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         publisher=publisher,
         deletion=Deletion(store, catalog, tags, versions, audit, signatures),
         signatures=signatures,
-        staging=Staging(store, catalog, tags, versions, audit),
+        staging=staging,
         sharing=Sharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),
         indexer=indexer,

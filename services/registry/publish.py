@@ -10,11 +10,12 @@ it leaves only bytes that the collector finds unreferenced. Every step may be re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 from loraplex.adapter_format import File
-from loraplex.errors import Blocked, Conflict, LoraplexError
+from loraplex.errors import AdapterNotFound, Blocked, Conflict, LoraplexError
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.audit import Audit
@@ -26,6 +27,7 @@ from services.registry.inspection import DamagedFile, Inspected, Source, inspect
 from services.registry.items import Item, adapter_item, scope_of, version_item
 from services.registry.records import PRIVATE, AdapterRecord, TagRecord, Target, VersionRecord
 from services.registry.scanning import Scans
+from services.registry.staging import Staging
 from services.registry.tags import Place, Tags
 from services.registry.tenants import Tenants
 from services.registry.uploads import Finished, Intent, Session, Uploads
@@ -48,6 +50,7 @@ class Publisher:
         uploads: Uploads,
         bases: Bases,
         tags: Tags,
+        staging: Staging,
         versions: Versions,
         tenants: Tenants,
         audit: Audit,
@@ -58,6 +61,7 @@ class Publisher:
         self._uploads = uploads
         self._bases = bases
         self._tags = tags
+        self._staging = staging
         self._versions = versions
         self._tenants = tenants
         self._audit = audit
@@ -250,9 +254,11 @@ class Publisher:
         failpoint("publish.visibility")
         items.append(version_item(version, adapter))
         for tag in session.options.tags:
-            record = await self._move_tag(session, tag, version, created, recovering)
-            if record is not None:
-                items += await self._versions.items_of_tag(record)
+            if session.options.when_loaded_s:
+                await self._stage_tag(session, tag, version, recovering)
+            else:
+                record = await self._move_tag(session, tag, version, created, recovering)
+                items += await self._versions.items_of_tag(record) if record is not None else []
             failpoint("publish.tag")
         now = await self._versions.read(version.tenant, version.name, version.version)
         if now is None or now.deleted:
@@ -293,6 +299,22 @@ class Publisher:
         place = Place(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
         return await self._tags.move(place, choose, session.creator, move_id)
+
+    async def _stage_tag(
+        self, session: Session, tag: str, version: VersionRecord, recovering: Intent | None
+    ) -> None:
+        """Let a tag wait until workers have the version loaded. A deleted one is not waited for."""
+        place = Place(version.tenant, version.name, tag)
+        if recovering is not None:
+            current = await self._tags.read(place)
+            generation = current.generation if current is not None else 0
+            if recovering.tag_generations.get(tag, 0) != generation:
+                return
+        target = Target(version.version, version.digest)
+        with contextlib.suppress(AdapterNotFound):
+            await self._staging.begin(
+                place, [target], None, session.creator, session.options.when_loaded_s
+            )
 
     async def _set_visibility(self, session: Session, items: list[Item]) -> AdapterRecord | None:
         """Change who may see the adapter where the upload says so; returns what holds then."""

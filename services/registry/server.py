@@ -25,7 +25,7 @@ from services.registry.inspection import check
 from services.registry.lookup import Cursor, Query
 from services.registry.records import Target
 from services.registry.tags import MAX_SIDES, Place
-from services.registry.uploads import Finished, Session
+from services.registry.uploads import Session
 from services.registry.watching import visible_batches
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
@@ -86,7 +86,7 @@ class RegistryService(AdminService):
         self, request: pb.FinishUploadRequest, context: Any
     ) -> pb.FinishUploadResponse:
         session = await self._session(request.upload_id)
-        done = await self._published(session)
+        done = await self._registry.publisher.finish(session)
         place = (done.version.tenant, done.version.name)
         tags = (await self._registry.lookup.everything(*place)).tags
         return pb.FinishUploadResponse(
@@ -94,29 +94,6 @@ class RegistryService(AdminService):
             created=done.created,
             warnings=[violation_to_proto(warning) for warning in done.version.warnings],
         )
-
-    async def _published(self, session: Session) -> Finished:
-        """Publish; with `when_loaded_s` the tags are staged afterwards instead of moved."""
-        options = session.options
-        signatures = self._registry.signatures
-        await signatures.check_upload(options.tenant, options.signatures)
-        if not options.when_loaded_s:
-            done = await self._registry.publisher.finish(session)
-            await signatures.keep(done.version, options.signatures)
-            return done
-        bare = dataclasses.replace(session, options=dataclasses.replace(options, tags=()))
-        done = await self._registry.publisher.finish(bare)
-        await signatures.keep(done.version, options.signatures)
-        target = Target(done.version.version, done.version.digest)
-        for tag in options.tags:
-            await self._registry.staging.begin(
-                Place(options.tenant, options.name, tag),
-                [target],
-                None,
-                session.creator,
-                options.when_loaded_s,
-            )
-        return done
 
     async def ValidateAdapter(
         self, request: pb.ValidateAdapterRequest, context: Any
