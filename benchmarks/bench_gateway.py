@@ -5,8 +5,8 @@
 A real gateway process stands between scripted neighbours, with real sockets everywhere. Added
 latency: the round trip of a request through the gateway, less that of one straight to the worker
 over a session of the probe's own, both less the time that the worker held them; in turns, while
-`--streams` other streams run. Relayed tokens are per second of the gateway's CPU time, so that other work on the
-machine does not count as the gateway's. Writes results/<machine kind>/gateway.json.
+`--streams` other streams run. Relayed tokens are per second of the gateway's CPU time: other work
+on the machine does not count as the gateway's. Writes results/<machine kind>/gateway.json.
 """
 
 from __future__ import annotations

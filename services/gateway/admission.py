@@ -52,8 +52,6 @@ class Ticket:
     """Of each choice."""
     run_s: float = 0.0
     """How long it will probably run once it starts; 0 = unknown."""
-    max_concurrent: int = 0
-    """Sequences of this tenant that may run here at once; 0 = no limit of its own."""
     weight: float = 1.0
     """A tenant with weight 2 deserves twice the service of one with 1."""
     number: int = field(default_factory=itertools.count().__next__)
@@ -95,6 +93,8 @@ class AdmissionQueue:
         self._running = 0
         self._by_tenant: dict[str, int] = {}
         """Sequences running."""
+        self.shares: dict[str, int] = {}
+        """Sequences of a tenant that may run at once, where a tenant has a limit of its own."""
         self._present: dict[str, int] = {}
         """Requests waiting or running."""
         self._ahead: dict[int, int] = {}
@@ -113,6 +113,10 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return self._num_waiting
+
+    def num_running_of(self, tenant: str) -> int:
+        """Sequences of one tenant running now."""
+        return self._by_tenant.get(tenant, 0)
 
     @property
     def num_ahead_tokens(self) -> int:
@@ -154,7 +158,7 @@ class AdmissionQueue:
         self._served.charge(ticket.tenant, 0, num_tokens, ticket.weight)
 
     def release(self, ticket: Ticket, held_s: float) -> None:
-        """A running ticket ended after `held_s` seconds; call `take_ready` next."""
+        """A running ticket ended after `held_s` seconds, 0 = it never began; `take_ready` next."""
         self.first_token(ticket)
         self._running -= ticket.cost
         left = self._by_tenant[ticket.tenant] - ticket.cost
@@ -162,7 +166,8 @@ class AdmissionQueue:
         if left == 0:
             del self._by_tenant[ticket.tenant]
         self._leave(ticket)
-        self._service_s = held_s if not self._service_s else 0.9 * self._service_s + 0.1 * held_s
+        if held_s > 0:
+            self._service_s += (held_s - self._service_s) * (0.1 if self._service_s else 1.0)
 
     def withdraw(self, ticket: Ticket) -> None:
         """A waiting ticket's client went away."""
@@ -227,8 +232,11 @@ class AdmissionQueue:
         )
 
     def _tenant_fits(self, ticket: Ticket) -> bool:
-        mine = self._by_tenant.get(ticket.tenant, 0)
-        limits = [n for n in (self._limits.max_running_per_tenant, ticket.max_concurrent) if n]
+        mine = self.num_running_of(ticket.tenant)
+        share = self.shares.get(ticket.tenant)
+        if share == 0:
+            return False
+        limits = [n for n in (self._limits.max_running_per_tenant, share) if n]
         return not limits or not mine or mine + ticket.cost <= min(limits)
 
     def _someone_before(self, ticket: Ticket) -> bool:

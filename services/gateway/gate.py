@@ -110,6 +110,9 @@ class Gate:
             min(LEAST_RUNNING, limits.max_running), limits.max_running
         )
         self._turns: dict[int, asyncio.Future[None]] = {}
+        """Of waiting requests, by ticket number."""
+        self._out: set[int] = set()
+        """Of those, the ones that no longer have a place in the queue."""
 
     @property
     def num_running(self) -> int:
@@ -150,6 +153,18 @@ class Gate:
                 self._ahead.started(ticket.ahead_tokens, now_s(), self._ready())
             self._call_ready()
 
+    def num_running_of(self, tenant: str) -> int:
+        """Sequences of one tenant past admission."""
+        return self._queue.num_running_of(tenant)
+
+    def set_share(self, tenant: str, num_places: int | None) -> None:
+        """So many sequences of a tenant may run here at once; None = any number."""
+        if num_places is None:
+            self._queue.shares.pop(tenant, None)
+        else:
+            self._queue.shares[tenant] = num_places
+        self._call_ready()
+
     def room_changed(self) -> None:
         """Workers came or went."""
         self._call_ready()
@@ -180,7 +195,10 @@ class Gate:
         """Refuse those that made room."""
         wait_s = self._queue.expected_wait_s()
         for ticket in self._queue.shed:
-            self._turns[ticket.number].set_exception(queue_full(wait_s))
+            self._out.add(ticket.number)
+            turn = self._turns[ticket.number]
+            if not turn.done():
+                turn.set_exception(queue_full(wait_s))
         self._queue.shed.clear()
 
     async def _turn(self, ticket: Ticket) -> None:
@@ -198,10 +216,10 @@ class Gate:
             del self._turns[ticket.number]
 
     def _leave_queue(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
-        """It was shed, the client left, or its turn came in the very moment it did."""
-        if turn.done() and not turn.cancelled() and turn.exception() is not None:
-            return
-        if turn.done() and not turn.cancelled():
+        """The client left, or its turn came in the very moment it did, or it is out already."""
+        if ticket.number in self._out:
+            self._out.discard(ticket.number)
+        elif turn.done() and not turn.cancelled():
             self._queue.release(ticket, 0.0)
             self._call_ready()
         else:
@@ -209,8 +227,15 @@ class Gate:
 
     def _call_ready(self) -> None:
         self._queue.max_ahead_tokens = self._room()
-        for ticket in self._queue.take_ready():
-            self._turns[ticket.number].set_result(None)
+        while started := self._queue.take_ready():
+            for ticket in started:
+                turn = self._turns[ticket.number]
+                if turn.done():
+                    # Its client has left and had no time to say so.
+                    self._out.add(ticket.number)
+                    self._queue.release(ticket, 0.0)
+                else:
+                    turn.set_result(None)
         self._publish()
 
     def _room(self) -> float:

@@ -15,6 +15,7 @@ from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
 from services.gateway import admin, server
 from services.gateway.channels import channel_opener
+from services.gateway.concurrency import Concurrency
 from services.gateway.config import GatewayConfig
 from services.gateway.console.door import ConsoleDoor
 from services.gateway.fleet import Fleet
@@ -63,6 +64,7 @@ class Gateway:
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._gate = Gate(config.admission, self._fleet.ready)
         self._reservoir = _reservoir(config)
+        self._concurrency = Concurrency(self._reservoir, self._gate)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._generation = Generation(
             self._resolver,
@@ -70,6 +72,7 @@ class Gateway:
             Relay(self._fleet),
             self._gate,
             Rates(self._reservoir),
+            self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
         )
@@ -104,6 +107,7 @@ class Gateway:
             self._become_ready(),
             self._publish_scaling(),
             self._follow_room(),
+            self._concurrency.run(),
             Stager(self._resolver, self._fleet, self._registry).run(),
             *([self._reservoir.run()] if isinstance(self._reservoir, RedisReservoir) else []),
         )

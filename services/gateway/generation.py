@@ -13,6 +13,7 @@ from services.gateway.admission import Ticket, too_late
 from services.gateway.chat_style import ChatStyle
 from services.gateway.choice import ChoiceText
 from services.gateway.clock import now_s
+from services.gateway.concurrency import Concurrency
 from services.gateway.detokenize import TokenBytes, whole_text
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate, Place
@@ -94,7 +95,7 @@ class Prepared:
             fairness_weight=self.limits.fairness_weight,
         )
 
-    def ticket(self, max_concurrent: int, run_s: float) -> Ticket:
+    def ticket(self, run_s: float) -> Ticket:
         """What it asks of admission."""
         return Ticket(
             self.call.tenant,
@@ -104,7 +105,6 @@ class Prepared:
             num_prompt_tokens=len(self.prompt_ids),
             max_output_tokens=self.most_output,
             run_s=run_s,
-            max_concurrent=max_concurrent,
             weight=self.limits.fairness_weight,
         )
 
@@ -129,6 +129,7 @@ class Generation:
         relay: Relay,
         gate: Gate,
         rates: Rates,
+        concurrency: Concurrency,
         tenants: TenantDirectory,
         *,
         max_request_s: float,
@@ -139,6 +140,7 @@ class Generation:
         self._relay = relay
         self._gate = gate
         self._rates = rates
+        self._concurrency = concurrency
         self._tenants = tenants
         self._max_request_s = max_request_s
         self._draw_seed = draw_seed
@@ -215,12 +217,14 @@ class Generation:
             REJECTIONS.labels(error.reason).inc()
             raise
         try:
-            ticket = prepared.ticket(
-                self._rates.concurrent(limits), self._gate.run_s(prepared.most_output)
-            )
-            async with self._gate.place(ticket) as place:
-                self._check_deadline(prepared)
-                yield place
+            ticket = prepared.ticket(self._gate.run_s(prepared.most_output))
+            await self._concurrency.enter(limits, ticket.cost)
+            try:
+                async with self._gate.place(ticket) as place:
+                    self._check_deadline(prepared)
+                    yield place
+            finally:
+                self._concurrency.leave(limits, ticket.cost)
         finally:
             used = prepared.usage.prompt_tokens + prepared.usage.completion_tokens
             await self._rates.give_back(limits, prepared.most_tokens - used)

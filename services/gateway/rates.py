@@ -38,12 +38,6 @@ class Rates:
         """Tokens that were paid for and not generated."""
         await self._unpay("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
 
-    def concurrent(self, limits: TenantLimits) -> int:
-        """Sequences of a tenant that may run here at once; 0 = no limit."""
-        if not limits.max_concurrent:
-            return 0
-        return max(limits.max_concurrent // self._reservoir.num_gateways, 1)
-
     async def _pay(self, unit: str, tenant: str, rate: float, amount: float) -> None:
         if rate <= 0:
             return

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 SIGN_INTERVAL_S = 1.0
 GONE_S = 5.0
 """A gateway that has not signed for so long shares no more."""
+HELD_S = 3.0
+"""A lease of places that is not renewed ends after so long."""
 _PREFIX = "loraplex:gateway:"
 _MEMBERS = f"{_PREFIX}members"
 _RETRY_S = 1.0
@@ -50,6 +52,31 @@ redis.call('PEXPIRE', KEYS[1], math.ceil((capacity - level) / rate * 1000) + 600
 return {string.format('%.6f', amount), string.format('%.6f', wait_s)}
 """
 
+_HOLD = """
+local now = redis.call('TIME')
+local now_s = tonumber(now[1]) + tonumber(now[2]) / 1e6
+local mine, limit, want, running, ttl_s =
+  ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local held, wanted, others = 0, 0, 0
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local has, wants, ends = entries[i + 1]:match('^(%S+) (%S+) (%S+)$')
+  if tonumber(ends) < now_s then
+    redis.call('HDEL', KEYS[1], entries[i])
+  elseif entries[i] ~= mine then
+    held = held + tonumber(has)
+    wanted = wanted + tonumber(wants)
+    if tonumber(wants) > 0 then others = others + 1 end
+  end
+end
+local part = math.max(math.floor(limit / (others + 1)), 1)
+local share = math.max(math.min(want, math.max(part, limit - wanted), limit - held), 0)
+redis.call('HSET', KEYS[1], mine,
+  string.format('%d %d %.6f', math.max(share, running), want, now_s + ttl_s))
+redis.call('EXPIRE', KEYS[1], 60)
+return share
+"""
+
 _SIGN = """
 local now_s = tonumber(redis.call('TIME')[1])
 redis.call('ZADD', KEYS[1], now_s, ARGV[1])
@@ -65,6 +92,9 @@ class Reservoir(Protocol):
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant: ...
+
+    async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
+        """Lease up to `want` of a tenant's places for `HELD_S`; `running` of them are in use."""
 
     @property
     def num_gateways(self) -> int:
@@ -89,6 +119,10 @@ class LocalReservoir:
             bucket = self._buckets[name] = Bucket(capacity_of(rate), self._now())
         return bucket.ask(rate, need, extra, returned, self._now())
 
+    async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
+        """Our part of the limit, whoever else is there."""
+        return min(want, max(limit // self.num_gateways, 1))
+
 
 class RedisReservoir:
     """Buckets in Redis, or our share of them here while it is away."""
@@ -104,6 +138,7 @@ class RedisReservoir:
         self._now = now
         self._ask: Any = client.register_script(_ASK)
         self._sign: Any = client.register_script(_SIGN)
+        self._hold: Any = client.register_script(_HOLD)
         self._local = LocalReservoir(now)
         self._away_until_s = 0.0
 
@@ -122,6 +157,15 @@ class RedisReservoir:
             if answer is not None:
                 return Grant(float(answer[0]), float(answer[1]))
         return await self._local.ask(name, rate, need, extra, returned)
+
+    async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
+        """Ask Redis, or take our part while it is away."""
+        if self._now() >= self._away_until_s:
+            arguments = [self._gateway_id, limit, want, running, HELD_S]
+            share = await self._tried(self._hold([f"{_PREFIX}held:{tenant}"], arguments))
+            if share is not None:
+                return int(share)
+        return await self._local.hold(tenant, limit, want, running)
 
     async def run(self) -> None:
         """Sign the list for ever."""

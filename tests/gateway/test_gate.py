@@ -92,3 +92,15 @@ async def test_waiting_request_that_makes_room_for_another_tenant_is_refused_wit
     release.set()
     await asyncio.gather(*greedy[:2], polite)
     assert (gate.num_running, gate.num_waiting, len(log)) == (0, 0, 3)
+
+
+async def test_clients_that_all_leave_at_once_give_everything_back() -> None:
+    """Places come free for waiting requests whose clients are gone and had no time to say so."""
+    gate, release, log = Gate(AdmissionLimits(max_running=2)), asyncio.Event(), []
+    tasks = [asyncio.create_task(_hold(gate, Ticket("t"), release, log)) for _ in range(6)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (gate.num_running, gate.num_waiting) == (0, 0)
+    assert all(task.cancelled() for task in tasks)

@@ -125,15 +125,18 @@ async def test_two_gateways_on_one_server_keep_one_rate(owners: list[RedisReserv
     assert paid >= RATE * 1.5
 
 
-async def test_gateways_count_each_other_and_split_what_may_run(
-    owners: list[RedisReservoir],
-) -> None:
-    limits = TenantLimits("t", max_concurrent=9)
-    while [owner.num_gateways for owner in owners] != [2, 2]:
-        await asyncio.sleep(0.02)
-    assert [Rates(owner).concurrent(limits) for owner in owners] == [4, 4]
-    assert Rates(owners[0]).concurrent(TenantLimits("t")) == 0
-    assert Rates(owners[0]).concurrent(TenantLimits("t", max_concurrent=1)) == 1
+async def test_places_of_a_tenant_are_leased_by_the_server(owners: list[RedisReservoir]) -> None:
+    first, second = owners
+    assert await first.hold("t", 9, 20, 0) == 9
+    # All are in use: the other waits for its part, and gets it as they become free.
+    assert await second.hold("t", 9, 20, 0) == 0
+    assert await first.hold("t", 9, 20, 9) == 4
+    assert await second.hold("t", 9, 20, 0) == 0
+    assert await first.hold("t", 9, 20, 5) == 4
+    assert await second.hold("t", 9, 20, 0) == 4
+    # What one does not want the other has.
+    assert await second.hold("t", 9, 0, 0) == 0
+    assert await first.hold("t", 9, 20, 4) == 9
 
 
 async def test_without_the_server_each_gateway_keeps_its_share(

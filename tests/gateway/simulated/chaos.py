@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ BUSY_S = 2.0
 """Requests arrive and faults begin in this time."""
 RATE = 6.0
 """Requests a second of the tenant that has a limit."""
+PLACES = 3
+"""Sequences at once of the tenant that is capped."""
 FAULTS = (
     *("kill", "kill", "kill", "cut", "restart", "give up", "drain"),
     *("slow", "stall", "silence", "full", "registry", "redis"),
@@ -64,6 +67,8 @@ class Chaos:
             speed=Speed(batch=self.rng.choice([2, 8]), slots=self.rng.choice([3, 8])),
         )
         self.house.tenants["limited"] = TenantLimits("limited", requests_per_s=RATE)
+        self.house.tenants["capped"] = TenantLimits("capped", max_concurrent=PLACES)
+        self.most_capped = 0
         self.limits = AdmissionLimits(
             max_running=self.rng.choice([4, 64]), max_waiting=self.rng.choice([4, 64])
         )
@@ -86,7 +91,9 @@ class Chaos:
         await house.start(self.num_gateways, self.limits)
         faults = [asyncio.create_task(self._happen(fault)) for fault in self.faults]
         clients = [asyncio.create_task(self._client(n)) for n in range(self.rng.randint(8, 24))]
+        watching = asyncio.create_task(self._watch_places())
         self.seen = await asyncio.gather(*clients)
+        watching.cancel()
         await asyncio.gather(*faults)
         await asyncio.sleep(1.0)
         try:
@@ -99,7 +106,22 @@ class Chaos:
         await asyncio.sleep(rng.uniform(0.0, BUSY_S))
         gateway = rng.choice(self.house.gateways)
         leaves = rng.randint(1, 6) if rng.random() < 0.15 else None
-        return await self.house.ask(gateway, _call(rng, number), leaves)
+        asking = self.house.ask(gateway, _call(rng, number), leaves)
+        if rng.random() > 0.15:
+            return await asking
+        # Its connection breaks, wherever the request is by then; several at the same moment.
+        try:
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout_at(math.ceil(loop.time() * 4 + rng.random()) / 4):
+                return await asking
+        except TimeoutError:
+            return Seen(left=True)
+
+    async def _watch_places(self) -> None:
+        while True:
+            running = sum(g.gate.num_running_of("capped") for g in self.house.gateways)
+            self.most_capped = max(self.most_capped, running)
+            await asyncio.sleep(0.01)
 
     async def _happen(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
@@ -138,6 +160,8 @@ class Chaos:
             if not any(f.kind in _HOLD_UP and f.worker == worker.name for f in self.faults):
                 assert worker.num_overrun == 0, "computed for clients that had gone"
         self._check_rate()
+        if not any(fault.kind == "redis" for fault in self.faults):
+            assert self.most_capped <= PLACES, f"{self.most_capped} places of {PLACES}"
 
     def _check_stream(self, seen: Seen) -> None:
         if seen.error is not None:
@@ -216,18 +240,19 @@ def _check_quiet(gateway: SimulatedGateway) -> None:
 
 def _call(rng: random.Random, number: int) -> GenerateCall:
     """Any request."""
+    tenant = rng.choice(["default", "default", "other", "limited", "capped"])
     adapter = rng.choice([f"default/a{rng.randrange(NUM_ADAPTERS)}", BASE_ID, "default/a0"])
     sampling = AskedSampling(
         max_tokens=rng.randint(1, 40),
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.choice([None, rng.getrandbits(32)]),
-        n=rng.choice([None, None, 2]),
+        n=rng.choice([None, None, 2]) if tenant != "capped" else None,
         ignore_eos=rng.random() < 0.3,
         stop=rng.choice([(), (), (chr(rng.randrange(32, 127)), "ab")]),
     )
     return GenerateCall(
         request_id=f"r{number}",
-        tenant=rng.choice(["default", "default", "other", "limited"]),
+        tenant=tenant,
         model="default/nobody" if rng.random() < 0.03 else adapter,
         prompt=TokenPrompt(tuple(rng.randrange(256) for _ in range(rng.choice([3, 30, 300])))),
         sampling=sampling,

@@ -13,6 +13,7 @@ from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
 from services.gateway.admission import AdmissionLimits
 from services.gateway.choice import ChoiceText
+from services.gateway.concurrency import Concurrency
 from services.gateway.convert import job_to_wire, tokens_from_wire
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate
@@ -48,6 +49,7 @@ class SimulatedGateway:
         self.gate = Gate(limits, self.fleet.ready)
         client: Any = house.redis
         self.reservoir = RedisReservoir(client, name)
+        self.concurrency = Concurrency(self.reservoir, self.gate)
         self.relay = Relay(self.fleet)
         self.generation = Generation(
             self.resolver,
@@ -55,13 +57,19 @@ class SimulatedGateway:
             self.relay,
             self.gate,
             Rates(self.reservoir),
+            self.concurrency,
             TenantDirectory(house.limits_of),
             max_request_s=MAX_REQUEST_S,
             draw_seed=lambda: house.rng.getrandbits(64),
         )
         self._tasks = [
             asyncio.create_task(run)
-            for run in (self.fleet.run(), self.reservoir.run(), self._follow_room())
+            for run in (
+                self.fleet.run(),
+                self.reservoir.run(),
+                self.concurrency.run(),
+                self._follow_room(),
+            )
         ]
 
     @property
@@ -168,7 +176,8 @@ class House:
                         break
         except LoraplexError as error:
             seen.error, seen.num_ready = error, gateway.num_ready
-        seen.ended_s = self.gone[call.request_id] = loop.time()
+        finally:
+            seen.ended_s = self.gone[call.request_id] = loop.time()
         return seen
 
 

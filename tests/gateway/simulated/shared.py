@@ -56,9 +56,11 @@ class SimulatedRedis:
         self.is_away = False
         self._buckets: dict[str, Bucket] = {}
         self._signed: dict[str, float] = {}
+        self._held: dict[str, dict[str, tuple[int, int, float]]] = {}
+        """By key and gateway: held, wanted, until when."""
 
     def register_script(self, text: str) -> Callable[[list[str], list[Any]], Awaitable[Any]]:
-        """Signing has two arguments, asking five."""
+        """Signing has two arguments, asking and holding five."""
 
         async def call(keys: list[str], arguments: list[Any]) -> Any:
             await asyncio.sleep(0.001)
@@ -67,6 +69,8 @@ class SimulatedRedis:
             now_s = asyncio.get_running_loop().time()
             if len(arguments) == 2:
                 return self._sign(*arguments, now_s)
+            if ":held:" in keys[0]:
+                return self._hold(keys[0], *arguments, now_s)
             return self._ask(keys[0], *arguments, now_s)
 
         return call
@@ -92,3 +96,14 @@ class SimulatedRedis:
         bucket = self._buckets.setdefault(name, Bucket(capacity, now_s))
         grant = bucket.ask(rate, need, extra, returned, now_s)
         return [str(grant.amount), str(grant.wait_s)]
+
+    def _hold(
+        self, key: str, mine: str, limit: int, want: int, running: int, ttl_s: float, now_s: float
+    ) -> int:
+        entries = self._held.setdefault(key, {})
+        others = [e for g, e in entries.items() if g != mine and e[2] >= now_s]
+        held, wanted = sum(e[0] for e in others), sum(e[1] for e in others)
+        part = max(limit // (sum(e[1] > 0 for e in others) + 1), 1)
+        share = max(min(want, max(part, limit - wanted), limit - held), 0)
+        entries[mine] = (max(share, running), want, now_s + ttl_s)
+        return share
