@@ -54,10 +54,8 @@ def _is_expected(message: Any) -> bool:
     return bool(message.text.startswith("Failed to load resource"))
 
 
-def _keep(page: Page, name: str) -> None:
-    if PICTURES:
-        _keep_busy(page)
-        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
+def _picture(page: Page, name: str) -> None:
+    page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
 
 
 def _keep_busy(page: Page) -> None:
@@ -99,7 +97,13 @@ def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
     }
     assert answers == {BASE_ID: "kolima 48", "reverse": "84 amilok", "upper": "KOLIMA 48"}
     page.wait_for_selector(".chip.device:has-text('upper')")
-    _keep(page, "console-light")
+    if PICTURES:
+        _keep_busy(page)
+        page.focus("#prompt")
+        _picture(page, "console-light")
+        page.click("#theme")
+        page.focus("#prompt")
+        _picture(page, "console-dark")
 
 
 def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None:
@@ -113,7 +117,6 @@ def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None
     page.focus("#theme")
     page.keyboard.press("Enter")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    _keep(page, "console-dark")
     page.set_viewport_size({"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     page.reload()

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import openai
 import pytest
 
@@ -78,3 +84,65 @@ def test_seeded_sampling_repeats_itself(client: openai.OpenAI) -> None:
     assert sample(1) == first
     assert sample(2) != first
     assert len(set(first)) > 1
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+        },
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    """No chat template and no model that was trained for it is needed: a grammar sees to it."""
+    tools = [WEATHER] if choice == "required" else [NOW, WEATHER]
+    asked: dict[str, Any] = {
+        "model": BASE_ID,
+        "messages": [{"role": "user", "content": "weather"}],
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "seed": 7,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.message.content is None
+    assert whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.type == "function" and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    arguments = ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            arguments += (delta.function.arguments or "") if delta.function else ""
+    assert arguments == call.function.arguments
+
+
+@pytest.mark.long
+def test_the_node_client_works_unchanged(stack: Stack) -> None:
+    """Where node finds the package `openai`: npm install openai, or NODE_PATH."""
+    node = shutil.which("node")
+    if node is None or subprocess.run([node, "-e", "require.resolve('openai')"]).returncode:
+        pytest.skip("node or its package openai is missing: npm install openai")
+    script = Path(__file__).with_name("node_client.cjs")
+    done = subprocess.run(
+        [node, str(script), stack.http, NAME], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["models"][0] == BASE_ID
+    assert told["streamed"] == told["whole"] != ""
+    assert told["status"] == 404 and told["code"] == "model_not_found"

@@ -14,6 +14,8 @@ from services.gateway.request import Grammar
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
+"""llguidance's own word in a schema: models write calls on one line, with single blanks."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -67,7 +69,8 @@ def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
         )
     for tool in tools:
         if tool["function"]["name"] == name:
-            grammar = Grammar("json_schema", (json.dumps(_parameters(tool)),))
+            schema = json.dumps(_parameters(tool) | _SPACING)
+            grammar = Grammar("json_schema", (schema,))
             return ToolUse(tools, named=name, grammar=grammar)
     raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
 
@@ -126,6 +129,7 @@ def _list_of_calls(tools: Sequence[dict[str, Any]], is_parallel: bool) -> Gramma
         "minItems": 1,
         "items": {"anyOf": calls},
         "$defs": schemas,
+        **_SPACING,
     }
     if not is_parallel:
         schema["maxItems"] = 1

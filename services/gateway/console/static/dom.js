@@ -17,13 +17,13 @@ export const byId = (id) => document.getElementById(id);
 export function count(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (value >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
-  return value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1);
+  return value >= 9.95 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1);
 }
 
 /** Seconds as [number, unit]. */
 export function duration(seconds) {
   if (seconds === null) return ["–", ""];
-  if (seconds < 1) return [(seconds * 1000).toFixed(seconds < 0.0995 ? 1 : 0), "ms"];
+  if (seconds < 1) return [(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0), "ms"];
   return [seconds.toFixed(seconds < 10 ? 2 : 1), "s"];
 }
 

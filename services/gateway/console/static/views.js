@@ -34,7 +34,7 @@ function worker(state) {
   return h("article", { className: "worker", "aria-label": `Worker ${state.id}` },
     h("h3", {}, state.id, h("code", {}, state.base), h("span", { className: `pill ${CONDITIONS[state.state]}` }, state.state)),
     h("dl", { className: "facts" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("div", { className: "use" }, h("span", {}, "Arena"),
+    h("div", { className: "use" }, h("span", {}, "Arena in use"),
       h("progress", { max: Math.max(state.total_blocks, 1), value: used, "aria-label": `Arena of ${state.id}: ${share}% in use` }),
       h("span", {}, `${share}% of ${count(state.total_blocks)} blocks`)),
     state.adapters.length
