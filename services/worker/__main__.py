@@ -78,7 +78,7 @@ async def _run_engine(config: WorkerConfig, door: Door) -> None:
     disk = await asyncio.to_thread(
         DiskCache, config.cache_dir, config.cache_bytes, door.adapter_gone
     )
-    source = AdapterSource(open_store(config.objects_url), disk, config.max_lora_rank)
+    source = AdapterSource(open_store(config.objects_url), disk)
     link = EngineLink(config.engine(model_dir), door, step_timeout_s=config.step_timeout_s)
     grammars = GrammarChecker(model_dir / "tokenizer.json")
     door.connect(link, source, disk, bundle, grammars)

@@ -46,6 +46,7 @@ class WorkerConfig:
     max_step_tokens: int
     max_running: int
     policy: str
+    first_token_s: float | None
     prefix_cache: bool
 
     def engine(self, model_dir: Path) -> EngineConfig:
@@ -62,6 +63,7 @@ class WorkerConfig:
             max_running=self.max_running,
             max_loras=self.max_loras,
             policy=self.policy,
+            first_token_s=self.first_token_s,
             prefix_cache=self.prefix_cache,
         )
 
@@ -111,6 +113,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         max_step_tokens=max_step_tokens,
         max_running=min(env.MAX_BATCH.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
+        first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
     )
 
