@@ -98,11 +98,18 @@ class Checkpoint:
 
 
 def published(folder: Path) -> tuple[int, bool]:
-    """Bytes of a base's weights, and whether matrices are in half precision; reads headers only."""
+    """Bytes of a base's weights, and whether matrices are in half precision; reads headers only.
+
+    Raises:
+        InvalidRequest: a file cannot be read.
+    """
     num_bytes, dtypes = 0, set()
     for path in _weight_files(folder):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (OSError, ValueError, OverflowError) as error:
+            raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
         num_bytes += path.stat().st_size
         tensors = (entry for name, entry in header.items() if name != "__metadata__")
         dtypes |= {entry["dtype"] for entry in tensors if len(entry["shape"]) > 1}
