@@ -18,6 +18,7 @@ from services.gateway.request import Job
 from services.gateway.token_stream import Pace, TokenStream
 
 _END: Any = grpc.aio.EOF
+ACK_S = 0.1
 
 
 class WorkerLost(Unavailable):
@@ -42,7 +43,8 @@ class Session:
         """Prompt length of each request that has no token yet."""
         self._numbers = itertools.count(1)
         self._pace = pace
-        self._acked_step = 0
+        self._heard_step = 0
+        self._ack_timer: asyncio.TimerHandle | None = None
         self.worker_id = ""
         self.epoch = 0
         self.is_open = False
@@ -125,13 +127,19 @@ class Session:
             if stream is not None:
                 self._forget(failure.request_id)
                 stream.fail(from_detail(failure.error))
-        self._ack(events.step)
+        self._ack_soon(events.step)
 
-    def _ack(self, step: int) -> None:
-        """An ack covers all steps before it: none is queued behind another."""
-        self._acked_step = step
-        if self._up.empty():
-            ack = worker_pb2.SessionAck(step=step)
+    def _ack_soon(self, step: int) -> None:
+        """An ack covers all steps before it, and a message up costs as much as one down: one says
+        what came in a while."""
+        self._heard_step = step
+        if self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_S, self._ack)
+
+    def _ack(self) -> None:
+        self._ack_timer = None
+        if self.is_open:
+            ack = worker_pb2.SessionAck(step=self._heard_step)
             self._up.put_nowait(worker_pb2.SessionRequest(ack=ack))
 
     def _cancel(self, wire_id: str) -> None:

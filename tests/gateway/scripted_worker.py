@@ -100,6 +100,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Requests running now."""
         return sum(len(peer.live) for peer in self._peers)
 
+    @property
+    def is_all_acked(self) -> bool:
+        """True when every gateway said that it has the newest step."""
+        return all(peer.acked_step == self._step for peer in self._peers)
+
     async def GetModel(self, request: Any, context: Any) -> worker_pb2.GetModelResponse:
         self.num_tokenizers_sent += request.include_tokenizer
         files = [

@@ -104,3 +104,10 @@ async def test_tokenizer_is_fetched_once_for_all_workers(stack: Stack) -> None:
     await stack.start_worker(stack.workers[0])
     await stack.until_ready(2)
     assert sum(worker.num_tokenizers_sent for worker in stack.workers) <= 2
+
+
+async def test_worker_is_told_how_far_the_gateway_has_read(stack: Stack) -> None:
+    await stack.start()
+    await stack.openai().completions.create(model="base", prompt="x", max_tokens=20)
+    await eventually(lambda: stack.workers[0].is_all_acked)
+    assert stack.workers[0].num_tokens_sent > 3
