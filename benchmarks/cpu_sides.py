@@ -64,7 +64,7 @@ class OurEngine:
             load_format="auto",
             max_lora_rank=64,
             max_resident=64,
-            max_step_tokens=4096,
+            max_step_tokens=2048,
             max_running=64,
             max_loras=None,
             policy="fcfs",
@@ -72,6 +72,7 @@ class OurEngine:
         runner = build_runner(
             base, device="cpu", dtype=dtype, arena_bytes=arena_bytes, cpu_isa=cpu_isa
         )
+        self.dtype = runner.model_info().dtype
         self._threads = torch.get_num_threads()
         self._timed = TimedRunner(runner)
         self._engine = Engine(self._timed, config, time.monotonic)

@@ -21,6 +21,7 @@ from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch, row_runs
 from services.worker.layers.operators import AddLora
+from services.worker.native.isa import has_amx
 from services.worker.native.library import load_native
 
 NUM_ROWS = 32
@@ -66,6 +67,7 @@ def main() -> None:
     """Measure, print, write."""
     limits = measure_limits()
     native = load_native("auto")
+    dtype = torch.bfloat16 if has_amx() else torch.float32
     paths: dict[str, AddLora] = {"torch": portable.add_lora}
     if native is not None:
         paths[native.isa] = NativeLora(native, may_replace_rows=False).add_lora
@@ -73,7 +75,8 @@ def main() -> None:
     for num_inputs, num_outputs in WIDTHS:
         for num_adapters in (1, 8, 32):
             batch, num_sites = make_batch(num_inputs, num_outputs, num_adapters)
-            x, y = torch.randn(NUM_ROWS, num_inputs), torch.zeros(NUM_ROWS, num_outputs)
+            x = torch.randn(NUM_ROWS, num_inputs).to(dtype)
+            y = torch.zeros(NUM_ROWS, num_outputs, dtype=dtype)
             ranks = sum(rank_of(adapter) for adapter in range(num_adapters))
             floor_s = 2 * ranks * (num_inputs + num_outputs) / limits["read_bytes_per_s"]
             row = {"in": num_inputs, "out": num_outputs, "adapters": num_adapters}
@@ -83,7 +86,8 @@ def main() -> None:
                 row[f"{name}_us"] = round(best_s(work) / num_sites * 1e6)
             rows.append(row)
             print(row, flush=True)
-    print("wrote", write_results("lora_ops", {"limits": limits, "table": rows}).name)
+    results = {"limits": limits, "dtype": str(dtype), "table": rows}
+    print("wrote", write_results("lora_ops", results).name)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ class Checkpoint:
             got, wanted = list(tensor.shape), list(shape)
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
         self._left.discard(name)
-        return tensor.to(self._device, self._dtype)
+        # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
+        # weights.
+        return tensor.to(self._device, self._dtype, copy=True)
 
     def finish(self) -> None:
         """Close the files.
