@@ -43,6 +43,13 @@ def complete_tables(
         if _is_changed(module) or module.name in by_name or size != geometry.vocab_size:
             own = size if size != geometry.vocab_size else 0
             by_name[module.name] = replace(module, num_rows=own)
+    if size > geometry.vocab_size:
+        findings.warn(
+            f"{TENSOR_FILE}:{names[EMBEDDING]}",
+            size - geometry.vocab_size,
+            "tokens are added: text is tokenized as for the base, so send prompts that use them as "
+            "token ids",
+        )
     return tuple(by_name[name] for name in sorted(by_name))
 
 

@@ -160,10 +160,11 @@ class Generation:
         arrival_s = now_s()
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
-        prompt_ids = await served.tokenizer.encode(call.prompt, served.model)
+        model = served.model.under(target.adapters)
+        prompt_ids = await served.tokenizer.encode(call.prompt, model)
         resolved = resolve(
             call.sampling,
-            served.model,
+            model,
             len(prompt_ids),
             fills_context=isinstance(call.prompt, ChatPrompt),
             draw_seed=self._draw_seed,

@@ -7,8 +7,10 @@ answer with `Tokens`; the text room turns those into `Piece`s, which doors print
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 
 
 class FinishReason(enum.StrEnum):
@@ -277,3 +279,10 @@ class BaseModel:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of generation_config.json, by our field names."""
     created_unix_s: int = 0
+
+    def under(self, adapters: Sequence[RunningAdapter]) -> BaseModel:
+        """The base as far as token ids go: adapters may add some, and only the worker knows how
+        many."""
+        if not adapters:
+            return self
+        return replace(self, vocab_size=self.vocab_size + MAX_ADDED_TOKENS)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
-from services.worker.adapters.facts import MAX_ADDED_TOKENS
 from services.worker.adapters.source import check_digest
 from services.worker.messages import Submit
 from services.worker.request import SamplingParams

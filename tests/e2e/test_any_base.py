@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.e2e import stack as stacks
 from tests.e2e.stack import BASE_ID, Stack
-from tests.worker.parity.adapters import features_of, make_adapter
+from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import BASES, make_base
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
@@ -45,6 +46,16 @@ def ask(stack: Stack, job: tuple[str | None, list[int]]) -> list[int]:
     return [int(token) for token in answer["choices"][0]["token_ids"]]
 
 
+def prompt_for(name: str | None, rng: random.Random) -> list[int]:
+    """Ids that the adapter has; an activated one is invoked in most prompts."""
+    num_tokens = RESIZED.get(name or "", 300)
+    prompt = [rng.randrange(num_tokens) for _ in range(rng.randrange(1, 90))]
+    if name == "activated":
+        place = rng.randrange(len(prompt))
+        prompt[place : place + 3] = FEATURES[name]["alora_invocation_tokens"]
+    return prompt
+
+
 @pytest.mark.parametrize("base_name", BASES)
 def test_every_adapter_of_a_base_answers_as_peft_does(base_name: str, tmp_path: Path) -> None:
     base = make_base(base_name, tmp_path / "base")
@@ -54,7 +65,7 @@ def test_every_adapter_of_a_base_answers_as_peft_does(base_name: str, tmp_path: 
     rng = random.Random(base_name)
     names: list[str | None] = [*adapters, None] * PROMPTS_EACH
     rng.shuffle(names)
-    jobs = [(name, [rng.randrange(300) for _ in range(rng.randrange(1, 90))]) for name in names]
+    jobs = [(name, prompt_for(name, rng)) for name in names]
     stack = stacks.start(tmp_path / "state", "--dtype", "float32", model=base.folder)
     try:
         for name, folder in adapters.items():
@@ -70,8 +81,8 @@ def test_every_adapter_of_a_base_answers_as_peft_does(base_name: str, tmp_path: 
         verdict.judge(
             len(prompt),
             ours,
-            reference.logits(name, tokens),
-            lambda name=name, tokens=tokens: reference.logits64(name, tokens),  # type: ignore[misc]
+            reference.logits(name, tokens, len(prompt)),
+            partial(reference.logits64, name, tokens, len(prompt)),
             f"{base_name} {name}",
         )
     verdict.finish()

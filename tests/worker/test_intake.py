@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
-from services.worker.adapters.facts import MAX_ADDED_TOKENS
 from services.worker.intake import IntakeLimits, check_submit
 from services.worker.messages import Submit
 from services.worker.request import AdapterSet, SamplingParams

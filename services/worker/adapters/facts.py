@@ -12,8 +12,6 @@ from services.worker.request import Request
 
 NEVER = sys.maxsize
 """Position from which on an adapter acts that is never invoked."""
-MAX_ADDED_TOKENS = 65_536
-"""See `adapter_format.vocabulary`: no token id of any adapter is further beyond the base's."""
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -39,9 +37,9 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base_vocab_size: int)
     for (digest, weight), fact in zip(digests, facts, strict=True):
         if len(digests) > 1 and fact.alone_because:
             why = f"it {fact.alone_because}, which adds to no other adapter; send it alone"
-            raise InvalidRequest.field("adapters", digest, f"cannot be combined: {why}")
+            raise InvalidRequest.field("adapters", digest, f"{digest} cannot be combined: {why}")
         if weight != 1.0 and fact.has_gain:
-            why = "it is a DoRA adapter, whose gains are trained for weight 1; leave the weight out"
+            why = f"{digest} uses DoRA, whose gains are trained for weight 1; leave the weight out"
             raise InvalidRequest.field("adapters.weight", f"{weight} of {digest}", why)
     own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
     _check_ids(request, own_sizes[0] if own_sizes else base_vocab_size)
