@@ -108,14 +108,16 @@ def second(house: Stack, tmp_path: Path) -> Iterator[tuple[Stack, subprocess.Pop
 
     def is_ready() -> bool:
         try:
-            return other.get("/readyz")[0] == 200 and both_ready(other)
+            return other.get("/readyz")[0] == 200
         except OSError:
             return False
 
-    eventually(is_ready)
-    yield other, process
-    process.kill()
-    process.wait()
+    try:
+        eventually(is_ready)
+        yield other, process
+    finally:
+        process.kill()
+        process.wait()
 
 
 class TwoGateways(Load):
