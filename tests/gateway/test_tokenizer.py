@@ -114,7 +114,8 @@ async def test_refusal_of_a_template_says_only_what_stands_in_it(pool: TemplateP
 async def test_what_models_write_in_templates_works(pool: TemplatePool) -> None:
     template = (
         "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
-        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}"
+        "{% generation %}{{ m | tojson(ensure_ascii=False, indent=None) }}"
+        "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}"
     )
     out = await pool.render(template, {"messages": [1, {"a": "é<"}]})
     assert out.startswith('{"a": "é<"}20')

@@ -150,14 +150,27 @@ def _moved(schema: Any, place: int) -> Any:
 
 
 def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
-    """Messages as chat templates want them: the arguments of past calls as objects.
+    """Messages as chat templates want them: the arguments of past calls as objects, no fields that
+    are null, and results with the name of the function, which OpenAI's clients leave out.
 
     Raises: InvalidRequest for arguments that are not JSON.
     """
-    return tuple(_told(message, f"messages[{place}]") for place, message in enumerate(messages))
+    names: dict[str, object] = {}
+    prepared = []
+    for place, message in enumerate(messages):
+        one = _told(message, f"messages[{place}]")
+        calls: Any = one.get("tool_calls") or ()
+        names.update({str(call.get("id")): call["function"]["name"] for call in calls})
+        call_id = str(one.get("tool_call_id"))
+        if one.get("role") == "tool" and call_id in names:
+            one = {"name": names[call_id], **one}
+        prepared.append(one)
+    return tuple(prepared)
 
 
 def _told(message: dict[str, object], field: str) -> dict[str, object]:
+    message = {name: value for name, value in message.items() if value is not None}
+    message.setdefault("content", None)
     calls = message.get("tool_calls")
     if not calls:
         return message

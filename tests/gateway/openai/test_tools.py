@@ -109,6 +109,24 @@ async def test_past_calls_and_their_results_reach_the_template(talker: Stack) ->
     assert "[assistant]<weather Rome>[tool]rain" in prompt
 
 
+async def test_templates_get_no_null_fields_and_the_names_of_results(stack: Stack) -> None:
+    template = "{% for m in messages %}[{{ m.keys() | sort | join(',') }}|{{ m.name }}]{% endfor %}"
+    stack.workers[0].files = tokenizer_files(template)
+    await stack.start()
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": "hi", "name": None},
+        {"role": "assistant", "content": "well", "tool_calls": None, "audio": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    await _ask(stack, messages=messages)
+    assert bytes(stack.workers[0].requests[0].prompt_ids).decode() == (
+        "[content,role|][content,role|][content,role,tool_calls|]"
+        "[content,name,role,tool_call_id|now]"
+    )
+
+
 async def test_required_calls_are_kept_to_by_a_grammar_that_holds_every_schema(
     talker: Stack,
 ) -> None:
