@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
-from services.gateway.relay import Relay, RelayLimits
+from services.gateway.placing import RelayLimits
+from services.gateway.relay import Relay
 from services.gateway.request import (
     FinishReason,
     Job,
