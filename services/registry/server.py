@@ -86,7 +86,10 @@ class RegistryService(AdminService):
         self, request: pb.FinishUploadRequest, context: Any
     ) -> pb.FinishUploadResponse:
         session = await self._session(request.upload_id)
+        options, signatures = session.options, self._registry.signatures
+        await signatures.check_upload(options.tenant, options.signatures)
         done = await self._registry.publisher.finish(session)
+        await signatures.keep(done.version, options.signatures)
         place = (done.version.tenant, done.version.name)
         tags = (await self._registry.lookup.everything(*place)).tags
         return pb.FinishUploadResponse(
