@@ -14,6 +14,11 @@ namespace lpx {
 namespace {
 
 constexpr int64_t kTaskRows = 16;
+// How far ahead of its use a rank row of B is asked for: a tile's rows are too many short streams for
+// the hardware's prefetchers.
+constexpr int64_t kAheadItems = 256;
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // As `records.py` writes them, in int64 words.
 struct Tile {
@@ -92,18 +97,19 @@ void dot_block(const float* x, int64_t ldx, const W* a, int64_t lda, int64_t n, 
     for (int i = 0; i < X; ++i) {
         for (int r = 0; r < R; ++r) sums[i][r] = zero();
     }
+    int64_t k = 0;
     const auto step = [&](auto load_x, auto load_a) {
         Vec inputs[X];
 #pragma GCC unroll 8
         for (int i = 0; i < X; ++i) inputs[i] = load_x(x + i * ldx);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
+            if (X == 1) prefetch(a + (R + r) * lda + k);
             const Vec weights = load_a(a + r * lda);
 #pragma GCC unroll 8
             for (int i = 0; i < X; ++i) sums[i][r] = fma(inputs[i], weights, sums[i][r]);
         }
     };
-    int64_t k = 0;
     for (; k + kLanes <= n; k += kLanes) {
         const auto whole = [k](const auto* p) { return load(p + k); };
         step(whole, whole);
@@ -151,7 +157,10 @@ void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n
     const auto step = [&](int64_t column, auto load_at, auto store_at) {
         Vec weights[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) weights[r] = load_at(b + r * n + column);
+        for (int r = 0; r < R; ++r) {
+            prefetch(b + r * n + column + kAheadItems);
+            weights[r] = load_at(b + r * n + column);
+        }
         for (int64_t row = 0; row < num_rows; ++row) {
             float* out = y + row * ldy + column;
             Vec total = load_at(out);
