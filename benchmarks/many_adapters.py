@@ -16,6 +16,7 @@ import argparse
 import gc
 import hashlib
 import json
+import os
 import random
 import statistics
 import time
@@ -34,7 +35,7 @@ from services.worker.adapters.image import ImageFile, image_path
 from services.worker.adapters.packing import Packer
 from services.worker.adapters.residency import Tier
 from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit
+from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
 from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
 from services.worker.runner import TorchRunner, build_runner
 
@@ -143,12 +144,11 @@ class Bench:
     def throughput(self, num_adapters: int, num_requests: int, max_tokens: int) -> dict[str, Any]:
         """Tokens a second, all requests waiting from the start, adapters uniform."""
         commands: list[Command] = []
-        for number in range(num_requests):
+        for _ in range(num_requests):
             adapter = self.order.randrange(num_adapters) if num_adapters else None
             if adapter is not None:
                 commands.append(self.fetched(adapter))
             commands.append(self.request(adapter, max_tokens))
-            del number
         self.runner.steps.clear()
         gc.collect()
         begin_s = time.perf_counter()
@@ -245,9 +245,12 @@ def compare_base(bench: Bench, bare: Bench, args: argparse.Namespace) -> float:
 
 
 def compare_first_tokens(bench: Bench, num_adapters: int, num_probes: int) -> dict[str, float]:
-    """Medians beside 8 requests that decode; adapters come in turn."""
+    """Medians beside 8 requests that decode, over a full arena; adapters drawn at random."""
+    for adapter in range(num_adapters):
+        bench.step([bench.fetched(adapter), Want(digest_of(adapter), pin=False)])
+        bench.runner.await_copies(1.0)
     for _ in range(8):
-        bench.step([bench.request(None, 100_000 // 100)])
+        bench.step([bench.request(None, 1000)])
     hits: list[float] = []
     misses: list[float] = []
     for _ in range(num_probes):
@@ -311,16 +314,21 @@ def main() -> None:
     if args.prepare:
         return
     loads = {shape.name: load_ms(args.work_dir, shape, 16) for shape in (SHAPES["135m"], SMALL)}
-    print("load, rank 16 on every linear:", json.dumps(loads, indent=1))
+    print("load, rank 16 on every linear:", json.dumps(loads), flush=True)
     print(f"{'n':>6} {'tokens/s':>9} {'of n=0':>8} {'predicted':>10} {'of that':>9} {'copies':>7}")
     rows = compare_counts(bench, args)
     base_ratio = compare_base(bench, make_bench(base, [], args.arena_bytes // 4), args)
     print(f"base traffic, adapters resident over none: {base_ratio:.3f}")
-    num_half = min(args.adapters, 2 * args.arena_bytes // (bench.num_blocks[3] * 1))
-    del num_half
     first = compare_first_tokens(bench, args.adapters, args.probes)
     print("first token, on disk over resident:", json.dumps(first))
-    results = {"counts": rows, "base_ratio": base_ratio, "first_token": first, "load": loads}
+    results = {
+        "load_average_at_end": os.getloadavg(),
+        "arena_bytes": args.arena_bytes,
+        "counts": rows,
+        "base_ratio": base_ratio,
+        "first_token": first,
+        "load": loads,
+    }
     print(f"wrote {write_results('many_adapters', results)}")
 
 

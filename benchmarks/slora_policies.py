@@ -50,7 +50,7 @@ COSTS = Costs(
 )
 
 
-def fleet(policy: str, deadline_s: float | None) -> Fleet:
+def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = None) -> Fleet:
     """One worker whose host memory holds every adapter."""
     engine = EngineConfig(
         model_dir="",
@@ -64,17 +64,21 @@ def fleet(policy: str, deadline_s: float | None) -> Fleet:
         max_running=256,
         max_loras=None,
         policy=policy,
+        first_token_s=first_token_s,
     )
     return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s)
 
 
 def measure(
-    policy: str, workload: Workload, deadline_s: float | None = None
+    policy: str,
+    workload: Workload,
+    deadline_s: float | None = None,
+    first_token_s: float | None = None,
+    mix: str = "S2",
 ) -> tuple[Summary, int]:
     """One run, and how many adapters it copied to the device."""
-    simulation = Simulation(
-        fleet(policy, deadline_s), ranks_of(RANK_MIXES["S2"], workload.num_adapters)
-    )
+    ranks = ranks_of(RANK_MIXES[mix], workload.num_adapters)
+    simulation = Simulation(fleet(policy, deadline_s, first_token_s), ranks)
     summary = summarize(simulation.run(generate(workload)))
     return summary, simulation.tally.loads
 
@@ -89,6 +93,10 @@ def main() -> None:
     parser.add_argument(
         "--deadline", type=float, help="of each request: what cannot keep it is given up early"
     )
+    parser.add_argument(
+        "--first-token", type=float, help="what cannot have its first token within it is given up"
+    )
+    parser.add_argument("--mix", default="S2", choices=sorted(RANK_MIXES), help="of ranks (S2)")
     args = parser.parse_args()
     rows: list[list[str]] = []
     runs: list[dict[str, Any]] = []
@@ -97,7 +105,9 @@ def main() -> None:
             lengths = parse_lengths(args.lengths)
             workload = Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, lengths=lengths)
             for policy in sorted(POLICIES):
-                summary, loads = measure(policy, workload, args.deadline)
+                summary, loads = measure(
+                    policy, workload, args.deadline, args.first_token, args.mix
+                )
                 rows.append(
                     [
                         f"{cv:g}",
