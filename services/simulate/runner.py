@@ -10,6 +10,7 @@ from typing import Any
 
 from loraplex.adapter_format.geometry import Geometry
 from services.simulate.costs import Costs
+from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.model.sites import SiteTable
 from services.worker.request import SampledRow, StepPlan
@@ -48,6 +49,11 @@ class SimulatedCopy:
     elapsed_s: float
     end_s: float
     clock: VirtualClock
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """Those of a plain LoRA."""
+        return AdapterFacts()
 
     def done(self) -> bool:
         """True from `end_s` on."""
