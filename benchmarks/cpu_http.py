@@ -40,8 +40,8 @@ def main() -> None:
     ours.load(folders)
     ratios = []
     with running_stack(base, BASE_ID, args.work_dir / "http-state") as stack:
-        for folder in folders:
-            publish(folder, stack.registry)
+        for adapter in range(args.adapters):  # fresh folders: the engine put images into its own
+            publish(make_adapter(shape, args.work_dir / "published", adapter), stack.registry)
         names = [folder.name for folder in folders]
         host = stack.http.removeprefix("http://")
         ask_all(host, make_prompts(args.requests, shape.vocab_size, seed=-1), names, 2)
