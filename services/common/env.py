@@ -168,6 +168,13 @@ METADATA = _text(
 ADMIN_KEY_FILE = _path(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
 )
+GC_INTERVAL_S: Knob[float] = Knob(
+    "LORAPLEX_GC_INTERVAL_S",
+    parse_seconds,
+    86_400.0,
+    "registry",
+    "Collect unreferenced bytes once in so many seconds; 0 = only by `registry gc`.",
+)
 FAILPOINTS = _text(
     "LORAPLEX_FAILPOINTS", "registry", "Tests only: steps at which the process dies."
 )

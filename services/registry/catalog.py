@@ -5,6 +5,7 @@ from the objects when it is found empty or behind. All keys, with their prefix `
 
     epoch                    id of the current index; absent = no index
     rebuild                  lease of a rebuild, its value the epoch being built
+    turn:<work>              held for an interval by the process that does periodic work
     dirty                    SET of scopes that changed while a rebuild was reading
     pending                  HASH operation id -> "<unix ms> <scope>", noted before objects change
     <epoch>:seq              number of the last event
@@ -239,6 +240,12 @@ class Catalog:
         """Give the lease back after a failure."""
         async with _translated():
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
+
+    async def take_turn(self, work: str, interval_s: float) -> bool:
+        """Whether this process is the one to do some `work` of all in this interval."""
+        interval_ms = max(1, int(interval_s * 1000))
+        async with _translated():
+            return bool(await self._redis.set(f"{PREFIX}turn:{work}", 1, nx=True, px=interval_ms))
 
     async def close(self) -> None:
         """Close the connections."""

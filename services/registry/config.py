@@ -34,6 +34,8 @@ class RegistryConfig:
     admin_key_file: Path | None
     service_token_file: Path | None
     drain_s: float
+    gc_interval_s: float
+    """0 = no automatic collection."""
     failpoints: str
 
 
@@ -55,6 +57,7 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         admin_key_file=env.ADMIN_KEY_FILE.read(environ),
         service_token_file=env.SERVICE_TOKEN_FILE.read(environ),
         drain_s=env.DRAIN_S.read(environ),
+        gc_interval_s=env.GC_INTERVAL_S.read(environ),
         failpoints=env.FAILPOINTS.read(environ),
     )
 
