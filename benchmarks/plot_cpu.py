@@ -29,6 +29,7 @@ def main() -> None:
     speeds.set_title("end to end, times transformers + peft")
     for axes in (steps, speeds):
         axes.set_xlabel("requests x distinct adapters")
+        axes.margins(y=0.12)
         axes.bar_label(axes.containers[0], fmt="%.1f")
     machine = results["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['num_cores']} cores, {results['isa']}")
