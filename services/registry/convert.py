@@ -84,7 +84,7 @@ def check_seconds(value: float, field: str) -> None:
 
 
 def check_labels(labels: Mapping[str, str], field: str) -> None:
-    """Raises InvalidRequest for too many labels, or too long ones."""
+    """Raises InvalidRequest for too many labels, too long ones, or one that would be served wrong."""
     if len(labels) > MAX_LABELS:
         raise InvalidRequest.field(field, f"{len(labels)} labels", f"at most {MAX_LABELS}")
     for key, value in labels.items():
@@ -94,6 +94,13 @@ def check_labels(labels: Mapping[str, str], field: str) -> None:
                 f"{MAX_LABEL_VALUE_CHARS}"
             )
             raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
+    if "rope_scaling" in labels:
+        raise InvalidRequest.field(
+            f"{field}[rope_scaling]",
+            labels["rope_scaling"],
+            "a rope scaling of the adapter's own is not served: put it into the config.json of the "
+            "base that the adapter was trained with, or leave the label out",
+        )
 
 
 def progress_to_proto(state: FileState) -> pb.FileProgress:

@@ -138,6 +138,10 @@ async def test_odd_files_are_refused_before_a_byte_is_sent(
         (pb.PublishOptions(name="sql", tags=["v3"]), "options.tags"),
         (pb.PublishOptions(name="sql", labels={"": "x"}), "options.labels[]"),
         (pb.PublishOptions(name="sql", labels={str(n): "" for n in range(65)}), "options.labels"),
+        (
+            pb.PublishOptions(name="sql", labels={"rope_scaling": "linear:4"}),
+            "options.labels[rope_scaling]",
+        ),
         (pb.PublishOptions(name="sql", parent="a:b:c"), "options.parent"),
     ],
 )
