@@ -84,7 +84,7 @@ def check_seconds(value: float, field: str) -> None:
 
 
 def check_labels(labels: Mapping[str, str], field: str) -> None:
-    """Raises InvalidRequest for too many labels, too long ones, or one that would be served wrong."""
+    """Raises InvalidRequest for too many or too long labels, and for one that is not served."""
     if len(labels) > MAX_LABELS:
         raise InvalidRequest.field(field, f"{len(labels)} labels", f"at most {MAX_LABELS}")
     for key, value in labels.items():
