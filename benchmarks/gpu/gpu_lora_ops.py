@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +26,9 @@ from torch import Tensor
 from benchmarks.gpu import common
 from services.worker.kernels.lora import triton as lora
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan, choose_plan
+from services.worker.kernels.lora.plan import LoraPlan, family_of
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
+from services.worker.kernels.lora.tuned import capability_of, tuned_plan, write_plans
 from services.worker.kernels.lora.worklist import RowRun
 
 L2_BYTES = 256 << 20
@@ -179,15 +181,21 @@ def main() -> None:
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
     rows = []
+    totals: dict[str, Counter[LoraPlan]] = defaultdict(Counter)
     for site in TINY_SITES if args.tiny else SITES:
         for mix, num_rows, ranks in mixes(args.tiny):
-            row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
+            row = measure(site, mix, num_rows, ranks, device, bandwidth, args, totals)
             print(row, flush=True)
             rows.append(row)
             results = {"copy_bytes_per_s": bandwidth, "rows": rows}
             path = common.write_results("gpu_lora_ops", device, results, args.out)
     common.print_table([{k: v for k, v in row.items() if k != "plan"} for row in rows])
     print(f"wrote {path}")
+    if args.tune:
+        best = {family: min(times, key=times.__getitem__) for family, times in totals.items()}
+        tuned = path.with_name(f"sm_{capability_of(device)}.json")
+        write_plans(tuned, best)
+        print(f"wrote {tuned}")
 
 
 def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
@@ -211,15 +219,18 @@ def measure(
     device: torch.device,
     bandwidth: float,
     args: argparse.Namespace,
+    totals: dict[str, Counter[LoraPlan]],
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table. Mutates: totals, each plan's time over the default's, summed."""
     bench = OpBench(site, ranks, device, args.tiny)
     runs = even_runs(num_rows, len(ranks))
     longest = max(run.end - run.begin for run in runs)
-    plan = choose_plan(longest, num_rows, bench.dtype.itemsize)
+    plan = tuned_plan(longest, num_rows, bench.dtype.itemsize, device)
     plans = [plan, *alternatives(plan)] if args.tune else [plan]
     y, x = bench.rows(num_rows)
     timed = [(time_s(bench.run_of(runs, y, x, p), device, args), p) for p in plans]
+    for seconds, p in timed:
+        totals[family_of(longest, num_rows)][p] += seconds / timed[0][0]
     best_s, best = min(timed, key=lambda pair: pair[0])
     site_s = best_s / bench.num_sites
     row = {

@@ -14,8 +14,8 @@ from services.worker.attention.triton import (
     choose_splits,
     decode_tiles,
 )
-from services.worker.kernels.lora.plan import choose_plan
 from services.worker.kernels.lora.triton import DeviceLora, StepWork, disjoint_passes
+from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
@@ -121,7 +121,8 @@ class DecodeInputs:
         """The adapters' work of a batch size; runs may be of any length and any rank."""
         if size not in self._works:
             ranks = self._lora.planes.max_ranks
-            plan = self._lora.fit(choose_plan(1, size, self._itemsize), size, ranks)
+            plan = tuned_plan(1, size, self._itemsize, self._lora.tables.arena.device)
+            plan = self._lora.fit(plan, size, ranks)
             self._works[size] = StepWork(self._lora.tables, size, plan, ranks)
         return self._works[size]
 

@@ -11,8 +11,8 @@ from services.worker.attention.triton import (
     TritonAttentionMetadata,
     decode_tiles,
 )
-from services.worker.kernels.lora.plan import choose_plan
 from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora, StepWork
+from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
@@ -66,8 +66,8 @@ def idle_batch(
         num_splits=num_splits,
         spans=((0, num_context_rows, 0),) * num_contexts,
     )
-    itemsize = kv.groups.itemsize
-    plan = lora.fit(choose_plan(num_rows, num_rows, itemsize), num_rows, RANK_STRIDE_STEP)
+    plan = tuned_plan(num_rows, num_rows, kv.groups.itemsize, device)
+    plan = lora.fit(plan, num_rows, RANK_STRIDE_STEP)
     work = StepWork(lora.tables, 1, plan, RANK_STRIDE_STEP)
     work.fill(())
     work.count()

@@ -94,9 +94,3 @@ def family_of(max_run_rows: int, num_rows: int) -> str:
     if max_run_rows <= 16 or num_rows <= 64:
         return "decode"
     return "mixed" if num_rows < PREFILL_ROWS else "prefill"
-
-
-def choose_plan(max_run_rows: int, num_rows: int, itemsize: int) -> LoraPlan:
-    """The plan of a step whose elements have `itemsize` bytes; see `family_of`."""
-    plans = PLANS_FLOAT32 if itemsize == 4 else PLANS_HALF
-    return plans[family_of(max_run_rows, num_rows)]

@@ -18,8 +18,9 @@ from services.worker.kernels.launch import must_widen, num_programs
 from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora import triton_work
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan, choose_plan
+from services.worker.kernels.lora.plan import LoraPlan
 from services.worker.kernels.lora.side_stream import SideStream
+from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
 
 MIN_RUNS = 256
@@ -57,17 +58,15 @@ class StepWork:
         assert len(runs) <= self.max_runs, (len(runs), self.max_runs)
         self.runs.copy_(runs_tensor(runs, self.max_runs), non_blocking=True)
 
-    def count(self, first_site: int = 0, num_sites: int | None = None) -> None:
-        """Count the items of these sites (all by default) in one launch."""
+    def count(self) -> None:
+        """Count the items of all sites in one launch."""
         tables, short, long = self.tables, self.plan.short, self.plan.long
-        grid = (tables.num_sites if num_sites is None else num_sites,)
-        triton_work.count_work[grid](
+        triton_work.count_work[(tables.num_sites,)](
             self.runs,
             tables.index,
             tables.records,
             tables.in_features,
             self.ends,
-            first_site,
             tables.num_sites,
             self.plan.short_max,
             short.block_rows,
@@ -101,13 +100,18 @@ def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
     return passes
 
 
+def rank_stride_of(num_ranks: int) -> int:
+    """Floats of a row of the planes: a multiple of 16, so that kernels know them to be aligned."""
+    return max(RANK_STRIDE_STEP, -(-num_ranks // RANK_STRIDE_STEP) * RANK_STRIDE_STEP)
+
+
 class Planes:
     """Float32 workspace for the rank-sized intermediate, `[planes, rows, ranks]`; one for all."""
 
     def __init__(self, max_rows: int, max_ranks: int, device: torch.device) -> None:
         """`max_ranks`: the widest stacked A, over all sites."""
-        self.max_ranks = max_ranks
-        self.data = torch.empty(max_rows * max_ranks, dtype=torch.float32, device=device)
+        self.max_ranks = rank_stride_of(max_ranks)
+        self.data = torch.empty(max_rows * self.max_ranks, dtype=torch.float32, device=device)
 
     def holds(self, num_planes: int, num_rows: int, rank_stride: int) -> bool:
         """Whether that many fit."""
@@ -152,7 +156,8 @@ class DeviceLora:
         rank_stride = self.rank_stride(runs)
         for part in disjoint_passes(runs):
             longest = max(run.end - run.begin for run in part)
-            plan = self.fit(choose_plan(longest, num_rows, itemsize), num_rows, rank_stride)
+            plan = tuned_plan(longest, num_rows, itemsize, self.tables.arena.device)
+            plan = self.fit(plan, num_rows, rank_stride)
             work = StepWork(self.tables, len(part), plan, rank_stride)
             work.fill(part)
             work.count()
@@ -188,8 +193,7 @@ class DeviceLora:
 
     def rank_stride(self, runs: Sequence[RowRun]) -> int:
         """Floats of a row of the planes that the adapters of a step need."""
-        widest = max((self.tables.max_ranks(run.slot) for run in runs), default=0)
-        return max(RANK_STRIDE_STEP, -(-widest // RANK_STRIDE_STEP) * RANK_STRIDE_STEP)
+        return rank_stride_of(max((self.tables.max_ranks(run.slot) for run in runs), default=0))
 
     def touches(self, lora: LoraBatch, site_id: int) -> bool:
         """Whether kernels have anything to add at a site."""

@@ -17,7 +17,7 @@ RUN_WORDS = tl.constexpr(4)
 
 @triton.jit(
     do_not_specialize=[
-        "first_site", "num_sites", "short_max", "short_rows", "short_ranks", "short_split",
+        "num_sites", "short_max", "short_rows", "short_ranks", "short_split",
         "short_outputs", "long_rows", "long_ranks", "long_split", "long_outputs",
     ]
 )  # fmt: skip
@@ -27,7 +27,6 @@ def count_work(
     records,
     in_features,
     ends,
-    first_site,
     num_sites,
     short_max,
     short_rows,
@@ -41,7 +40,7 @@ def count_work(
     MAX_RUNS: tl.constexpr,
 ):
     """ends[:, site, i] = items of runs 0..i. Grid: one program for each site."""
-    site = first_site + tl.program_id(0)
+    site = tl.program_id(0)
     i = tl.arange(0, MAX_RUNS)
     slot = tl.load(runs + i * RUN_WORDS)
     num_rows = tl.load(runs + i * RUN_WORDS + 2) - tl.load(runs + i * RUN_WORDS + 1)

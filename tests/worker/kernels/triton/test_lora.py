@@ -162,3 +162,10 @@ def test_an_early_shrink_is_joined_once_and_adds_the_same(device):
     assert early.equal(late)
     lora.start(x, SITE + 1, batch)
     assert side.events == ["fork", "join"], "a site without adapters starts nothing"
+
+
+def test_the_largest_step_fits_into_the_planes_whatever_the_ranks(device):
+    for max_ranks in (3, 16, 24):
+        planes = fast.Planes(64, max_ranks, device)
+        plan = planes.fit(PLANS["decode"], 64, fast.rank_stride_of(max_ranks), 4096)
+        assert plan.num_planes(4096) == 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.worker.cuda_graphs import forward_static
+from services.worker.decode_inputs import BlockTables
 from services.worker.gpu_path import site_masks
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.runner import build_runner
@@ -64,14 +65,22 @@ def run_step(runner, requests):
         row.request.output_ids.append(sampled.token_id)
 
 
-def test_tokens_and_static_batches_equal_those_of_torch(folders, device):
+@pytest.fixture(scope="module")
+def kernel_runner(folders):
+    """One for all tests: on a GPU it captures its graphs once."""
+    device = torch.device("cpu" if INTERPRETING else "cuda")
+    return make_runner(folders, device, "auto")
+
+
+def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, device):
     runs = {}
-    for cpu_isa in ("torch", "auto"):
-        runner, free = make_runner(folders, device, cpu_isa)
+    for name in ("torch", "kernels"):
+        made = make_runner(folders, device, "torch") if name == "torch" else kernel_runner
+        runner, free = made
         requests = new_requests(free, runner.num_kv_groups)
         for _ in range(2):
             run_step(runner, requests)
-        runs[cpu_isa] = runner, plan_of(requests), [request.output_ids for request in requests]
+        runs[name] = runner, plan_of(requests), [request.output_ids for request in requests]
     (plain, plain_plan, expected), (runner, plan, outputs) = runs.values()
     assert outputs == expected
 
@@ -82,15 +91,13 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, device):
         assert inputs.accepts(plan, runs_of(plan))
         size = 4  # one row of padding
         inputs.fill(plan, runs_of(plan), size)
-        static = forward_static(
-            runner._model,
-            inputs.batch(size, inputs.touched_sites(runs_of(plan)), gpu.lora_batch(())),
-        )
+        sites = inputs.touched_sites(runs_of(plan))
+        static = forward_static(runner._model, inputs.batch(size, sites, gpu.lora_batch(())))
     torch.testing.assert_close(static[: len(plan.rows)], eager, rtol=1e-4, atol=1e-4)
 
 
-def test_a_warm_up_leaves_the_arena_as_it_is(folders, device):
-    runner, _ = make_runner(folders, device, "auto")
+def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
+    runner, _ = kernel_runner
     gpu, kv = runner._batches.gpu, runner._batches.kv
     before = runner.arena.data.clone()
     sites = site_masks(runner._model.site_weights.table)[-1]
@@ -101,8 +108,8 @@ def test_a_warm_up_leaves_the_arena_as_it_is(folders, device):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
-def test_graph_replay_equals_eager(folders, device):
-    runner, free = make_runner(folders, device, "auto")
+def test_graph_replay_equals_eager(kernel_runner):
+    runner, free = kernel_runner
     requests = new_requests(free, runner.num_kv_groups)
     run_step(runner, requests)
     plan, gpu = plan_of(requests), runner._batches.gpu
@@ -110,3 +117,13 @@ def test_graph_replay_equals_eager(folders, device):
         eager = runner._model.forward(runner._batches.make(plan))
         replayed = gpu.forward(plan, runs_of(plan))
     torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_only_block_tables_that_changed_are_written_again(device):
+    tables = BlockTables(2, 4, 8, device)
+    tables.fill([[[5, 6], [1]], [[7], [2]]])
+    tables.fill([[[5, 6, 9], [1]]])
+    assert tables.device[0, 0, :3].tolist() == [5, 6, 9]
+    tables.fill([[[5, 6, 9], [1]], [[7], [3]]])
+    assert tables.device[0, 1, 0] == 7
+    assert tables.device[1, :2, 0].tolist() == [1, 3]
