@@ -1,20 +1,27 @@
 """Streaming check of tensor values: no NaN, no infinity, and whether a tensor is all zeros.
 
-A float is NaN or infinite exactly if all bits of its exponent are ones. Those bits lie in the one
-(F16) or two (BF16, F32) highest bytes, so the scan takes every n-th byte and lets `bytes.translate`
-look at them: an order of magnitude faster than unpacking floats, and without numpy.
+A float is NaN or infinite exactly if all bits of its exponent are ones. With numpy, which servers
+have, elements are doubled as integers to drop the sign and the largest is compared. Without it, as
+the exponent lies in the one (F16) or two (BF16, F32) highest bytes, the scan takes every n-th byte
+and lets `bytes.translate` look at them: ten times slower, but an order of magnitude faster than
+unpacking floats. The position of a bad element is found in this way in any case.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TENSOR_FILE, Header, TensorInfo
 from loraplex.errors import InvalidAdapter, Violation
 
 CHUNK_BYTES = 1024 * 1024
+
+_SMALLEST_DOUBLED = {"F16": 0xF800, "BF16": 0xFF00, "F32": 0xFF000000}
+"""The smallest doubled element whose exponent is all ones."""
 
 _F16_ONES = bytes(high & 0x7C == 0x7C for high in range(256))
 _SEVEN_ONES = bytes(high & 0x7F == 0x7F for high in range(256))
@@ -30,6 +37,31 @@ def first_non_finite(dtype: str, data: bytes) -> int | None:
         dtype: F16, BF16 or F32.
         data: whole elements, little-endian.
     """
+    numpy = _numpy()
+    if numpy is not None and _all_finite(numpy, dtype, data):
+        return None
+    return _first_non_finite(dtype, data)
+
+
+def _all_finite(numpy: ModuleType, dtype: str, data: bytes) -> bool:
+    elements = numpy.frombuffer(data, f"<u{DTYPE_BYTES[dtype]}")
+    if not elements.size:
+        return True
+    return bool((elements + elements).max() < _SMALLEST_DOUBLED[dtype])
+
+
+@functools.cache
+def _numpy() -> ModuleType | None:
+    """Imported at the first scan: a command line that scans nothing starts faster without."""
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _first_non_finite(dtype: str, data: bytes) -> int | None:
+    """As `first_non_finite`, without numpy."""
     step = DTYPE_BYTES[dtype]
     high = data[step - 1 :: step]
     if dtype == "F16":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapter_format import parse_header
+from loraplex.adapter_format import parse_header, tensor_scan
 from loraplex.adapter_format.tensor_scan import (
     TensorScan,
     first_non_finite,
@@ -29,6 +29,15 @@ def is_finite(dtype: str, bits: int) -> bool:
     return math.isfinite(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
 
 
+@pytest.fixture(params=["numpy", "without"])
+def _arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "without":
+        monkeypatch.setattr(tensor_scan, "_numpy", lambda: None)
+    else:
+        pytest.importorskip("numpy")
+
+
+@pytest.mark.usefixtures("_arithmetic")
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_every_sixteen_bit_value_is_judged_right(dtype: str) -> None:
     for bits in range(2**16):
@@ -42,6 +51,7 @@ def test_the_first_bad_float_is_found(values: list[int]) -> None:
     data = b"".join(value.to_bytes(4, "little") for value in values)
     expected = next((i for i, bits in enumerate(values) if not is_finite("F32", bits)), None)
     assert first_non_finite("F32", data) == expected
+    assert tensor_scan._first_non_finite("F32", data) == expected
 
 
 def file_with(bad: bytes, dtype: str, element: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import secrets
@@ -228,6 +229,30 @@ async def test_writing_again_renews_the_age_of_a_blob(tmp_path: Path) -> None:
     await store.compose("blobs/a", [Segment("parts/1", 0, 4, whole=True)])
     info = await store.head("blobs/a")
     assert info is not None and info.modified_s > long_ago + 1000
+
+
+async def test_a_blob_that_the_disk_refused_half_way_is_never_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed sync is told once: a later one that succeeds says nothing of the lost bytes."""
+    store = open_store(f"file://{tmp_path}/objects")
+    fsync, calls = os.fsync, []
+
+    def failing_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    writer = store.writer()
+    monkeypatch.setattr(os, "fsync", failing_once)
+    with pytest.raises(ObjectStoreError):
+        for _ in range(2):
+            await writer.write(bytes(17 << 20))
+        await writer.commit("blobs/x")
+    await writer.abort()
+    assert calls
+    assert [info async for info in store.list_objects("")] == []
 
 
 @pytest.mark.parametrize("key", ["../x", "a/../b", "/abs", "a//b", ".tmp/x", "a/.hidden", "", "ä"])

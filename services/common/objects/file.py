@@ -36,6 +36,8 @@ from services.common.objects.store import (
 _KEY_PART = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9._%~=+-]{0,254}")
 _LOCK_STRIPES = 256
 _LIST_BATCH = 1000
+_SYNC_BYTES = 16 << 20
+"""The disk starts on a blob while the rest of it arrives, instead of at its end."""
 _TEMPORARY_MAX_AGE_S = 24 * 3600.0
 
 T = TypeVar("T")
@@ -262,11 +264,26 @@ class _FileWriter:
         self._store = store
         self._path = store._temporary / secrets.token_hex(16)
         self._file = open(self._path, "xb", buffering=0)
+        self._unsynced_bytes = 0
+        self._syncing: asyncio.Future[None] | None = None
 
     async def write(self, data: bytes) -> None:
         await _in_thread(_write_all, self._file.fileno(), data)
+        self._unsynced_bytes += len(data)
+        if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            await self._synced()
+            self._unsynced_bytes = 0
+            self._syncing = asyncio.ensure_future(_in_thread(os.fsync, self._file.fileno()))
+
+    async def _synced(self) -> None:
+        """Wait for the disk. Raises where it failed: the next sync would not tell again."""
+        if self._syncing is not None:
+            await asyncio.wait([self._syncing])
+            self._syncing.result()
 
     async def commit(self, key: str) -> None:
+        await self._synced()
+
         def finish() -> None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -276,6 +293,9 @@ class _FileWriter:
         await _in_thread(finish)
 
     async def abort(self) -> None:
+        if self._syncing is not None:
+            # Its descriptor may be another file's once this one is closed.
+            await asyncio.wait([self._syncing])
         self._file.close()
         self._path.unlink(missing_ok=True)
 
