@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.clock import now_s, ulid
-from services.registry.records import AuditRecord, encode
+from loraplex.errors import InvalidRequest
+from services.common.objects import ObjectInfo, ObjectStore
+from services.registry import layout
+from services.registry.clock import first_ulid, now_s, time_of_ulid, ulid
+from services.registry.records import AuditRecord, decode, encode
+
+_KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
+_END = layout.AUDIT + "~"
+"""Sorts after every entry."""
+_WINDOW_S = 60.0
+_BATCH_KEYS = 200
 
 
 class Audit:
@@ -31,8 +38,7 @@ class Audit:
         """Append one entry, stamped with the time of this machine."""
         time_s = now_s()
         entry = AuditRecord(time_s, actor, tenant, action, subject, digest, dict(details or {}))
-        date = time.strftime("%Y-%m-%d", time.gmtime(time_s))
-        await self._store.put(layout.audit(date, ulid(time_s)), encode(entry))
+        await self._store.put(layout.audit(_date(time_s), ulid(time_s)), encode(entry))
 
     async def page(
         self, tenant: str, page_size: int, before: str = ""
@@ -42,17 +48,59 @@ class Audit:
         Args:
             tenant: whose entries; "" = everybody's.
             before: key of the last entry of the previous page.
+
+        Raises:
+            InvalidRequest: `before` is no such key.
         """
-        keys = [info.key async for info in self._store.list_objects(layout.AUDIT)]
-        keys = [key for key in reversed(keys) if not before or key < before]
+        if before and not _KEY.fullmatch(before):
+            description = "is not a token of this list; begin again without one"
+            raise InvalidRequest.field("page_token", before, description)
         entries: list[AuditRecord] = []
-        for begin in range(0, len(keys), 200):
-            batch = keys[begin : begin + 200]
-            records = await documents.read_all(self._store, batch, AuditRecord)
-            for key, record in zip(batch, records, strict=False):
-                if tenant in ("", record.tenant):
-                    entries.append(record)
+        async for keys in self._backwards(before or _END):
+            records = await self._store.get_many(keys)
+            for key, data in zip(keys, records, strict=True):
+                entry = decode(AuditRecord, data) if data is not None else None
+                if entry is not None and tenant in ("", entry.tenant):
+                    entries.append(entry)
                     if len(entries) == page_size:
                         return entries, key
-            await asyncio.sleep(0)
         return entries, ""
+
+    async def _backwards(self, before: str) -> AsyncIterator[list[str]]:
+        """Keys that sort before one, newest first, in batches.
+
+        Stores list forwards only, so this looks through windows of time, each before the last one:
+        short where entries are dense, twice as long after every empty one.
+        """
+        oldest = [info.key async for info in _first(self._store.list_objects(layout.AUDIT))]
+        end_s = now_s() if before == _END else time_of_ulid(before.rpartition("/")[2])
+        window_s = _WINDOW_S
+        while oldest and before > oldest[0]:
+            end_s -= window_s
+            begin = _key_before(end_s)
+            keys = []
+            async for info in self._store.list_objects(layout.AUDIT, start_after=begin):
+                if info.key >= before:
+                    break
+                keys.append(info.key)
+            window_s = _WINDOW_S if keys else 2 * window_s
+            before = begin
+            keys.reverse()
+            for at in range(0, len(keys), _BATCH_KEYS):
+                yield keys[at : at + _BATCH_KEYS]
+
+
+async def _first(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[ObjectInfo]:
+    async for info in infos:
+        yield info
+        return
+
+
+def _key_before(time_s: float) -> str:
+    """Sorts before the keys of all entries of this moment and later, after all earlier ones."""
+    time_s = max(0.0, time_s)
+    return layout.audit(_date(time_s), first_ulid(time_s))
+
+
+def _date(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(time_s))
