@@ -68,10 +68,6 @@ MAX_PINNED_SHARE = 0.5
 CLUSTERED_AGE_S = 5.0
 """A bound below the time that requests wait anyway would make clustering first come, first served.
 """
-COPY_WAIT_SHARE = 0.1
-"""Of a step: loads that end so soon make their requests part of the step that began them."""
-MAX_COPY_WAIT_S = 0.02
-"""The same where nothing else is to be computed."""
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: first_come,
@@ -179,7 +175,7 @@ class Engine:
         for request, error in self.scheduler.hopeless(begin_s):
             self._fail(request, error, begin_s)
         self._has_acted = False
-        plan = self.scheduler.plan(begin_s, lambda has_rows: self._bring(has_rows, begin_s))
+        plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
         self._carry_out(begin_s)
         if entered := [r.request.request_id for r in plan.rows if _enters(r, begin_s)]:
             self.announce(entered)
@@ -260,16 +256,13 @@ class Engine:
             self.cache.unwant(digest)
             self._fail_waiting(digest, error, now)
 
-    def _bring(self, has_rows: bool, now: float) -> bool:
-        """Begin the loads of the step that is being planned, and give those that take but a small
-        part of it the time to end. True when an adapter has arrived."""
-        self._carry_out(now)
-        patience_s = COPY_WAIT_SHARE * self._gauges.step_s if has_rows else MAX_COPY_WAIT_S
-        if not self._arrivals.may_end_within(patience_s):
-            return False
-        self._runner.await_copies(patience_s)
+    def _bring(self, num_rows: int, now: float) -> bool:
+        """Begin the loads of the step that is being planned, and wait for them where that is worth
+        it. True when an adapter may have arrived."""
         num_changes = self.cache.num_changes
-        self._collect(now)
+        self._carry_out(now)
+        if self._arrivals.await_copies(num_rows, self._gauges.step_s):
+            self._collect(now)
         return self.cache.num_changes > num_changes
 
     def _carry_out(self, now: float) -> None:

@@ -21,6 +21,11 @@ from services.worker.scheduling.early_abort import ServiceTimes
 
 logger = logging.getLogger(__name__)
 
+MAX_WAIT_SHARE = 0.5
+"""Of a step: the longest that one is held up for loads."""
+MAX_IDLE_WAIT_S = 0.02
+"""The longest wait where nothing else is to be computed: commands may come meanwhile."""
+
 T = TypeVar("T")
 Failures = list[tuple[str, LoraplexError]]
 """Digests, and why requests that wait for them will not have them."""
@@ -92,11 +97,24 @@ class Arrivals:
         pending.add_done_callback(lambda _: self.wake())
         self._copying.append((load, pending))
 
-    def may_end_within(self, seconds: float) -> bool:
-        """Whether the copies under way, if there are any, take no longer, as measured lately."""
-        return (
-            bool(self._copying) and len(self._copying) * self._times.copies.quantile(0.5) <= seconds
-        )
+    def await_copies(self, num_rows: int, step_s: float) -> bool:
+        """Wait for the copies under way where that gains more than it costs: all rows of the step
+        that is about to run wait, and requests that would come a step later do not. False when
+        there was nothing to wait for, or it would have taken too long, as measured lately.
+
+        Args:
+            num_rows: of the step, without what is being copied.
+            step_s: how long a step takes.
+        """
+        if not self._copying:
+            return False
+        patience_s = MAX_IDLE_WAIT_S
+        if num_rows:
+            patience_s = min(len(self._copying) / num_rows, MAX_WAIT_SHARE) * step_s
+        if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
+            return False
+        self._runner.await_copies(patience_s)
+        return True
 
     def collect(self, now: float) -> Failures:
         """Take in what has come since the last call: packed ones may load, copied ones serve."""

@@ -143,12 +143,12 @@ class Scheduler:
         self._lost.clear()
         return list({**self._deadlines.passed(now), **lost}.items())
 
-    def plan(self, now: float, arrive: Callable[[bool], bool] | None = None) -> StepPlan:
+    def plan(self, now: float, arrive: Callable[[int], bool] | None = None) -> StepPlan:
         """Decide one step. Mutates requests' block tables; queues loads and evictions.
 
         Args:
             arrive: carries out loads that were queued, and returns whether one of them is here
-                already; called with whether the step has rows without them.
+                already; called with the number of rows that the step has without them.
         """
         for request in outgrown(self._running, self._limits.rope_switch_len):
             self._preempt(request, now)
@@ -159,7 +159,7 @@ class Scheduler:
         others = [m.row(n) for m in prompts if (n := shares[m.request.request_id])]
         if not has_preempted:
             started = self._admit(now, budget)
-            if arrive is not None and arrive(bool(decodes or others or started)):
+            if arrive is not None and arrive(len(decodes) + len(others) + len(started)):
                 started += self._admit(now, budget - sum(row.num_tokens for row in started))
             others += started
         plan = StepPlan(self._next_step, tuple(in_batch_order(decodes, others)))
