@@ -142,5 +142,6 @@ class BlockingInference(_Blocking):
 
     complete = _call(InferenceClient.complete)
     status = _call(InferenceClient.status)
+    fetch = _call(InferenceClient.fetch)
     generate = _stream(InferenceClient.generate)
     models = _stream(InferenceClient.models)

@@ -197,6 +197,17 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """An adapter that is loaded where its requests will go."""
+
+    ref: str
+    digest: str
+    worker_ids: tuple[str, ...]
+    """Its home first."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A gateway's view of the stack behind it."""
 

@@ -14,6 +14,7 @@ from loraplex.errors import Unavailable
 from loraplex.generation import (
     Choice,
     Completion,
+    Fetched,
     Model,
     Piece,
     Prompt,
@@ -27,6 +28,7 @@ from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
 
 PAGE_SIZE = 500
+FETCH_TIMEOUT_S = 300.0
 DEFAULTS = Sampling()
 
 
@@ -113,6 +115,17 @@ class InferenceClient:
         stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
         request = admin_pb2.GetStatusRequest(include_adapters=include_adapters)
         return generation_wire.status(await self._channel.call(stub.GetStatus, request))
+
+    async def fetch(self, ref: str, num_workers: int = 1) -> Fetched:
+        """Have an adapter loaded on its home worker, or on several, before its first request.
+
+        Raises:
+            NotFound, PermissionDenied, Unavailable: no worker of its base is ready.
+        """
+        stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
+        request = admin_pb2.FetchAdapterRequest(ref=ref, num_workers=num_workers)
+        done = await self._channel.call(stub.FetchAdapter, request, FETCH_TIMEOUT_S)
+        return Fetched(done.ref, done.digest, tuple(done.worker_ids), done.took_s)
 
 
 def collect(pieces: list[Piece]) -> Completion:

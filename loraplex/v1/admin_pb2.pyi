@@ -62,3 +62,23 @@ class ResidentAdapter(_message.Message):
     ref: str
     residency: _worker_pb2.AdapterResidency
     def __init__(self, ref: _Optional[str] = ..., residency: _Optional[_Union[_worker_pb2.AdapterResidency, _Mapping]] = ...) -> None: ...
+
+class FetchAdapterRequest(_message.Message):
+    __slots__ = ("ref", "num_workers")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ref: str
+    num_workers: int
+    def __init__(self, ref: _Optional[str] = ..., num_workers: _Optional[int] = ...) -> None: ...
+
+class FetchAdapterResponse(_message.Message):
+    __slots__ = ("ref", "digest", "worker_ids", "took_s")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    ref: str
+    digest: str
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    took_s: float
+    def __init__(self, ref: _Optional[str] = ..., digest: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ..., took_s: _Optional[float] = ...) -> None: ...

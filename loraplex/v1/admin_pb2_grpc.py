@@ -40,6 +40,11 @@ class AdminServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.FetchAdapter = channel.unary_unary(
+                '/loraplex.v1.AdminService/FetchAdapter',
+                request_serializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -53,6 +58,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchAdapter(self, request, context):
+        """FetchAdapter loads an adapter where its requests will go, so that the first one need not wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=loraplex_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'FetchAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchAdapter,
+                    request_deserializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class AdminService(object):
             '/loraplex.v1.AdminService/GetStatus',
             loraplex_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             loraplex_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.AdminService/FetchAdapter',
+            loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.SerializeToString,
+            loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

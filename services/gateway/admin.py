@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 
+from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from services.common.callers import current_caller
+from services.gateway.clock import now_s
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate
 from services.gateway.readiness import Readiness
 from services.gateway.registry_link import RegistryLink
+from services.gateway.request import BaseModel
 from services.gateway.resolve import Resolver
+from services.gateway.routing import rendezvous_order
 from services.gateway.view import Residency, Tier, WorkerView
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
+_FETCH_TIMEOUT_S = 300.0
 
 
 class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
@@ -51,6 +58,26 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
             num_adapters=self._resolver.catalog.num_adapters,
             running_requests=self._gate.num_running,
             queued_requests=self._gate.num_waiting,
+        )
+
+    async def FetchAdapter(
+        self, request: admin_pb2.FetchAdapterRequest, context: Context
+    ) -> admin_pb2.FetchAdapterResponse:
+        """Load an adapter on its home worker, or on the first few of its order of homes."""
+        found = await self._resolver.model(request.ref, current_caller.get().tenant)
+        if isinstance(found, BaseModel):
+            raise InvalidRequest.field("ref", request.ref, "is a base: its workers hold it always")
+        able = {v.worker_id: v for v in self._fleet.views(found.base_id) if v.takes_requests}
+        if not able:
+            raise Unavailable(f"no worker of {found.base_id!r} is ready", reason="NO_READY_WORKER")
+        chosen = rendezvous_order(found.digest, able)[: request.num_workers or 1]
+        timeout_s = min(context.time_remaining() or _FETCH_TIMEOUT_S, _FETCH_TIMEOUT_S)
+        begin_s = now_s()
+        await asyncio.gather(
+            *(self._fleet.load(able[worker].address, found.digest, timeout_s) for worker in chosen)
+        )
+        return admin_pb2.FetchAdapterResponse(
+            ref=found.label, digest=found.digest, worker_ids=chosen, took_s=now_s() - begin_s
         )
 
 

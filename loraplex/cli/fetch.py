@@ -1,0 +1,37 @@
+"""`loraplex fetch`: an adapter loaded before its first request."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from loraplex.cli.generate import DEFAULT_GATEWAY, client_of
+from loraplex.cli.output import print_json
+from loraplex.cli.parsing import add_command, add_connection, count
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "fetch",
+        _fetch,
+        "Load adapters where their requests will go, so that the first one need not wait.",
+        "loraplex fetch support:prod --workers 2",
+    )
+    parser.add_argument("refs", metavar="REF", nargs="+", help="adapter reference")
+    parser.add_argument(
+        "--workers", type=count, default=1, metavar="N", help="workers to load each on (1)"
+    )
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+
+async def _fetch(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        for ref in args.refs:
+            fetched = await client.fetch(ref, args.workers)
+            if args.json:
+                print_json(fetched)
+            else:
+                workers = ", ".join(fetched.worker_ids)
+                print(f"{fetched.ref} {fetched.digest[:19]} on {workers} ({fetched.took_s:.2f} s)")

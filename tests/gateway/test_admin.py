@@ -1,0 +1,45 @@
+"""Operators ask the gateway for more than its status."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.errors import AdapterNotFound, InvalidRequest, Unavailable
+from loraplex.inference_client import InferenceClient
+from tests.gateway.conftest import Stack
+from tests.gateway.scripted_worker import ScriptedWorker
+
+
+@pytest.fixture
+def stack(stack: Stack) -> Stack:
+    """Three workers."""
+    stack.workers = [ScriptedWorker(f"w{n}") for n in range(3)]
+    return stack
+
+
+async def test_a_fetched_adapter_waits_where_its_requests_go(stack: Stack) -> None:
+    stack.registry.put("sql")
+    await stack.start()
+    async with InferenceClient(stack.grpc_address) as client:
+        fetched = await client.fetch("sql")
+        assert fetched.ref == "default/sql:v1"
+        await client.complete("sql", "x")
+        everywhere = await client.fetch("sql", 99)
+    (home,) = [worker for worker in stack.workers if worker.requests]
+    assert fetched.worker_ids == (home.worker_id,)
+    assert everywhere.worker_ids[0] == home.worker_id
+    assert sorted(everywhere.worker_ids) == ["w0", "w1", "w2"]
+
+
+async def test_what_cannot_be_fetched_says_why(stack: Stack) -> None:
+    stack.registry.put("sql")
+    await stack.start()
+    async with InferenceClient(stack.grpc_address) as client:
+        with pytest.raises(InvalidRequest, match="is a base"):
+            await client.fetch("base")
+        with pytest.raises(AdapterNotFound):
+            await client.fetch("nosuch")
+        for worker in stack.workers:
+            await stack.stop_server(worker.worker_id)
+        with pytest.raises(Unavailable):
+            await client.fetch("sql")
