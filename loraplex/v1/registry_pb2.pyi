@@ -369,10 +369,12 @@ class DeleteAdapterVersionResponse(_message.Message):
     def __init__(self, deleted: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ...) -> None: ...
 
 class DownloadAdapterRequest(_message.Message):
-    __slots__ = ("ref",)
+    __slots__ = ("ref", "paths")
     REF_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
     ref: str
-    def __init__(self, ref: _Optional[str] = ...) -> None: ...
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ref: _Optional[str] = ..., paths: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DownloadAdapterResponse(_message.Message):
     __slots__ = ("version", "chunk")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
@@ -26,14 +26,18 @@ class Chunk:
     data: bytes
 
 
-async def chunks_of(store: ObjectStore, version: VersionRecord) -> AsyncIterator[Chunk]:
-    """Every byte of a version, file by file, in order.
+async def chunks_of(
+    store: ObjectStore, version: VersionRecord, paths: Collection[str] = ()
+) -> AsyncIterator[Chunk]:
+    """Every byte of a version, or of some of its files, file by file, in order.
 
     Raises:
         DataLoss: stored bytes are gone or not those that were published. What was sent of that
             file must not be used.
     """
     for file in version.files:
+        if paths and file.path not in paths:
+            continue
         digest = hashlib.sha256()
         offset = 0
         try:
