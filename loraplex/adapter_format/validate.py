@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.adapter_format.added_tokens import TOKENIZER_FILES
 from loraplex.adapter_format.config import AdapterConfig, parse_config
 from loraplex.adapter_format.files import File, check_files
 from loraplex.adapter_format.findings import Findings
@@ -58,7 +59,8 @@ def validate(
     modules = build_modules(config, header, geometry, max_rank, findings)
     check_targets(config, modules, geometry, findings)
     if geometry is not None:
-        modules = complete_tables(modules, geometry, config, findings)
+        brings = any(file.path in TOKENIZER_FILES for file in files)
+        modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
     findings.raise_if_refused(strict=strict)
     return Report(
         config=config,

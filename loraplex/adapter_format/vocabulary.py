@@ -26,6 +26,8 @@ def complete_tables(
     geometry: Geometry,
     config: AdapterConfig,
     findings: Findings,
+    *,
+    brings_tokenizer: bool = False,
 ) -> tuple[AdapterModule, ...]:
     """The modules, ordered by name, with what a tied pair of tables shares, and `num_rows` where
     the adapter's tables have another length than the base's."""
@@ -43,12 +45,12 @@ def complete_tables(
         if _is_changed(module) or module.name in by_name or size != geometry.vocab_size:
             own = size if size != geometry.vocab_size else 0
             by_name[module.name] = replace(module, num_rows=own)
-    if size > geometry.vocab_size:
+    if size > geometry.vocab_size and not brings_tokenizer:
         findings.warn(
             f"{TENSOR_FILE}:{names[EMBEDDING]}",
             size - geometry.vocab_size,
-            "tokens are added: text is tokenized as for the base, so send prompts that use them as "
-            "token ids",
+            "tokens are added but no tokenizer: text is tokenized as for the base; save the "
+            "tokenizer beside the adapter, or send prompts that use them as token ids",
         )
     return tuple(by_name[name] for name in sorted(by_name))
 

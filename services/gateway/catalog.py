@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from loraplex.adapter_format import File
 from loraplex.refs import LATEST, Ref, split_choice
 
 Adapter = tuple[str, str]
@@ -25,6 +26,8 @@ class Version:
     deleted: bool = False
     is_public: bool = False
     shared_with: frozenset[str] = frozenset()
+    text_files: tuple[File, ...] = ()
+    """How the adapter writes text: its tokenizer and chat template, where it brings them."""
 
     @property
     def label(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.v1 import common_pb2, registry_pb2, worker_pb2
 from services.gateway.catalog import Side, TagState, Version
 from services.gateway.request import (
@@ -42,6 +44,11 @@ def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
         deleted=message.deleted,
         is_public=message.visibility == registry_pb2.VISIBILITY_PUBLIC,
         shared_with=frozenset(message.shared_with),
+        text_files=tuple(
+            File(file.path, file.size, file.sha256)
+            for file in message.files
+            if file.path in TEXT_FILES
+        ),
     )
 
 

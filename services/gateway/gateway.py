@@ -14,6 +14,7 @@ from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
 from services.gateway import admin, server
+from services.gateway.adapter_text import AdapterText
 from services.gateway.channels import channel_opener
 from services.gateway.concurrency import Concurrency
 from services.gateway.config import GatewayConfig
@@ -66,9 +67,11 @@ class Gateway:
         self._reservoir = _reservoir(config)
         self._concurrency = Concurrency(self._reservoir, self._gate)
         self._tenants = TenantDirectory(self._registry.tenant)
+        self._adapter_text = AdapterText(self._registry.read_files)
         self._generation = Generation(
             self._resolver,
             self._fleet,
+            self._adapter_text,
             Relay(self._fleet),
             self._gate,
             Rates(self._reservoir),
@@ -161,7 +164,7 @@ class Gateway:
             around.caller, self._resolver, self._fleet, self._gate, self.readiness
         )
         door = OpenAIDoor(self._generation, self._resolver, around)
-        tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet)
+        tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet, self._adapter_text)
         others = [*tokenize.routes(), *console.routes()]
         if self._config.lora_root is not None:
             others += AliasDoor(around.caller, self._registry_of, self._config.lora_root).routes()

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from loraplex.errors import LoraplexError, Unavailable
+from services.gateway.adapter_text import AdapterText
 from services.gateway.admission import Ticket, too_late
 from services.gateway.chat_style import ChatStyle
 from services.gateway.choice import ChoiceText
@@ -126,6 +127,7 @@ class Generation:
         self,
         resolver: Resolver,
         fleet: Fleet,
+        adapter_text: AdapterText,
         relay: Relay,
         gate: Gate,
         rates: Rates,
@@ -137,6 +139,7 @@ class Generation:
     ) -> None:
         self._resolver = resolver
         self._fleet = fleet
+        self._adapter_text = adapter_text
         self._relay = relay
         self._gate = gate
         self._rates = rates
@@ -161,7 +164,8 @@ class Generation:
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
-        prompt_ids = await served.tokenizer.encode(call.prompt, model)
+        tokenizer = await self._adapter_text.tokenizer(served, target)
+        prompt_ids = await tokenizer.encode(call.prompt, model)
         resolved = resolve(
             call.sampling,
             model,
@@ -174,8 +178,8 @@ class Generation:
             call=call,
             target=replace(target, adapters=_scaled(target, resolved.scale)),
             base=served.model,
-            tokens=served.tokenizer.tokens,
-            style=served.tokenizer.style,
+            tokens=tokenizer.tokens,
+            style=tokenizer.style,
             prompt_ids=prompt_ids,
             resolved=resolved,
             arrival_s=arrival_s,

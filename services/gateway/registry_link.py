@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import grpc
 
-from loraplex.errors import LoraplexError
+from loraplex.adapter_format import File
+from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
@@ -60,6 +62,36 @@ class RegistryLink:
             raise from_rpc_error(error) from None
         tags = tuple(tag_from_wire(tag) for tag in answer.tags)
         return version_from_wire(answer.version), tags
+
+    async def read_files(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
+        """Contents of some files of a version, by path, equal to their sha256.
+
+        Raises: LoraplexError, such as DataLoss for other bytes than were asked for.
+        """
+        wanted = {file.path: file for file in files}
+        found = {path: bytearray() for path in wanted}
+        request = registry_pb2.DownloadAdapterRequest(ref=label, paths=list(wanted))
+        call = self._stub.DownloadAdapter(
+            request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+        )
+        try:
+            async for part in call:
+                if part.WhichOneof("part") != "chunk":
+                    continue
+                path = part.chunk.path
+                if path not in wanted or len(found[path]) + len(part.chunk.data) > (
+                    wanted[path].size
+                ):
+                    raise DataLoss(f"{path} of {label} is not what was asked of the registry")
+                found[path] += part.chunk.data
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+        for path, content in found.items():
+            if await asyncio.to_thread(_sha256, content) != wanted[path].sha256:
+                raise DataLoss(f"{path} of {label} is not what was published")
+        return {path: bytes(content) for path, content in found.items()}
 
     async def register_base(
         self, base_id: str, geometry: common_pb2.ModelGeometry, max_lora_rank: int
@@ -188,6 +220,10 @@ class _Watch:
         """A refused token must not be offered again; an absent registry says nothing of it."""
         if after.reason != "UNAVAILABLE":
             self.resume_token = ""
+
+
+def _sha256(content: bytearray) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _apply_event(catalog: Catalog, event: registry_pb2.AdapterEvent) -> None:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from loraplex.adapter_format import File
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 
 
@@ -164,6 +165,8 @@ class RunningAdapter:
     digest: str
     weight: float = 1.0
     max_rank: int = 0
+    text_files: tuple[File, ...] = ()
+    """Its tokenizer and chat template."""
 
 
 @dataclass(frozen=True, slots=True)

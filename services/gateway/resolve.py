@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
@@ -117,7 +118,9 @@ class Resolver:
 
 
 def _running(version: Version, weight: float) -> RunningAdapter:
-    return RunningAdapter(version.label, version.digest, weight, version.max_rank)
+    return RunningAdapter(
+        version.label, version.digest, weight, version.max_rank, version.text_files
+    )
 
 
 def _weight(weight: float | None, place: int) -> float:
@@ -136,5 +139,5 @@ def _merged(running: list[RunningAdapter]) -> tuple[RunningAdapter, ...]:
     for one in running:
         known = by_digest.get(one.digest)
         weight = one.weight + (known.weight if known else 0.0)
-        by_digest[one.digest] = RunningAdapter(one.label, one.digest, weight, one.max_rank)
+        by_digest[one.digest] = replace(one, weight=weight)
     return tuple(by_digest[digest] for digest in sorted(by_digest))

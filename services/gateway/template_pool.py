@@ -53,12 +53,12 @@ class _Renderer:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 limit=64 << 20,
-                env=_bare_environment(),
+                env=bare_environment(),
             )
         return self._process
 
 
-def _bare_environment() -> dict[str, str]:
+def bare_environment() -> dict[str, str]:
     """No credentials for a process that runs a stranger's template."""
     kept = {name: os.environ[name] for name in ("PATH", "TZ", "LANG") if name in os.environ}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -6,13 +6,18 @@ Built from the tokenizer files that a worker's `GetModel` returns.
 from __future__ import annotations
 
 import asyncio
+import copy
+import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tokenizers
 from tokenizers import Tokenizer, decoders, models
 
+from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.chat_style import ChatStyle, detected
 from services.gateway.detokenize import TokenBytes
@@ -37,12 +42,35 @@ class BaseTokenizer:
 
     def __init__(self, files: Mapping[str, bytes], pool: TemplatePool) -> None:
         """`files` by name: tokenizer.json, tokenizer_config.json, chat_template.jinja/.json."""
-        config = _json_file(files, "tokenizer_config.json")
-        self._chat = _chat_format(files, config)
-        self._tokenizer = _load(files)
+        self._chat = chat_format(files)
+        self._tokenizer = _load(files["tokenizer.json"])
         self._pool = pool
+        self.source = files["tokenizer.json"]
+        """Content of tokenizer.json."""
+        self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         self.tokens = TokenBytes(self._tokenizer)
         self.style = detected(self._chat.template if self._chat else "")
+
+    def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
+        """The same with more tokens, whose ids follow its last."""
+        made = copy.copy(self)
+        made._tokenizer = _load(self.source)
+        for special, group in itertools.groupby(added, key=lambda token: token.special):
+            tokens = [_for_library(token) for token in group]
+            add = made._tokenizer.add_special_tokens if special else made._tokenizer.add_tokens
+            add(tokens)
+        given = {token.content: token.token_id for token in added}
+        assert given == {text: made._tokenizer.token_to_id(text) for text in given}, "ids follow"
+        made.tokens = TokenBytes(made._tokenizer)
+        return made
+
+    def with_chat(self, chat: ChatFormat) -> BaseTokenizer:
+        """The same with another chat template; special tokens that it does not name stay."""
+        made = copy.copy(self)
+        known = self._chat.special_tokens if self._chat else {}
+        made._chat = ChatFormat(chat.template, {**known, **chat.special_tokens})
+        made.style = detected(chat.template)
+        return made
 
     async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
         """Token ids of a prompt in any form.
@@ -140,11 +168,22 @@ def _check_unicode(text: str) -> None:
         ) from None
 
 
-def _load(files: Mapping[str, bytes]) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+def _load(source: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(source.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _for_library(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
 
 
 def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -153,13 +192,15 @@ def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _chat_format(files: Mapping[str, bytes], config: dict[str, Any]) -> ChatFormat | None:
+def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
+    """The chat template of a model's files, by name; None without one. Raises: ValueError."""
+    config = _json_file(files, "tokenizer_config.json")
     template: Any = config.get("chat_template")
     template = _json_file(files, "chat_template.json").get("chat_template", template)
     if "chat_template.jinja" in files:
         template = files["chat_template.jinja"].decode()
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
         template = named.get("default")
     if not isinstance(template, str) or not template:
         return None

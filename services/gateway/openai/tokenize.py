@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.common.callers import Caller
+from services.gateway.adapter_text import AdapterText
 from services.gateway.detokenize import whole_text
 from services.gateway.fleet import Fleet, ServedBase
 from services.gateway.openai.body import Body
@@ -24,14 +25,19 @@ from services.gateway.tokenizer import check_ids
 
 
 class TokenizeDoor:
-    """Endpoints over the tokenizers of the served bases."""
+    """Endpoints over the tokenizers of bases and adapters."""
 
     def __init__(
-        self, caller: Callable[[Request], Awaitable[Caller]], resolver: Resolver, fleet: Fleet
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        resolver: Resolver,
+        fleet: Fleet,
+        adapter_text: AdapterText,
     ) -> None:
         self._caller = caller
         self._resolver = resolver
         self._fleet = fleet
+        self._adapter_text = adapter_text
 
     def routes(self) -> list[Route]:
         """Both paths."""
@@ -79,14 +85,16 @@ class TokenizeDoor:
         )
 
     async def _served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:
-        """The base of a model; without one the first. Raises: NotFound, Unavailable."""
+        """What speaks for a model; without one the first base. Raises: NotFound, Unavailable."""
         bases = self._resolver.bases()
         model = model or next(iter(bases), None)
         if model is None:
             raise Unavailable("no worker is ready yet", retry_after_s=1.0)
         call = GenerateCall("", caller.tenant, model, prompt, AskedSampling())
         target = await self._resolver.target(call)
-        return self._fleet.served(target.base_id)
+        served = self._fleet.served(target.base_id)
+        tokenizer = await self._adapter_text.tokenizer(served, target)
+        return ServedBase(served.model.under(target.adapters), tokenizer)
 
 
 def _prompt(body: Body) -> tuple[Prompt, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
+from services.gateway.adapter_text import AdapterText
 from services.gateway.admission import AdmissionLimits
 from services.gateway.choice import ChoiceText
 from services.gateway.concurrency import Concurrency
@@ -54,6 +55,7 @@ class SimulatedGateway:
         self.generation = Generation(
             self.resolver,
             self.fleet,
+            AdapterText(house.registry.read_files),
             self.relay,
             self.gate,
             Rates(self.reservoir),

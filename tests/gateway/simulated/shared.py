@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisAway
 
+from loraplex.adapter_format import File
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
 from services.gateway.buckets import Bucket
@@ -38,6 +39,10 @@ class SimulatedRegistry:
         if ref.name not in self._versions:
             raise AdapterNotFound(str(ref))
         return self._versions[ref.name], (_latest(ref.name),)
+
+    async def read_files(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
+        """These adapters bring none. Raises: AdapterNotFound."""
+        raise AdapterNotFound(label)
 
 
 def _version(name: str, number: int) -> Version:
