@@ -23,7 +23,7 @@ from services.gateway.tokenizer import BaseTokenizer, ChatFormat, IdsOnly, chat_
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 128 << 20
-"""Of tokenizer.json and templates that kept tokenizers were made of."""
+"""Of added tokens and templates."""
 _MAX_READERS = 2
 """Adapters whose files are read at one time."""
 
@@ -79,9 +79,8 @@ class AdapterText:
         self, key: Key, served: ServedBase, base: BaseTokenizer, label: str, files: list[File]
     ) -> BaseTokenizer:
         if sum(file.size for file in files) > MAX_TEXT_BYTES:
-            _warn(label, f"its text files have more than {MAX_TEXT_BYTES} bytes")
-            self._keep(key, _Kept(base, 1))
-            return base
+            why = f"its text files have more than {MAX_TEXT_BYTES} bytes"
+            return self._left_aside(key, base, label, why)
         async with self._readers:
             try:
                 contents = await self._read_files(label, files)
@@ -94,16 +93,23 @@ class AdapterText:
                     retry_after_s=1.0,
                 ) from error
             if isinstance(found, str):
-                _warn(label, found)
-                self._keep(key, _Kept(base, 1))
-                return base
+                return self._left_aside(key, base, label, found)
             chat = await asyncio.to_thread(_chat, contents, label)
-            made = await self._with_tokens(served, base, found)
+            try:
+                made = await self._with_tokens(served, base, found)
+            except ValueError as error:
+                return self._left_aside(key, base, label, str(error))
         if chat is not None:
             made = made.with_chat(chat)
         shared = (_key(served), found) if found else ()
         self._keep(key, _Kept(made, len(chat.template) if chat else 1, shared))
         return made
+
+    def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
+        """What the adapter brings cannot be used: the base speaks for it."""
+        _warn(label, why)
+        self._keep(key, _Kept(base, 1))
+        return base
 
     async def _with_tokens(
         self, served: ServedBase, base: BaseTokenizer, added: tuple[AddedToken, ...]
@@ -114,7 +120,7 @@ class AdapterText:
         key: Key = (_key(served), added)
         if key not in self._kept:
             made = await asyncio.to_thread(base.with_tokens, added)
-            self._keep(key, _Kept(made, len(base.source)))
+            self._keep(key, _Kept(made, made.num_own_bytes))
         return self._used(key)
 
     def _used(self, key: Key) -> BaseTokenizer:

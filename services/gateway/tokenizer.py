@@ -26,6 +26,8 @@ from services.gateway.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized beside the event loop."""
+_TOKEN_BYTES = 1024
+"""About what an added token takes."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -47,20 +49,23 @@ class BaseTokenizer:
         self._pool = pool
         self.source = files["tokenizer.json"]
         """Content of tokenizer.json."""
+        self.num_own_bytes = len(self.source)
+        """About what it takes besides what it shares with the one it was made from."""
         self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         self.tokens = TokenBytes(self._tokenizer)
         self.style = detected(self._chat.template if self._chat else "")
 
     def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
-        """The same with more tokens, whose ids follow its last."""
+        """The same with more tokens, whose ids follow its last; both share all that is large.
+
+        Raises: ValueError where the library numbers them otherwise, as in a base with gaps.
+        """
+        known = self._tokenizer.get_added_tokens_decoder()
+        tokens = known | {token.token_id: _for_library(token) for token in added}
         made = copy.copy(self)
-        made._tokenizer = _load(self.source)
-        for special, group in itertools.groupby(added, key=lambda token: token.special):
-            tokens = [_for_library(token) for token in group]
-            add = made._tokenizer.add_special_tokens if special else made._tokenizer.add_tokens
-            add(tokens)
-        given = {token.content: token.token_id for token in added}
-        assert given == {text: made._tokenizer.token_to_id(text) for text in given}, "ids follow"
+        made._tokenizer = _sharing(self._tokenizer)
+        _add(made._tokenizer, dict(sorted(tokens.items())))
+        made.num_own_bytes = _TOKEN_BYTES * len(tokens)
         made.tokens = TokenBytes(made._tokenizer)
         return made
 
@@ -173,6 +178,25 @@ def _load(source: bytes) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _sharing(tokenizer: Tokenizer) -> Tokenizer:
+    """Another tokenizer on the same model, without its added tokens; nothing large is copied."""
+    made = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(made, part, value)
+    return made
+
+
+def _add(tokenizer: Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> None:
+    """Add tokens, ordered by id. Raises: ValueError where the library gave one another id."""
+    for special, group in itertools.groupby(tokens.values(), key=lambda token: token.special):
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add(list(group))
+    for token_id, token in tokens.items():
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise ValueError(f"the tokenizers library has no id {token_id} to give")
 
 
 def _for_library(token: AddedToken) -> tokenizers.AddedToken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.adapter_format import File, validate
 from loraplex.errors import InvalidAdapter
 from tests.adapter_format.builders import HIDDEN, PREFIX, VOCAB, Adapter, Tensor, tiny_geometry
 
@@ -52,3 +53,19 @@ def test_an_embedding_resized_without_its_head_is_refused() -> None:
     (violation,) = caught.value.violations
     assert violation.field == f"adapter_model.safetensors:{EMBEDDING}.weight"
     assert "save_embedding_layers" in violation.description
+
+
+@pytest.mark.parametrize(("name", "num_warnings"), [("tokenizer.json", 0), ("README.md", 1)])
+def test_added_tokens_without_a_tokenizer_beside_them_warn(name: str, num_warnings: int) -> None:
+    tables = {f"{path}.weight": table(VOCAB + 3) for path in (EMBEDDING, HEAD)}
+    adapter = Adapter().with_tensors(tables)
+    sizes = {
+        "adapter_config.json": len(adapter.config),
+        "adapter_model.safetensors": len(adapter.tensors),
+        name: 1,
+    }
+    files = [File(path, size, "0" * 64) for path, size in sizes.items()]
+    size = len(adapter.tensors)
+    report = validate(adapter.config, adapter.tensors, size, files, tiny_geometry())
+    found = [w for w in report.warnings if "save the tokenizer beside" in w.description]
+    assert len(found) == num_warnings

@@ -9,8 +9,10 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+import tokenizers
 
 from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import added_tokens
 from loraplex.errors import Unavailable
 from services.gateway.adapter_text import AdapterText
 from services.gateway.detokenize import whole_text
@@ -78,6 +80,43 @@ async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
     assert made.tokens.name_of(NEW_ID) == "<x>"
     assert await made.encode(HI, MODEL) == await served.tokenizer.encode(HI, MODEL)
     assert NEW_ID not in await served.tokenizer.encode(TEXT, MODEL)
+
+
+@pytest.mark.parametrize("flags", [{}, {"special": True}, {"lstrip": True, "rstrip": True}])
+async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
+    flags: dict[str, bool],
+) -> None:
+    pool = TemplatePool(size=1)
+    theirs = byte_tokenizer()
+    add = theirs.add_special_tokens if flags.get("special") else theirs.add_tokens
+    add([tokenizers.AddedToken(text, normalized=False, **flags) for text in ("<x>", "<xy>")])
+    added = added_tokens(
+        tokenizer_files()["tokenizer.json"], {"tokenizer.json": theirs.to_str().encode()}
+    )
+    made = BaseTokenizer(tokenizer_files(), pool).with_tokens(added)
+    for text in ("<x><xy>", "a <x> <s>b</s> é<xy", "<pad> <xy>\n<x>", " <xy> "):
+        ids = await made.encode(TextPrompt(text), MODEL)
+        assert ids == tuple(theirs.encode(text).ids)
+        for skip in (True, False):
+            want = theirs.decode(list(ids), skip_special_tokens=skip)
+            assert whole_text(made.tokens, ids, skip_special=skip) == want
+
+
+async def test_ids_that_the_library_cannot_give_are_left_aside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base = json.loads(tokenizer_files()["tokenizer.json"])
+    base["added_tokens"][-1]["id"] += 2
+    theirs = json.loads(json.dumps(base))
+    theirs["added_tokens"].append({**base["added_tokens"][-1], "id": PAD_ID + 3, "content": "<x>"})
+    own, files = ({"tokenizer.json": json.dumps(whole).encode()} for whole in (base, theirs))
+    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool(size=1)))
+    shelf = Shelf()
+    with caplog.at_level(logging.WARNING):
+        made = await AdapterText(shelf.read).tokenizer(gapped, target(shelf.put("a:v1", files)))
+    assert made is gapped.tokenizer
+    (record,) = caplog.records
+    assert "no id 261 to give" in record.__dict__["why"]
 
 
 async def test_a_template_alone_is_enough_and_may_use_the_base_s_special_tokens(
