@@ -12,6 +12,32 @@ hypothesis.settings.register_profile("seeded", derandomize=True, database=None)
 hypothesis.settings.load_profile("seeded")
 
 
+_SLOW_FIRST = (
+    "worker/kernels/test_triton.py",
+    "worker/parity/test_parity.py",
+    "worker/test_worker_process.py",
+    "up/",
+    "registry/test_crash.py",
+    "e2e/",
+    "demo/",
+    "worker/kernels/",
+    "gateway/test_failover.py",
+    "gateway/test_overload.py",
+    "common/test_objects_contract.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: with two processes the last file to start would run alone for a minute."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.nodeid.removeprefix("tests/")
+        slow = (i for i, head in enumerate(_SLOW_FIRST) if path.startswith(head))
+        return next(slow, len(_SLOW_FIRST))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> None:
     """Keep torch to one thread, so that tests share small machines and add in one order.

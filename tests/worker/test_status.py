@@ -16,7 +16,7 @@ LOAD = EngineLoad(running_requests=1)
 
 
 def on_disk(digest: str) -> DiskAdapter:
-    return DiskAdapter(digest, Path("/cache"), 8, 100)
+    return DiskAdapter(digest, Path("/cache"), 8, "0" * 64, 100)
 
 
 async def test_a_watch_is_a_snapshot_then_what_changed() -> None:

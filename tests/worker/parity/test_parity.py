@@ -17,9 +17,19 @@ from tests.worker.parity.suite import (
 )
 
 NUM_NEW_TOKENS = 24
+LONG = {
+    "llama", "llama-linear-rope", "llama-dynamic-rope", "llama-mha-head-dim", "mistral-no-window",
+    "qwen2-window", "phi3", "phi3-partial-rope",
+}  # fmt: skip
+"""Second variants of a family: they run with the long tests, and in `write_table`."""
 
 
-@pytest.fixture(scope="module", params=BASES)
+def _params() -> list[object]:
+    assert set(BASES) >= LONG
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in BASES]
+
+
+@pytest.fixture(scope="module", params=_params())
 def stage(request, tmp_path_factory) -> Stage:
     return set_stage(request.param, tmp_path_factory.mktemp(request.param))
 
