@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, eventually
 
 
 def _post(stack: Stack, path: str, body: str) -> tuple[int, str]:
@@ -20,15 +20,18 @@ def _post(stack: Stack, path: str, body: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_loaded_adapter_answers_at_once_and_an_unloaded_one_is_gone(stack: Stack) -> None:
+def test_a_loaded_adapter_answers_at_once_and_an_unloaded_one_is_gone_soon(stack: Stack) -> None:
     body = '{"lora_name": "louder", "lora_path": "upper"}'
     status, said = _post(stack, "/v1/load_lora_adapter", body)
     assert (status, said) == (200, "Success: LoRA adapter 'louder' added successfully.")
     assert stack.complete("louder", "zamihi 19=")["choices"][0]["text"] == "ZAMIHI 19"
     status, said = _post(stack, "/v1/unload_lora_adapter", '{"lora_name": "louder"}')
     assert (status, said) == (200, "Success: LoRA adapter 'louder' removed successfully.")
-    status, _ = stack.post("/v1/completions", {"model": "louder", "prompt": "a="})
-    assert status == 404
+
+    def is_gone() -> bool:
+        return stack.post("/v1/completions", {"model": "louder", "prompt": "a="})[0] == 404
+
+    eventually(is_gone, timeout_s=10.0)
 
 
 def test_adapters_published_otherwise_cannot_be_unloaded(stack: Stack) -> None:
