@@ -28,7 +28,7 @@ _SLOW_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: with two processes the last file to start would run alone for a minute."""
+    """Long files first, or the last one to start would run alone for a minute."""
 
     def place(item: pytest.Item) -> int:
         path = item.nodeid.removeprefix("tests/")

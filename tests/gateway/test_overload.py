@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.overload_sim import capacity, fairness, overload
 from tests.gateway.simulated.loop import run_virtually
 
@@ -17,6 +19,7 @@ def test_twice_what_can_be_served() -> None:
     assert found.refusals_over_excess <= 1.1
 
 
+@pytest.mark.long
 def test_ten_times_its_share_does_a_greedy_tenant_no_good() -> None:
     per_s = run_virtually(capacity(1, SECONDS))
     assert run_virtually(fairness(1, SECONDS, per_s)).ratio <= 1.1

@@ -18,10 +18,10 @@ from tests.worker.parity.suite import (
 
 NUM_NEW_TOKENS = 24
 LONG = {
-    "llama", "llama-linear-rope", "llama-dynamic-rope", "llama-mha-head-dim", "mistral-no-window",
-    "qwen2-window", "phi3", "phi3-partial-rope",
+    "llama", "llama-linear-rope", "llama-dynamic-rope", "llama-yarn-biases", "llama-mha-head-dim",
+    "mistral-no-window", "qwen2-window", "gemma2", "phi3", "phi3-partial-rope", "qwen2-moe",
 }  # fmt: skip
-"""Second variants of a family: they run with the long tests, and in `write_table`."""
+"""Further variants of a kind: they run with the long tests, and in `write_table`."""
 
 
 def _params() -> list[object]:
