@@ -128,8 +128,8 @@ def kill_under_load(stack: Stack, num_kills: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_three_kills_are_hidden(pair: Stack) -> None:
-    kill_under_load(pair, 3)
+def test_a_kill_is_hidden(pair: Stack) -> None:
+    kill_under_load(pair, 1)
 
 
 @pytest.mark.long

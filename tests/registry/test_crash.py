@@ -71,13 +71,10 @@ async def _state(client: RegistryClient) -> dict[str, int]:
 
 
 DAILY = {
-    ("upload.part", "embedded"),
     ("publish.blob:2", "embedded"),
-    ("publish.intent", "surviving"),
     ("publish.version", "embedded"),
     ("publish.version", "surviving"),
     ("publish.tag", "surviving"),
-    ("publish.audit", "embedded"),
     ("publish.index", "surviving"),
 }
 CASES = [
