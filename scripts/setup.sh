@@ -87,9 +87,8 @@ stop_without_venv() { # $1: an interpreter without the venv module, or nothing
 
 # --- pip
 
-# pip's own words go to the log; they are shown where it fails. Bytecode is made at first import:
-# making it for every module takes longer than some packages' download.
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >>"$log" 2>&1; }
+# pip's own words go to the log; they are shown where it fails.
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
 
 make_venv() { # $1: interpreter
     rm -rf "$venv"
