@@ -21,8 +21,8 @@ from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch, row_runs
 from services.worker.layers.operators import AddLora
+from services.worker.native.bindings import load_native
 from services.worker.native.isa import has_amx
-from services.worker.native.library import load_native
 
 NUM_ROWS = 32
 ROTATED_BYTES = 128 << 20

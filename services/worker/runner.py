@@ -33,7 +33,7 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.families import read_model_config
 from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
-from services.worker.native.library import ACTIVATION_DTYPES, load_native
+from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
 from services.worker.numerics import (
     dtype_name,
     fingerprint,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.attention.backend import AttentionMask, AttentionMetadata
-from services.worker.native.library import TILE_INPUTS, TILE_ROWS, Native, row_stride
+from services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import CosSin
 from services.worker.model.config import ModelConfig
-from services.worker.native.library import Native
+from services.worker.native.bindings import Native
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from loraplex.errors import InvalidRequest
 from services.worker.layers.rotary import rotate
-from services.worker.native import build, library
+from services.worker.native import bindings, build
 from services.worker.native.check import computes_right
 from services.worker.native.isa import ISA_FLAGS, choose_isa, host_isas
 from tests.worker.kernels.native_isas import ISAS, native
@@ -120,7 +120,7 @@ def test_gated_silu_equals_torch_over_the_whole_range(compiled, dtype, width):
 def test_torch_is_the_path_that_can_always_be_forced():
     assert choose_isa("torch") == "torch"
     assert choose_isa("auto") != "generic"
-    assert library.load_native("torch") is None
+    assert bindings.load_native("torch") is None
 
 
 def test_an_instruction_set_that_is_missing_is_refused_with_those_that_are_not():
@@ -133,10 +133,10 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_
     if choose_isa("auto") == "torch":
         pytest.skip("nothing to build on this processor")
     monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
-    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(bindings, "_loaded", {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    assert library.load_native("auto") is None
+    assert bindings.load_native("auto") is None
     assert "no C++ compiler" in caplog.text
 
 

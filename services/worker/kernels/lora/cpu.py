@@ -6,7 +6,7 @@ from torch import Tensor
 
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.native.library import Native
+from services.worker.native.bindings import Native
 
 
 class NativeLora:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.tables import DeltaTable, SiteDelta, Tile
-from services.worker.native.library import DTYPE_CODES
+from services.worker.native.bindings import DTYPE_CODES
 
 RUN_WORDS = 4
 
