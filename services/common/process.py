@@ -14,6 +14,7 @@ from typing import Any
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
 from services.common import env
 from services.common.log import setup_logging
+from services.common.stacks import print_stacks_on_signal
 
 USAGE_STATUS = 2
 
@@ -44,7 +45,7 @@ def run_service(
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
         for warning in env.unknown_variables(os.environ):
             logging.getLogger(f"services.{service}").warning(warning)
-        asyncio.run(serve())
+        asyncio.run(_serve(serve))
     except InvalidRequest as error:
         print(f"{service}: {error.message}", file=sys.stderr)
         return USAGE_STATUS
@@ -52,6 +53,11 @@ def run_service(
         print(f"{service}: {error.message}", file=sys.stderr)
         return codes_of(error).exit
     return 0
+
+
+async def _serve(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    print_stacks_on_signal()
+    await serve()
 
 
 def _variables(service: str) -> str:

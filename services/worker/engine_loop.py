@@ -23,6 +23,7 @@ from typing import NoReturn
 from loraplex.errors import LoraplexError
 from services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from services.common.log import setup_logging
+from services.common.stacks import print_stacks_on_signal
 from services.worker.engine import Engine
 from services.worker.messages import (
     Command,
@@ -178,6 +179,7 @@ def main() -> int:
     door = DoorSocket(socket.socket(fileno=parser.parse_args().fd))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    print_stacks_on_signal()
     _die_with_parent()
     setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
     try:

@@ -23,6 +23,8 @@ DEMO = REPO / "demo"
 BASE = DEMO / "base"
 BASE_ID = "loraplex-demo"
 ADAPTERS = sorted(path for path in (DEMO / "adapters").glob("*") if path.is_dir())
+TELLING = ("services.gateway", "services.worker", "services.worker.engine_loop")
+"""Modules whose processes print their stacks on SIGUSR2."""
 READY = re.compile(r"^loraplex ready (http://\S+) grpc (\S+) registry (\S+)$")
 
 
@@ -99,6 +101,18 @@ class Stack:
             except psutil.NoSuchProcess:
                 continue
         raise LookupError(f"no process runs {module}")
+
+    def evidence(self) -> str:
+        """Where all services are, and what the gateway counts: for a request that hangs."""
+        log = Path(f"{self.state_dir}.log")
+        begin = log.stat().st_size
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if any(module in child.cmdline() for module in TELLING):
+                child.send_signal(signal.SIGUSR2)
+        time.sleep(2.0)
+        with log.open() as file:
+            file.seek(begin)
+            return f"{file.read()}\n{self.get('/metrics')[1]}"
 
     def stop(self) -> int:
         """SIGTERM and the exit code."""

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from tests.e2e.stack import ADAPTERS, BASE_ID, Stack, eventually, start
 
 NUM_CLIENTS = 6
 MAX_TOKENS = 96
+MOST_COMMENTS = 12
+"""One is sent in ten seconds without an event."""
 
 
 @pytest.fixture
@@ -46,6 +48,18 @@ def bodies() -> list[dict[str, Any]]:
     return [body | fixed for body in made]
 
 
+def told(stack: Stack, response: Iterable[bytes]) -> Iterator[str]:
+    """Lines of an answer. One that only ever says that it waits fails, with what the services
+    say of themselves."""
+    num_comments = 0
+    for line in response:
+        num_comments += line.startswith(b":")
+        assert num_comments < MOST_COMMENTS, f"a stream hangs:\n{stack.evidence()}"
+        if line.startswith(b"data"):
+            num_comments = 0
+        yield line.decode().strip()
+
+
 def stream(stack: Stack, body: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     """Text and ids of one stream that must end well."""
     request = urllib.request.Request(
@@ -54,7 +68,7 @@ def stream(stack: Stack, body: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         headers={"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as response:
-        lines = [line.decode().strip() for line in response]
+        lines = list(told(stack, response))
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events and events[-1] == "[DONE]", events[-1:]
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
