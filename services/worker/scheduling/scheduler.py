@@ -12,19 +12,14 @@ from collections.abc import Callable, Collection
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
 from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import (
-    KvLayout,
-    grow_tables,
-    kv_owner,
-    release_behind_windows,
-    release_tables,
-)
+from services.worker.memory.kv_blocks import KvLayout, kv_owner
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
 from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
 from services.worker.scheduling.admission import peak_kv_blocks
 from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
+from services.worker.scheduling.placement import Placement
 from services.worker.scheduling.policies import (
     Policy,
     QueueView,
@@ -34,7 +29,7 @@ from services.worker.scheduling.policies import (
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
-from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
+from services.worker.scheduling.running import RunningBatch, in_batch_order
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
@@ -61,13 +56,12 @@ class Scheduler:
         self._arena = arena
         self._cache = cache
         self._prefixes = prefixes
-        self._reclaimer = reclaimer
         reclaimer.add(prefixes)
         self._policy = policy
         self._counters = counters
         self._waiting = WaitingQueue()
         self._running = RunningBatch()
-        self._has_windows = any(window is not None for window in layout.windows)
+        self._placement = Placement(layout, arena, prefixes, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
@@ -204,43 +198,19 @@ class Scheduler:
         Args:
             shares: tokens of each request that does not decode.
         """
-        if self._has_windows:
-            self._release_passed(now)
-        wanted = [(m, m.request.num_computed + 1) for m in self._decoding_into_new_blocks()]
-        for request_id, num_tokens in shares.items():
-            member = self._running.prompts[request_id]
-            wanted.append((member, member.request.num_computed + num_tokens))
-        missing = sum(max(0, self._layout.missing_blocks(m.request, n)) for m, n in wanted)
-        if self._reclaimer.reclaim(missing, now):
-            for member, num_tokens in sorted(wanted, key=lambda want: arrival_key(want[0].request)):
-                self._grow(member, num_tokens, now)
+        wanted = self._placement.wanted(shares)
+        if self._placement.grow_all(wanted, now):
             return False
-        return self._find_blocks_for_some(dict(wanted), now)
-
-    def _decoding_into_new_blocks(self) -> list[Member]:
-        return [
-            member
-            for member in self._running.decoding
-            if member.request.num_computed >= member.num_placed and not member.request.is_held
-        ]
-
-    def _find_blocks_for_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Not all can grow: the last to arrive go until the rest can. True when one went."""
         queue = sorted(self._running.members(), key=lambda member: arrival_key(member.request))
         num_before = len(queue)
         index = 0
         while index < len(queue):
-            if queue[index] not in wanted or self._grow(queue[index], wanted[queue[index]], now):
+            member = queue[index]
+            if member not in wanted or self._placement.grow(member, wanted[member], now):
                 index += 1
             else:
                 self._preempt(queue.pop().request, now)
         return len(queue) < num_before
-
-    def _release_passed(self, now: float) -> None:
-        """Give back what lies behind the windows."""
-        for request in self._running:
-            if passed := release_behind_windows(self._layout, request):
-                self._prefixes.give_back(request, passed, now, passed=True)
 
     def _share_budget(self) -> tuple[dict[str, int], int]:
         """Tokens of each running request that does not decode, and what the step has left for
@@ -255,16 +225,6 @@ class Scheduler:
             budget -= shares[request.request_id]
         return shares, budget
 
-    def _grow(self, member: Member, num_tokens: int, now: float) -> bool:
-        request = member.request
-        missing = self._layout.missing_blocks(request, num_tokens)
-        if missing > 0:
-            if not self._reclaimer.reclaim(missing, now):
-                return False
-            grow_tables(self._arena, self._layout, request, num_tokens)
-        member.num_placed = len(request.block_tables[0]) * self._layout.tokens_per_block
-        return True
-
     def _preempt(self, request: Request, now: float) -> None:
         """Back to the queue; everything but its output is computed again later."""
         self._running.pop(request.request_id)
@@ -274,12 +234,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _vacate(self, request: Request, now: float) -> None:
-        self._leave_blocks(request, now)
+        self._placement.leave(request, now)
         self._cache.release(request.adapters.digests, now)
-
-    def _leave_blocks(self, request: Request, now: float) -> None:
-        self._prefixes.give_back(request, release_tables(request), now)
-        request.num_computed = 0
 
     def _admit(self, now: float, budget: int) -> list[PlannedRow]:
         """Start waiting requests in the policy's order, and the loads that they wait for.
@@ -357,7 +313,7 @@ class Scheduler:
         num_tokens = min(request.num_pending, budget)
         weights = (weight for _, weight in request.adapters.adapters)
         member = self._running.add(request, tuple(zip(slots, weights, strict=True)))
-        if not self._grow(member, request.num_computed + num_tokens, now):
+        if not self._placement.grow(member, request.num_computed + num_tokens, now):
             self._running.pop(request.request_id)
             self._vacate(request, now)
             return None

@@ -1,0 +1,88 @@
+"""Blocks for what running requests compute next, and back again. Decides for nobody who must go."""
+
+from __future__ import annotations
+
+from services.worker.memory.arena import Arena
+from services.worker.memory.kv_blocks import (
+    KvLayout,
+    grow_tables,
+    release_behind_windows,
+    release_tables,
+)
+from services.worker.memory.prefix_cache import PrefixCache
+from services.worker.memory.reclaimer import Reclaimer
+from services.worker.request import Request
+from services.worker.scheduling.policies import arrival_key
+from services.worker.scheduling.running import Member, RunningBatch
+
+
+class Placement:
+    """Gives running requests a place for the positions of their next step."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        arena: Arena,
+        prefixes: PrefixCache,
+        reclaimer: Reclaimer,
+        running: RunningBatch,
+    ) -> None:
+        self._layout = layout
+        self._arena = arena
+        self._prefixes = prefixes
+        self._reclaimer = reclaimer
+        self._running = running
+        self._has_windows = any(window is not None for window in layout.windows)
+
+    def wanted(self, shares: dict[str, int]) -> dict[Member, int]:
+        """Positions that must have a place, of each request that may need more blocks.
+
+        Args:
+            shares: tokens of each request that does not decode.
+        """
+        wanted = {m: m.request.num_computed + 1 for m in self._decoding_into_new_blocks()}
+        for request_id, num_tokens in shares.items():
+            member = self._running.prompts[request_id]
+            wanted[member] = member.request.num_computed + num_tokens
+        return wanted
+
+    def grow_all(self, wanted: dict[Member, int], now: float) -> bool:
+        """Find blocks for all of `wanted`, those that came first first. False, changing nothing
+        but what lies behind windows, when there are not enough."""
+        if self._has_windows:
+            self._release_passed(now)
+        needs = (self._layout.missing_blocks(m.request, n) for m, n in wanted.items())
+        if not self._reclaimer.reclaim(sum(max(0, missing) for missing in needs), now):
+            return False
+        for member in sorted(wanted, key=lambda member: arrival_key(member.request)):
+            self.grow(member, wanted[member], now)
+        return True
+
+    def grow(self, member: Member, num_tokens: int, now: float) -> bool:
+        """Find blocks for positions [0, num_tokens) of one request. False when there are none."""
+        request = member.request
+        missing = self._layout.missing_blocks(request, num_tokens)
+        if missing > 0:
+            if not self._reclaimer.reclaim(missing, now):
+                return False
+            grow_tables(self._arena, self._layout, request, num_tokens)
+        member.num_placed = len(request.block_tables[0]) * self._layout.tokens_per_block
+        return True
+
+    def leave(self, request: Request, now: float) -> None:
+        """Give back all that a request has. What was computed of it is known no more."""
+        self._prefixes.give_back(request, release_tables(request), now)
+        request.num_computed = 0
+
+    def _decoding_into_new_blocks(self) -> list[Member]:
+        return [
+            member
+            for member in self._running.decoding
+            if member.request.num_computed >= member.num_placed and not member.request.is_held
+        ]
+
+    def _release_passed(self, now: float) -> None:
+        """Give back what lies behind the windows."""
+        for request in self._running:
+            if passed := release_behind_windows(self._layout, request):
+                self._prefixes.give_back(request, passed, now, passed=True)
