@@ -16,7 +16,7 @@ from services.worker.adapters.arrivals import Arrivals
 from services.worker.adapters.cache import AdapterCache
 from services.worker.adapters.residency import Load
 from services.worker.gauges import Gauges
-from services.worker.grammars.opening import Grammars, no_way_on
+from services.worker.grammars.opening import Grammars
 from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import KvLayout
 from services.worker.memory.prefix_cache import PrefixCache
@@ -26,27 +26,19 @@ from services.worker.messages import (
     Command,
     EngineConfig,
     EngineReady,
-    Failure,
     Fetched,
     FetchFailed,
     Gone,
     Residency,
     StepOutput,
     Submit,
-    TokenOutput,
     Unload,
     Unpin,
     Want,
-    WireError,
 )
-from services.worker.outputs import finish_reason, residency, stop_token, timings, to_request
-from services.worker.request import (
-    Logprobs,
-    PlannedRow,
-    Request,
-    SampledRow,
-    StepPlan,
-)
+from services.worker.outcomes import Outcomes
+from services.worker.outputs import residency, to_request
+from services.worker.request import PlannedRow, Request
 from services.worker.runner_protocol import ModelInfo, Runner
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
@@ -124,8 +116,7 @@ class Engine:
             self._info.eos_token_ids,
         )
         self._gauges = Gauges()
-        self._prompt_logprobs: dict[str, list[Logprobs]] = {}
-        self._failures: list[Failure] = []
+        self._outcomes = Outcomes(self.scheduler, self._grammars, self._info.eos_token_ids)
         self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False
@@ -173,7 +164,7 @@ class Engine:
         self._take_opened(begin_s)
         self._grammars.hold_back()
         for request, error in self.scheduler.hopeless(begin_s):
-            self._fail(request, error, begin_s)
+            self._outcomes.fail(request, error, begin_s)
         self._has_acted = False
         plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
         self._carry_out(begin_s)
@@ -182,7 +173,7 @@ class Engine:
         rows = self._runner.execute(plan) if plan.rows else []
         self._arena.retire(plan.step)
         now = self._clock()
-        tokens = self._take_in(plan, rows, now)
+        tokens = self._outcomes.take_in(plan, rows, now)
         if plan.rows:
             self._gauges.measure(plan, now - begin_s)
             self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
@@ -190,7 +181,7 @@ class Engine:
         return StepOutput(
             step=plan.step,
             tokens=tokens,
-            failures=self._take_failures(),
+            failures=self._outcomes.take_failures(),
             residency=self._take_residency(),
             load=self._gauges.load(self.scheduler, self._reclaimer, self._arena),
             copies_s=self._arrivals.take_copies_s(),
@@ -205,7 +196,7 @@ class Engine:
             case Submit():
                 self._submit(command, now)
             case Cancel(request_id):
-                self._drop(request_id, now)
+                self._outcomes.drop(request_id, now)
             case Fetched():
                 self._fail_all(self._arrivals.fetched(command, now), now)
             case FetchFailed(digest, error):
@@ -224,7 +215,7 @@ class Engine:
         request = to_request(command, now)
         for digest in request.adapters.digests:
             if (error := self.cache.failures.blocked(digest, now)) is not None:
-                self._failures.append(Failure(request.request_id, WireError.of(error)))
+                self._outcomes.refuse(request, error)
                 return
             self._arrivals.awaited(digest, now)
         if command.grammar is None:
@@ -239,7 +230,7 @@ class Engine:
     def _check(self, requests: Sequence[Request], now: float) -> None:
         """Fail those that may not run with their adapters, once all of these are known."""
         for request, error in self._arrivals.refusals(requests, self._info.vocab_size):
-            self._fail(request, error, now)
+            self._outcomes.fail(request, error, now)
 
     def _take_opened(self, now: float) -> None:
         """Queue requests whose grammar is compiled."""
@@ -247,7 +238,7 @@ class Engine:
             if error is None:
                 self._queue(request, now)
             else:
-                self._fail(request, error, now)
+                self._outcomes.fail(request, error, now)
 
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """A copy on the device serves on, whatever became of the files."""
@@ -282,68 +273,6 @@ class Engine:
         for digest in self._arrivals.take_loaded():
             self._check(self.scheduler.waiting_for(digest), now)
 
-    def _take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
-        """Append what was sampled. Mutates the requests; removes those that end."""
-        outputs = []
-        for row, sampled in zip(plan.rows, rows, strict=True):
-            assert sampled.request_id == row.request.request_id, "rows out of plan order"
-            self.scheduler.computed(row)
-            self._keep_prompt_logprobs(row, sampled)
-            if row.needs_logits and self._follow(row.request, sampled, now):
-                outputs.append(self._append(row.request, sampled, now))
-        return outputs
-
-    def _follow(self, request: Request, sampled: SampledRow, now: float) -> bool:
-        """Take the token into the request's grammar. False when there is none: it has failed."""
-        if request.constraint is None or request.sampling.max_tokens == 0:
-            return True
-        try:
-            if sampled.token_id is None:
-                raise no_way_on()
-            self._grammars.advance(request, [sampled.token_id])
-        except LoraplexError as error:
-            self._fail(request, error, now)
-            return False
-        return True
-
-    def _keep_prompt_logprobs(self, row: PlannedRow, sampled: SampledRow) -> None:
-        request = row.request
-        if request.sampling.prompt_logprobs is None or request.output_ids:
-            return
-        if row.start == 0:
-            self._prompt_logprobs[request.request_id] = []
-        self._prompt_logprobs[request.request_id].extend(sampled.prompt_logprobs)
-
-    def _append(self, request: Request, sampled: SampledRow, now: float) -> TokenOutput:
-        is_first = request.first_token_s is None
-        if is_first:
-            request.first_token_s = now
-            started_s = request.first_scheduled_s or now
-            num_tokens = request.num_tokens - request.num_cached
-            self.scheduler.times.prefilled(num_tokens, now - started_s)
-        position = len(request.output_ids)
-        token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
-        request.output_ids.extend(token_ids)
-        reason = finish_reason(request, self._info.eos_token_ids)
-        prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
-        if reason:
-            self._drop(request.request_id, now)
-        queue_s, load_s, prefill_s = timings(request) if reason else (0.0, 0.0, 0.0)
-        return TokenOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            output_position=position,
-            finish_reason=reason,
-            stop_token_id=stop_token(request, reason, self._info.eos_token_ids),
-            logprobs=[sampled.logprobs] if sampled.logprobs and token_ids else [],
-            prompt_logprobs=prompt_logprobs,
-            cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
-            queue_s=queue_s,
-            load_s=load_s,
-            prefill_s=prefill_s,
-            pooled=list(sampled.pooled),
-        )
-
     def _fail_all(self, failures: Iterable[tuple[str, LoraplexError]], now: float) -> None:
         for digest, error in failures:
             self._fail_waiting(digest, error, now)
@@ -351,21 +280,7 @@ class Engine:
     def _fail_waiting(self, digest: str, error: LoraplexError, now: float) -> None:
         self._residency_errors[digest] = error
         for request in self.scheduler.waiting_for(digest):
-            self._fail(request, error, now)
-
-    def _fail(self, request: Request, error: LoraplexError, now: float) -> None:
-        self._drop(request.request_id, now)
-        self._failures.append(Failure(request.request_id, WireError.of(error)))
-
-    def _drop(self, request_id: str, now: float) -> None:
-        """Forget a request that has ended."""
-        self.scheduler.remove(request_id, now)
-        self._grammars.forget(request_id)
-        self._prompt_logprobs.pop(request_id, None)
-
-    def _take_failures(self) -> list[Failure]:
-        failures, self._failures = self._failures, []
-        return failures
+            self._outcomes.fail(request, error, now)
 
     def _take_residency(self) -> list[Residency]:
         errors = {**self._arrivals.refused, **self._residency_errors}
