@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
+from loraplex.errors import (
+    AdapterNotFound,
+    InvalidRequest,
+    LoraplexError,
+    NotFound,
+    Unavailable,
+    Violation,
+)
 from loraplex.refs import Ref, parse_ref
 from services.gateway.catalog import Catalog, TagState, Version
 from services.gateway.request import BaseModel, GenerateCall, RunningAdapter, Target
@@ -84,9 +91,13 @@ class Resolver:
 
     async def _version(self, text: str, call: GenerateCall, field: str) -> Version:
         ref = parse_ref(text, call.tenant, field=field)
-        version = await self._find(ref, call.tenant, call.split_key)
-        if version.base_id not in self._bases():
-            raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
+        try:
+            version = await self._find(ref, call.tenant, call.split_key)
+            if version.base_id not in self._bases():
+                raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
+        except AdapterNotFound as error:
+            error.violations = (Violation.of(field, text, "no such adapter is served here"),)
+            raise
         return version
 
     async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:

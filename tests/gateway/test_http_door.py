@@ -239,6 +239,14 @@ async def test_not_ready_until_the_registry_took_the_base(stack: Stack) -> None:
     assert stack.registry.bases[0].base_id == "base"
 
 
+async def test_an_unknown_adapter_of_several_is_named(stack: Stack) -> None:
+    await stack.start()
+    status, _, body = await _send(stack, body=BODY | {"adapters": [{"ref": "no-such"}]})
+    error = _error(body)
+    assert (status, error["param"]) == (404, "adapters[0].ref")
+    assert error["code"] == "model_not_found" and "no-such" in error["message"]
+
+
 async def test_adapters_and_scale_reach_the_worker(stack: Stack) -> None:
     for name in ("a", "b"):
         stack.registry.put(name)

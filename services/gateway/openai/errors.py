@@ -14,8 +14,8 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     param = error.violations[0].field if error.violations else None
     code = error.reason.lower()
-    if isinstance(error, NotFound) and param is None:
-        param, code = "model", "model_not_found"
+    if isinstance(error, NotFound):
+        param, code = param or "model", "model_not_found"
     return {
         "error": {
             "message": error.message,
