@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import TimeoutError as RedisTimedOut
 
 from loraplex.errors import InvalidRequest
 
@@ -19,6 +21,19 @@ _FORMS = (
     "must be redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
     "redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
 )
+
+
+class BoundedRedis(redis.asyncio.Redis):
+    """A command waits for one time-out in all: redis-py tries again after each, with pauses, and
+    asks an idle connection for its health first."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Raises: RedisError; its TimeoutError after the time-out."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except TimeoutError:
+            raise RedisTimedOut(f"no answer within {_TIMEOUT_S:g} s") from None
 
 
 def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio.Redis:
@@ -37,7 +52,7 @@ def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise InvalidRequest.field(setting, parts.scheme, _FORMS)
     try:
-        return redis.asyncio.Redis.from_url(
+        return BoundedRedis.from_url(
             url,
             protocol=2,
             socket_timeout=_TIMEOUT_S,
@@ -72,6 +87,7 @@ def _through_sentinel(url: str, setting: str) -> redis.asyncio.Redis:
     sentinel = Sentinel(nodes, sentinel_kwargs=watched)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(
         service,
+        BoundedRedis,
         db=number,
         username=unquote(user) or None,
         password=unquote(password) or None,

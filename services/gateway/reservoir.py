@@ -27,6 +27,8 @@ HELD_S = 3.0
 _PREFIX = "loraplex:gateway:"
 _MEMBERS = f"{_PREFIX}members"
 _RETRY_S = 1.0
+_ANSWER_S = 1.0
+"""Requests wait for an answer, so that is all they wait; where it takes longer Redis is away."""
 
 # The clock is the server's own: gateways need not agree on the time.
 _ASK = """
@@ -182,7 +184,8 @@ class RedisReservoir:
     async def _tried(self, call: Awaitable[Any]) -> Any:
         """The answer, or None when Redis is away."""
         try:
-            return await call
+            async with asyncio.timeout(_ANSWER_S):
+                return await call
         except (RedisError, OSError) as error:
             if self._now() >= self._away_until_s:
                 logger.warning("limits are kept here", extra={"problem": type(error).__name__})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
+from redis.exceptions import TimeoutError as TimedOut
 
 from loraplex.errors import InvalidRequest
+from services.common import redis_url
 from services.common.redis_url import connect_redis
 
 
@@ -40,3 +45,23 @@ def test_a_refused_address_does_not_show_its_password() -> None:
     with pytest.raises(InvalidRequest) as refused:
         connect_redis("redis+sentinel://me:secret@a:1")
     assert "secret" not in str(refused.value) + refused.value.violations[0].value
+
+
+async def test_a_server_that_hangs_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_url, "_TIMEOUT_S", 0.2)
+    connections: list[asyncio.StreamWriter] = []
+
+    async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    server = await asyncio.start_unix_server(hang, tmp_path / "s")
+    client = connect_redis(f"unix://{tmp_path}/s")
+    with pytest.raises(TimedOut):
+        await client.get("x")
+    assert len(connections) == 1
+    await client.aclose()
+    for writer in connections:
+        writer.close()
+    server.close()

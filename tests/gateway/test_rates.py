@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.errors import ResourceExhausted
 from services.common.redis_url import connect_redis
+from services.gateway import reservoir
 from services.gateway.buckets import capacity_of
 from services.gateway.rates import Rates
 from services.gateway.reservoir import LocalReservoir, RedisReservoir
@@ -149,3 +150,23 @@ async def test_without_the_server_each_gateway_keeps_its_share(
     limits = TenantLimits("alone", requests_per_s=10.0)
     paid = [await _paid(Rates(owner), limits, 40) for owner in owners]
     assert all(5 <= count <= 7 for count in paid), paid
+
+
+async def test_a_metadata_server_that_hangs_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservoir, "_ANSWER_S", 0.05)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+
+    server = await asyncio.start_unix_server(hang, tmp_path / "s")
+    owner = RedisReservoir(connect_redis(f"unix://{tmp_path}/s"), "g0")
+    assert (await owner.ask("tokens:t", RATE, 1.0, 0.0, 0.0)).amount == 1.0
+    assert await owner.hold("t", limit=4, want=3, running=0) == 3
+    assert len(writers) == 1, "the second question must not try again at once"
+    await owner.close()
+    for writer in writers:
+        writer.close()
+    server.close()
