@@ -14,16 +14,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import TENSOR_FILE, File
-from loraplex.errors import DataLoss, InvalidRequest, NotFound
+from loraplex.errors import InvalidRequest, NotFound
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.failpoint import failpoint
+from services.registry.part_writer import MAX_PART_BYTES, PartWriter, check_chunk
 from services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, encode
 from services.registry.scanning import ArrivingScan, Scans
 
 MAX_CHUNK_BYTES = 1 << 20
-MAX_PART_BYTES = 256 << 20
-"""What a lost registry costs at most in bytes to send again."""
 SESSION_MAX_AGE_S = 24 * 3600.0
 _REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
 
@@ -188,14 +187,14 @@ class Uploads:
         skip = state.committed_bytes - offset
         begin = state.committed_bytes
         scan = _scan_of(state.file) if begin == 0 else None
-        writer = _PartWriter(self._store, session.upload_id, index, begin, scan)
+        writer = PartWriter(self._store, session.upload_id, index, begin, scan)
         try:
             async for data, crc32 in chunks:
                 if len(data) > MAX_CHUNK_BYTES:
                     description = "chunks are at most 1 MiB"
                     raise InvalidRequest.field("data", f"{len(data)} bytes", description)
                 if skip:
-                    await asyncio.to_thread(_check, data, crc32)
+                    await asyncio.to_thread(check_chunk, data, crc32)
                     crc32 = zlib.crc32(data[skip:])
                 fresh, skip = data[skip:], max(0, skip - len(data))
                 if writer.end + len(fresh) > state.file.size:
@@ -267,77 +266,10 @@ class Uploads:
         return None
 
 
-class _PartWriter:
-    """Writes the bytes of one stream as parts of limited size.
-
-    A chunk is checked, hashed and written while the next one is on its way.
-    """
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        upload_id: str,
-        index: int,
-        begin: int,
-        scan: ArrivingScan | None,
-    ) -> None:
-        self.end = begin
-        self._scan = scan
-        self._store = store
-        self._place = (upload_id, index)
-        self._open()
-
-    def _open(self) -> None:
-        self._begin = self.end
-        self._writer = self._store.writer()
-        self._sha256 = hashlib.sha256()
-        self._working: asyncio.Future[None] | None = None
-
-    async def write(self, data: bytes, crc32: int) -> None:
-        """Take a chunk. Raises DataLoss where this one, or the one before, is damaged."""
-        await self._settle()
-        if self.end - self._begin >= MAX_PART_BYTES:
-            await self.finish()
-            self._open()
-        self.end += len(data)
-        self._working = asyncio.ensure_future(self._work(data, crc32))
-
-    async def finish(self) -> None:
-        """Commit what was written, if anything, and all of it was whole."""
-        try:
-            await self._settle()
-            size = self.end - self._begin
-            if size:
-                sha256 = self._sha256.hexdigest()
-                key = layout.upload_part(*self._place, self._begin, size, sha256)
-                await self._writer.commit(key)
-                failpoint("upload.part")
-        finally:
-            await self._writer.abort()
-
-    async def _work(self, data: bytes, crc32: int) -> None:
-        def check_and_hash() -> None:
-            _check(data, crc32)
-            self._sha256.update(data)
-            if self._scan is not None:
-                self._scan.feed(data)
-
-        await asyncio.gather(asyncio.to_thread(check_and_hash), self._writer.write(data))
-
-    async def _settle(self) -> None:
-        if self._working is not None:
-            await self._working
-
-
 def _scan_of(file: File) -> ArrivingScan | None:
     """A scan to feed while the file arrives, where it may arrive as one part."""
     one_part = file.path == TENSOR_FILE and file.size <= MAX_PART_BYTES
     return ArrivingScan(file.size) if one_part else None
-
-
-def _check(data: bytes, crc32: int) -> None:
-    if zlib.crc32(data) != crc32:
-        raise DataLoss("a chunk does not match its crc32: it was damaged on the way; send it again")
 
 
 def _covered(file: File, parts: list[Part]) -> FileState:
