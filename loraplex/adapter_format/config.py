@@ -8,13 +8,17 @@ are tables in `config_fields`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex.adapter_format import config_fields
 from loraplex.adapter_format.config_reader import ConfigReader, is_index_list
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.patterns import Names
+from loraplex.adapter_format.pooling_fields import PoolingFields, read_pooling
+from loraplex.adapter_format.rope_scaling import RopeScaling
+from loraplex.adapter_format.serving_fields import read_eos_token_ids, read_rope_scaling
 from loraplex.adapter_format.strict_json import read_object
+from loraplex.adapter_format.tasks import CAUSAL_LM, SAVED_HEADS, SEQ_CLS
 from loraplex.errors import Violation
 
 CONFIG_FILE = "adapter_config.json"
@@ -48,10 +52,17 @@ class AdapterConfig:
     list in the file means `embed_tokens`."""
     target_parameters: tuple[str, ...] = ()
     alora_invocation_tokens: tuple[int, ...] | None = None
+    task: str = CAUSAL_LM
+    """Of `tasks`; null in the file means `CAUSAL_LM`."""
+    pooling: PoolingFields = field(default_factory=PoolingFields)
     ensure_weight_tying: bool = False
     """What is trained of a tied embedding is trained of the head, too."""
     init_is_random: bool = False
     """`init_lora_weights` is false: a selected module without tensors would be random in PEFT."""
+    rope_scaling: RopeScaling | None = None
+    """A rotary embedding of the adapter's own, which PEFT has no field for."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output, sorted; empty: the base's."""
     base_model_name_or_path: str | None = None
     revision: str | None = None
     peft_version: str | None = None
@@ -95,11 +106,15 @@ def _read_values(reader: ConfigReader) -> AdapterConfig:
         layers_pattern=reader.plain_names("layers_pattern"),
         bias=_bias(reader),
         lora_bias=reader.flag("lora_bias"),
-        modules_to_save=reader.plain_names("modules_to_save"),
+        modules_to_save=_modules_to_save(reader),
         trainable_token_indices=_token_indices(reader),
         target_parameters=_target_parameters(reader),
         alora_invocation_tokens=_invocation_tokens(reader),
+        task=reader.text("task_type") or CAUSAL_LM,
+        pooling=read_pooling(reader),
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
+        rope_scaling=read_rope_scaling(reader),
+        eos_token_ids=read_eos_token_ids(reader),
         init_is_random=reader.fields.get("init_lora_weights") is False,
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         revision=reader.text("revision"),
@@ -123,6 +138,13 @@ def _bias(reader: ConfigReader) -> str:
         return value
     reader.refuse("bias", value, 'must be "none", "all" or "lora_only"')
     return "none"
+
+
+def _modules_to_save(reader: ConfigReader) -> tuple[str, ...]:
+    """With the names that PEFT adds when it loads an adapter of the task."""
+    names = reader.plain_names("modules_to_save")
+    added = SAVED_HEADS if reader.fields.get("task_type") == SEQ_CLS else ()
+    return tuple(dict.fromkeys((*names, *added)))
 
 
 def _token_indices(reader: ConfigReader) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -167,8 +189,15 @@ def canonical_config(config: AdapterConfig) -> dict[str, object]:
     tokens = {module: list(ids) for module, ids in config.trainable_token_indices}
     alora = config.alora_invocation_tokens
     tying = {"ensure_weight_tying": True} if config.ensure_weight_tying else {}
+    task = {"task_type": config.task} if config.task != CAUSAL_LM else {}
+    rope = {"rope_scaling": config.rope_scaling.to_fields()} if config.rope_scaling else {}
+    eos = {"eos_token_id": list(config.eos_token_ids)} if config.eos_token_ids else {}
     fields: dict[str, object] = {
         **tying,
+        **task,
+        **config.pooling.to_fields(),
+        **rope,
+        **eos,
         "alora_invocation_tokens": None if alora is None else list(alora),
         "alpha_pattern": {key: _plain(alpha) for key, alpha in config.alpha_pattern},
         "bias": config.bias,

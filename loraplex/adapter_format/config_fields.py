@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
+from loraplex.adapter_format import pooling_fields
 from loraplex.adapter_format.config_reader import ConfigReader
+from loraplex.adapter_format.tasks import CAUSAL_LM, FEATURE_EXTRACTION, SEQ_CLS
 
 SHAPING = frozenset({
     "alora_invocation_tokens", "alpha_pattern", "base_model_name_or_path", "bias",
@@ -19,6 +21,9 @@ SHAPING = frozenset({
     "use_rslora",
 })  # fmt: skip
 """Fields that `config.parse_config` reads into `AdapterConfig`."""
+
+SERVING = frozenset({"eos_token_id", "rope_scaling"}) | pooling_fields.FIELDS
+"""Fields of ours, which PEFT does not know: see `serving_fields` and `pooling_fields`."""
 
 INERT = frozenset({
     "auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
@@ -55,7 +60,8 @@ _CONVERT = (
     "changed the base before training, so the adapter is only right on that changed base; "
     "save it with path_initial_model_for_weight_conversion (PEFT's save_pretrained) and upload that"
 )
-_NOT_CAUSAL = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+_SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
+_OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def check_peft_type(reader: ConfigReader) -> None:
@@ -70,7 +76,7 @@ def check_peft_type(reader: ConfigReader) -> None:
 def check_tables(reader: ConfigReader) -> None:
     """Decide every field that no getter reads."""
     for field, value in reader.fields.items():
-        if field in SHAPING or field in INERT:
+        if field in SHAPING or field in SERVING or field in INERT:
             continue
         if field in REFUSED:
             if not _is_off(value):
@@ -111,14 +117,15 @@ def check_init(reader: ConfigReader) -> None:
 
 
 def check_task(reader: ConfigReader) -> None:
-    """Only causal language models are decoded."""
+    """Only tasks of decoders, with at most one vector of outputs for a prompt."""
     value = reader.fields.get("task_type")
-    if value is None or value == "CAUSAL_LM":
+    if value is None or value in _SERVED_TASKS:
         return
-    if value in _NOT_CAUSAL:
-        reader.refuse("task_type", value, "is not served; only CAUSAL_LM adapters are decoded")
+    served = ", ".join(_SERVED_TASKS)
+    if value in _OTHER_TASKS:
+        reader.refuse("task_type", value, f"is not served; served are {served}")
     else:
-        reader.refuse("task_type", value, "is not a task that PEFT knows; use CAUSAL_LM or null")
+        reader.refuse("task_type", value, f"is not a task that PEFT knows; use {served} or null")
 
 
 def check_combinations(reader: ConfigReader) -> None:
@@ -136,6 +143,9 @@ def check_combinations(reader: ConfigReader) -> None:
     if fields.get("lora_bias") is True and fields.get("use_dora") is True:
         reader.refuse("lora_bias", True, "cannot be combined with use_dora, in PEFT either")
     if fields.get("alora_invocation_tokens"):
+        if fields.get("task_type") in (SEQ_CLS, FEATURE_EXTRACTION):
+            hint = "has no invocation: PEFT serves activated LoRA for CAUSAL_LM only"
+            reader.refuse("task_type", fields["task_type"], hint)
         for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
             if fields.get(name):
                 hint = "acts on whole requests, but an activated LoRA only from its invocation on"

@@ -21,6 +21,7 @@ MAX_BYTES: dict[str, int] = {
     "added_tokens.json": 8 * MiB,
     "chat_template.jinja": MiB,
     "chat_template.json": MiB,
+    "generation_config.json": MiB,
     "merges.txt": 16 * MiB,
     "special_tokens_map.json": MiB,
     "tokenizer.json": 64 * MiB,

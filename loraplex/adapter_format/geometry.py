@@ -20,6 +20,8 @@ LINEAR = "linear"
 EMBEDDING = "embedding"
 LM_HEAD = "lm_head"
 NORM = "norm"
+HEAD = "head"
+"""An adapter's own: no base has one (see `tasks`)."""
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
@@ -49,7 +51,7 @@ class Module:
     name: str
     """Full Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
     kind: str
-    """`linear`, `embedding`, `lm_head` or `norm`."""
+    """`linear`, `embedding`, `lm_head` or `norm`; `head` beside an adapter that has one."""
     in_features: int
     """Columns of the weight (embedding: rows of its table, norm: its width)."""
     out_features: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, NORM, Module
+from loraplex.adapter_format.geometry import EMBEDDING, HEAD, LINEAR, LM_HEAD, NORM, Module
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.tensor_names import (
     BASE_BIAS,
@@ -84,6 +84,8 @@ class ModuleParts:
     def _problem(self, part: str) -> str | None:
         """Why a part has no place here."""
         kind, config = self.module.kind, self.config
+        if kind == HEAD and part != WEIGHT:
+            return "is not the whole weight of a head, which is all that PEFT saves of one"
         if part in (A, B) and kind not in (LINEAR, LM_HEAD):
             return f"is LoRA of a linear on {_with_article(kind)}; correct target_modules"
         if part in (EMBEDDING_A, EMBEDDING_B) and kind != EMBEDDING:
@@ -121,7 +123,10 @@ class ModuleParts:
         expected = self._shapes(rank)
         module = self.module
         for part, info in self.tensors.items():
-            if info.shape != expected[part]:
+            if module.kind == HEAD and info.shape != expected[part]:
+                why = f"must be [labels, {module.in_features}], a row for each label"
+                findings.refuse(f"{TENSOR_FILE}:{info.name}", list(info.shape), why)
+            elif info.shape != expected[part]:
                 findings.refuse(
                     f"{TENSOR_FILE}:{info.name}",
                     list(info.shape),

@@ -20,6 +20,7 @@ from loraplex.adapter_format.experts import (
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import (
     EMBEDDING,
+    HEAD,
     LM_HEAD,
     NORM,
     Geometry,
@@ -31,6 +32,7 @@ from loraplex.adapter_format.patterns import PatternMap, pattern_map
 from loraplex.adapter_format.regex import BadPattern
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
+from loraplex.adapter_format.tasks import SAVED_HEADS, SCORE, SEQ_CLS
 from loraplex.adapter_format.tensor_names import BadTensorName, split_tensor_name
 
 Tensors = dict[str, TensorInfo]
@@ -76,7 +78,7 @@ def build_modules(
         for fused in take_fused(by_module, base, config, findings):
             modules += _describe_fused(fused, factors, max_rank, findings)
         for name, tensors in sorted(by_module.items()):
-            module = _base_module(name, tensors, base, findings)
+            module = _base_module(name, tensors, base, config, findings)
             if module is None or _is_refused(module, tensors, config, findings):
                 continue
             found = ModuleParts(module, tensors, config)
@@ -109,20 +111,31 @@ def _path(info: TensorInfo) -> str:
 
 
 def _base_module(
-    name: str, tensors: Tensors, base: Mapping[str, Module] | None, findings: Findings
+    name: str,
+    tensors: Tensors,
+    base: Mapping[str, Module] | None,
+    config: AdapterConfig,
+    findings: Findings,
 ) -> Module | None:
     """The module of the base; without a geometry, what the tensors say it must be."""
     if base is None:
-        return _implied_module(name, tensors)
+        return _implied_module(name, tensors, config)
     module = base.get(name)
     if module is None:
         for info in tensors.values():
-            hint = "is for a module that the base does not have; is this the right base?"
-            findings.refuse(_path(info), name, hint)
+            findings.refuse(_path(info), name, _why_unknown(name, config))
     return module
 
 
-def _implied_module(name: str, tensors: Tensors) -> Module:
+def _why_unknown(name: str, config: AdapterConfig) -> str:
+    if name in SAVED_HEADS and config.task != SEQ_CLS:
+        return f"is a head, which needs task_type {SEQ_CLS}; correct adapter_config.json"
+    if name in SAVED_HEADS:
+        return f"is a head of another model class: those of the served bases are called {SCORE!r}"
+    return "is for a module that the base does not have; is this the right base?"
+
+
+def _implied_module(name: str, tensors: Tensors, config: AdapterConfig) -> Module:
     """A module as wide as its LoRA matrices, or as its whole weight."""
     inner = tensors.get(parts.A) or tensors.get(parts.EMBEDDING_A)
     outer = tensors.get(parts.B) or tensors.get(parts.EMBEDDING_B)
@@ -130,6 +143,8 @@ def _implied_module(name: str, tensors: Tensors) -> Module:
     out_features = outer.shape[0] if outer and outer.shape else 0
     weight = tensors.get(parts.WEIGHT)
     kind = NORM if weight and len(weight.shape) == 1 else kind_of_matrix(name)
+    if name == SCORE and config.task == SEQ_CLS:
+        kind = HEAD
     if weight and weight.shape and not inner:
         out_features, in_features = weight.shape[0], weight.shape[-1]
     return Module(name, kind, in_features, out_features, has_bias=True)

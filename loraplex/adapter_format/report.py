@@ -73,3 +73,5 @@ class Report:
     base_fingerprint: str
     """Of the geometry it was checked against; "" without one."""
     warnings: tuple[Violation, ...]
+    num_labels: int = 0
+    """Outputs of its classification head; 0 without one."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.adapter_format.added_tokens import TOKENIZER_FILES
-from loraplex.adapter_format.config import AdapterConfig, parse_config
+from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig, parse_config
 from loraplex.adapter_format.files import File, check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.modules import build_modules
+from loraplex.adapter_format.pooling_fields import check_labels
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
 from loraplex.adapter_format.targets import check_targets
+from loraplex.adapter_format.task_geometry import geometry_of_task, in_base, num_labels_of
 from loraplex.adapter_format.vocabulary import complete_tables
 from loraplex.errors import InvalidAdapter
 
@@ -56,11 +58,17 @@ def validate(
     findings.raise_if_refused()
     assert config is not None and header is not None, "refused above"
     findings.warnings.extend(config.warnings)
+    fingerprint = geometry.fingerprint if geometry else ""
+    if geometry is not None:
+        geometry = geometry_of_task(geometry, config.task, header, findings)
     modules = build_modules(config, header, geometry, max_rank, findings)
     check_targets(config, modules, geometry, findings)
     if geometry is not None:
         brings = any(file.path in TOKENIZER_FILES for file in files)
         modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
+    modules = in_base(modules, config.task, header)
+    num_labels = num_labels_of(modules, config.task)
+    check_labels(config.pooling, num_labels, findings, CONFIG_FILE)
     findings.raise_if_refused(strict=strict)
     return Report(
         config=config,
@@ -68,7 +76,8 @@ def validate(
         max_rank=max(module.rank for module in modules),
         num_modules=sum(module.rank > 0 for module in modules),
         tensor_file_size=tensor_file_size,
-        base_fingerprint=geometry.fingerprint if geometry else "",
+        base_fingerprint=fingerprint,
+        num_labels=num_labels,
         warnings=tuple(findings.warnings),
     )
 

@@ -16,6 +16,7 @@ from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry
 from loraplex.adapter_format.module_parts import saves
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
+from loraplex.adapter_format.tasks import CAUSAL_LM
 
 MAX_ADDED_TOKENS = 65_536
 """Beyond the base's table."""
@@ -32,16 +33,19 @@ def complete_tables(
     """The modules, ordered by name, with what a tied pair of tables shares, and `num_rows` where
     the adapter's tables have another length than the base's."""
     names = {m.kind: m.name for m in geometry.modules if m.kind in (EMBEDDING, LM_HEAD)}
-    if EMBEDDING not in names or LM_HEAD not in names:
+    if EMBEDDING not in names or (LM_HEAD not in names and config.task == CAUSAL_LM):
         return tuple(modules)
     by_name = {module.name: module for module in modules}
     embedding = by_name.get(names[EMBEDDING], AdapterModule(names[EMBEDDING]))
-    head = by_name.get(names[LM_HEAD], AdapterModule(names[LM_HEAD]))
-    if geometry.tied_embeddings:
-        shared = _tied(embedding, head, config, tokens=False)
-        head, embedding = _tied(head, embedding, config), shared
-    size = _common_size(embedding, head, geometry.vocab_size, findings)
-    for module in (embedding, head):
+    tables = [embedding]
+    if LM_HEAD in names:  # other model classes read tokens only
+        head = by_name.get(names[LM_HEAD], AdapterModule(names[LM_HEAD]))
+        if geometry.tied_embeddings:
+            shared = _tied(embedding, head, config, tokens=False)
+            head, embedding = _tied(head, embedding, config), shared
+        tables = [embedding, head]
+    size = _common_size(tables, geometry.vocab_size, findings)
+    for module in tables:
         if _is_changed(module) or module.name in by_name or size != geometry.vocab_size:
             own = size if size != geometry.vocab_size else 0
             by_name[module.name] = replace(module, num_rows=own)
@@ -77,13 +81,11 @@ def _tied(
     return replace(module, base_copy=table)
 
 
-def _common_size(
-    embedding: AdapterModule, head: AdapterModule, base_size: int, findings: Findings
-) -> int:
-    """Rows of both tables; refused where they differ."""
-    sizes = [_size(module, base_size, findings) for module in (embedding, head)]
-    if sizes[0] != sizes[1]:
-        longer = embedding if sizes[0] != base_size else head
+def _common_size(tables: Sequence[AdapterModule], base_size: int, findings: Findings) -> int:
+    """Rows of embedding and head, if there is one; refused where they differ."""
+    sizes = [_size(module, base_size, findings) for module in tables]
+    if sizes[0] != sizes[-1]:
+        longer = tables[0] if sizes[0] != base_size else tables[1]
         info = longer.full or longer.base_copy or longer.token_delta
         assert info is not None, longer
         findings.refuse(
@@ -94,7 +96,7 @@ def _common_size(
         )
     if sizes[0] > base_size + MAX_ADDED_TOKENS:
         why = f"adds more than the {MAX_ADDED_TOKENS} tokens that are served beyond the base's"
-        findings.refuse(f"{TENSOR_FILE}:{embedding.name}", sizes[0], why)
+        findings.refuse(f"{TENSOR_FILE}:{tables[0].name}", sizes[0], why)
     return sizes[0]
 
 

@@ -26,8 +26,9 @@ from loraplex.adapter_format import (
 )
 from loraplex.adapter_format.folder import read_folder
 from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
-from loraplex.errors import AlreadyExists
+from loraplex.errors import AlreadyExists, InvalidAdapter, Violation
 from loraplex.publishing import read_adapter
 
 Array = npt.NDArray[np.float32]
@@ -71,6 +72,10 @@ def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: obje
         raw = json.dumps({**json.loads(raw), **changes}).encode()
     size = content.tensor_file_size
     report = validate(raw, content.header_prefix, size, content.files, geometry, _MAX_RANK)
+    if report.config.task != CAUSAL_LM:
+        description = f"is not rewritten; only adapters of task_type {CAUSAL_LM} are"
+        field = f"{CONFIG_FILE}:task_type"
+        raise InvalidAdapter.of([Violation.of(field, report.config.task, description)])
     scan_file(content.tensor_path, parse_header(content.header_prefix, size))
     return Opened(content, report, json.loads(raw))
 

@@ -110,3 +110,9 @@ def test_modules_that_only_some_adapters_have_are_named_one_by_one(tmp_path: Pat
     assert config["target_modules"] == sorted(modules_named("q_proj", "v_proj"))
     assert config["rank_pattern"] == dict.fromkeys(modules_named("v_proj"), 4)
     assert config["lora_alpha"] == config["r"] == 8
+
+
+def test_adapters_of_other_tasks_are_refused_by_name(tmp_path: Path) -> None:
+    one = _folder(tmp_path / "one", task_type="FEATURE_EXTRACTION")
+    with pytest.raises(InvalidAdapter, match="task_type"):
+        merge([(one, 1.0)], tmp_path / "out", Recipe())

@@ -173,7 +173,7 @@ def test_every_served_dtype_is_read_at_its_place(
 UNSERVED = {
     "adapter_config.json:use_qalora": {"use_qalora": True, "r": 4, "qalora_group_size": 8},
     "adapter_config.json:init_lora_weights": {"init_lora_weights": "pissa"},
-    "adapter_config.json:task_type": {"task_type": "FEATURE_EXTRACTION"},
+    "adapter_config.json:task_type": {"task_type": "TOKEN_CLS"},
 }
 
 

@@ -1,0 +1,117 @@
+"""What decoding an adapter depends on and PEFT has no field for: its rotary embedding and its EOS.
+
+Both are told beside PEFT's files, by a label and by `generation_config.json`. They become fields of
+adapter_config.json here, before anything else reads it, and so are part of the adapter's identity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from loraplex.adapter_format import rope_scaling
+from loraplex.adapter_format.config_reader import ConfigReader, is_index_list
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.rope_scaling import RopeScaling
+from loraplex.adapter_format.strict_json import read_object
+from loraplex.errors import InvalidAdapter, Violation
+
+ROPE_FIELD = rope_scaling.FIELD
+EOS_FIELD = "eos_token_id"
+GENERATION_FILE = "generation_config.json"
+MAX_GENERATION_BYTES = 1024 * 1024
+MAX_EOS_IDS = 64
+_MAX_CONFIG_BYTES = 1024 * 1024
+
+
+def complete_config(
+    config_bytes: bytes, *, generation_config: bytes | None = None, rope_label: str = ""
+) -> bytes:
+    """adapter_config.json with what was said beside it; the same bytes where nothing was.
+
+    Args:
+        config_bytes: as uploaded; what is no config is left for `parse_config` to refuse.
+        generation_config: content of generation_config.json, of which only the EOS ids count.
+        rope_label: value of the label `rope_scaling`.
+
+    Raises:
+        InvalidAdapter: the file or the label is wrong, or says something else than the config.
+    """
+    told: dict[str, object] = {}
+    if generation_config is not None:
+        told[EOS_FIELD] = _eos_of(generation_config)
+    if rope_label:
+        told[ROPE_FIELD] = rope_scaling.parse(rope_label).to_fields()
+    told = {field: value for field, value in told.items() if value is not None}
+    try:
+        fields = read_object(config_bytes, "adapter_config.json", _MAX_CONFIG_BYTES)
+    except InvalidAdapter:
+        return config_bytes
+    for field, value in told.items():
+        if fields.get(field) is not None and fields[field] != value:
+            source = GENERATION_FILE if field == EOS_FIELD else f"the label {ROPE_FIELD}"
+            description = f"is another value than that of {source}; keep one of them"
+            raise _refused(f"adapter_config.json:{field}", fields[field], description)
+    return json.dumps({**fields, **told}).encode() if told else config_bytes
+
+
+def read_rope_scaling(reader: ConfigReader) -> RopeScaling | None:
+    """The field of a config."""
+    value = reader.fields.get(ROPE_FIELD)
+    if value is None:
+        return None
+    try:
+        return rope_scaling.read(value)
+    except InvalidAdapter as error:
+        for violation in error.violations:
+            reader.refuse(violation.field, violation.value, violation.description)
+        return None
+
+
+def read_eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
+    """The field of a config: one id or a list of them."""
+    value = reader.fields.get(EOS_FIELD)
+    ids = _ids(value)
+    if ids is None:
+        reader.refuse(EOS_FIELD, value, f"must be a token id or a list of 1 to {MAX_EOS_IDS}")
+        return ()
+    return tuple(ids)
+
+
+def check_eos_token_ids(
+    eos_token_ids: Sequence[int], vocab_size: int, table_sizes: Iterable[int], findings: Findings
+) -> None:
+    """Refuse ids that the adapter's model never samples.
+
+    Args:
+        table_sizes: rows of the adapter's own tables; 0 where it has none.
+    """
+    own_sizes = [size for size in table_sizes if size]
+    limit = own_sizes[0] if own_sizes else vocab_size
+    for token_id in eos_token_ids:
+        if token_id >= limit:
+            description = f"token ids go from 0 to {limit - 1} with this adapter"
+            findings.refuse(f"{GENERATION_FILE}:{EOS_FIELD}", token_id, description)
+
+
+def _eos_of(generation_config: bytes) -> list[int] | None:
+    fields = read_object(generation_config, GENERATION_FILE, MAX_GENERATION_BYTES)
+    ids = _ids(fields.get(EOS_FIELD))
+    if ids is None:
+        description = f"must be a token id, a list of 1 to {MAX_EOS_IDS}, or null (the base's)"
+        raise _refused(f"{GENERATION_FILE}:{EOS_FIELD}", fields[EOS_FIELD], description)
+    return ids or None
+
+
+def _ids(value: object) -> list[int] | None:
+    """Sorted, each once; empty for null, None for what is neither."""
+    ids = [value] if type(value) is int else value
+    if ids is None:
+        return []
+    if not is_index_list(ids) or not 0 < len(ids) <= MAX_EOS_IDS:
+        return None
+    return sorted(set(ids))
+
+
+def _refused(field: str, value: object, description: str) -> InvalidAdapter:
+    return InvalidAdapter.of([Violation.of(field, value, description)])

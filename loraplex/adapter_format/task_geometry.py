@@ -1,0 +1,81 @@
+"""The model class of transformers that PEFT puts an adapter on, by the task it was trained for.
+
+The modules of a base have other names, or are others, under each class of transformers:
+
+    CAUSAL_LM           *ForCausalLM                   model.layers.0...   lm_head
+    SEQ_CLS             *ForSequenceClassification     model.layers.0...   score
+    FEATURE_EXTRACTION  *Model                         layers.0...
+
+Geometries are those of `CAUSAL_LM`. PEFT's rules look at names, so an adapter is checked under the
+names of its own class, and its modules are renamed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.geometry import EMBEDDING, HEAD, LM_HEAD, Geometry, Module
+from loraplex.adapter_format.report import AdapterModule
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
+from loraplex.adapter_format.tasks import FEATURE_EXTRACTION, MAX_LABELS, SCORE, SEQ_CLS
+from loraplex.adapter_format.tensor_names import PREFIX
+
+_BODY = "model."
+
+
+def is_bare(task: str, header: Header) -> bool:
+    """Whether the names lack the prefix of a model inside a model with a head."""
+    inner = PREFIX + _BODY
+    return task == FEATURE_EXTRACTION and not any(
+        info.name.startswith(inner) for info in header.tensors
+    )
+
+
+def geometry_of_task(geometry: Geometry, task: str, header: Header, findings: Findings) -> Geometry:
+    """The base as the model class of the task has it."""
+    if task == SEQ_CLS:
+        modules = [module for module in geometry.modules if module.kind != LM_HEAD]
+        modules.append(_score(modules, header, findings))
+    elif is_bare(task, header):
+        modules = [
+            replace(module, name=module.name.removeprefix(_BODY))
+            for module in geometry.modules
+            if module.kind != LM_HEAD
+        ]
+    else:
+        return geometry
+    return replace(geometry, modules=tuple(sorted(modules, key=lambda module: module.name)))
+
+
+def _score(modules: Iterable[Module], header: Header, findings: Findings) -> Module:
+    """The head, with as many labels as the file has rows."""
+    info = score_tensor(header)
+    num_labels = info.shape[0] if info and info.shape else 0
+    if info and not 1 <= num_labels <= MAX_LABELS:
+        why = f"must have a row for each label, 1 to {MAX_LABELS}"
+        findings.refuse(f"{TENSOR_FILE}:{info.name}", list(info.shape), why)
+    widths = [module.out_features for module in modules if module.kind == EMBEDDING]
+    return Module(SCORE, HEAD, widths[0] if widths else 0, num_labels, has_bias=False)
+
+
+def score_tensor(header: Header) -> TensorInfo | None:
+    """The weight of the head `[labels, width]`, if the file has one."""
+    name = f"{PREFIX}{SCORE}.weight"
+    return next((info for info in header.tensors if info.name == name), None)
+
+
+def in_base(
+    modules: Iterable[AdapterModule], task: str, header: Header
+) -> tuple[AdapterModule, ...]:
+    """The modules under the names that they have in the base's geometry, ordered by them."""
+    if not is_bare(task, header):
+        return tuple(modules)
+    return tuple(replace(module, name=f"{_BODY}{module.name}") for module in modules)
+
+
+def num_labels_of(modules: Iterable[AdapterModule], task: str) -> int:
+    """Outputs of the head; 0 without one."""
+    shapes = [m.full.shape for m in modules if task == SEQ_CLS and m.name == SCORE and m.full]
+    return shapes[0][0] if shapes else 0
