@@ -161,7 +161,7 @@ class ValidateAdapterResponse(_message.Message):
     def __init__(self, warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., base_id: _Optional[str] = ..., max_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable")
+    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class AdapterVersion(_message.Message):
     PEFT_VERSION_FIELD_NUMBER: _ClassVar[int]
     SIGNERS_FIELD_NUMBER: _ClassVar[int]
     PULLABLE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: str
     version: int
@@ -213,7 +214,26 @@ class AdapterVersion(_message.Message):
     peft_version: str
     signers: _containers.RepeatedScalarFieldContainer[str]
     pullable: bool
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ...) -> None: ...
+    pooling: AdapterPooling
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ...) -> None: ...
+
+class AdapterPooling(_message.Message):
+    __slots__ = ("task_type", "num_labels", "labels", "problem_type", "pad_token_id", "pooling", "normalize")
+    TASK_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_TYPE_FIELD_NUMBER: _ClassVar[int]
+    PAD_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    task_type: str
+    num_labels: int
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    problem_type: str
+    pad_token_id: int
+    pooling: _common_pb2.Pooling
+    normalize: bool
+    def __init__(self, task_type: _Optional[str] = ..., num_labels: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., problem_type: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., normalize: bool = ...) -> None: ...
 
 class TagTarget(_message.Message):
     __slots__ = ("version", "digest", "weight")

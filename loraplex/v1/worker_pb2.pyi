@@ -73,7 +73,7 @@ class WorkerSampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools")
+    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class WorkerRequest(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     priority: int
@@ -102,7 +103,8 @@ class WorkerRequest(_message.Message):
     sample_index: int
     grammar: _common_pb2.Grammar
     pools: bool
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ...) -> None: ...
+    pooling: _common_pb2.Pooling
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "ack")
@@ -283,7 +285,7 @@ class TokenizerFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id")
+    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id", "pad_token_id")
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +300,7 @@ class GetModelResponse(_message.Message):
     TOKENIZER_FILES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PAD_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     base_id: str
     geometry: _common_pb2.ModelGeometry
     max_model_len: int
@@ -312,7 +315,8 @@ class GetModelResponse(_message.Message):
     tokenizer_files: _containers.RepeatedCompositeFieldContainer[TokenizerFile]
     generation_config_json: str
     worker_id: str
-    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    pad_token_id: int
+    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("digest", "pin")
