@@ -16,6 +16,7 @@ from services.gateway.clock import now_s
 from services.gateway.convert import job_to_wire, tokens_from_wire
 from services.gateway.request import Job
 from services.gateway.token_stream import Pace, TokenStream
+from services.gateway.worker_words import in_client_words
 
 _END: Any = grpc.aio.EOF
 ACK_S = 0.1
@@ -126,7 +127,7 @@ class Session:
             stream = self._streams.get(failure.request_id)
             if stream is not None:
                 self._forget(failure.request_id)
-                stream.fail(from_detail(failure.error))
+                stream.fail(in_client_words(from_detail(failure.error)))
         self._ack_soon(events.step)
 
     def _ack_soon(self, step: int) -> None:
