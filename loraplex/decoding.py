@@ -65,6 +65,8 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         signers=tuple(message.signers),
         pullable=message.pullable,
         deleted=message.deleted,
+        task=message.pooling.task_type or "CAUSAL_LM",
+        num_labels=message.pooling.num_labels,
     )
 
 

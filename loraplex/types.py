@@ -49,6 +49,10 @@ class AdapterVersion:
     pullable: bool = False
     """Whether tenants that may run it may download it too."""
     deleted: bool = False
+    task: str = "CAUSAL_LM"
+    """PEFT's task_type: "SEQ_CLS" scores, "FEATURE_EXTRACTION" embeds."""
+    num_labels: int = 0
+    """Outputs of its classification head; 0 without one."""
 
     @property
     def ref(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.errors import Violation
 
@@ -75,3 +76,8 @@ class Report:
     warnings: tuple[Violation, ...]
     num_labels: int = 0
     """Outputs of its classification head; 0 without one."""
+
+    @property
+    def pooling(self) -> PoolingFields:
+        """How its vectors and scores are read, with the number of labels that the head has."""
+        return replace(self.config.pooling, num_labels=self.num_labels)

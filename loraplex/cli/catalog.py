@@ -122,6 +122,7 @@ async def _show(args: argparse.Namespace) -> None:
             "adapter": version.ref,
             "digest": version.digest,
             "base": version.base_id,
+            "task": _task_of(version),
             "rank": str(version.max_rank),
             "modules": str(version.num_modules),
             "size": sized(version.size_bytes),
@@ -143,6 +144,13 @@ async def _show(args: argparse.Namespace) -> None:
         print(f"  {file.path}  {sized(file.size_bytes)}  sha256:{file.sha256[:12]}")
     for warning in version.warnings:
         print(f"warning: {warning.field} = {warning.value}: {warning.description}")
+
+
+def _task_of(version: AdapterVersion) -> str:
+    """Empty for what nearly all adapters are for."""
+    if version.task == "CAUSAL_LM":
+        return ""
+    return f"{version.task}, {version.num_labels} labels" if version.num_labels else version.task
 
 
 def pending_of(tag: Tag) -> str:

@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.convert import (
     files_to_proto,
     geometry_from_proto,
     geometry_to_proto,
+    pooling_to_proto,
     violation_to_proto,
 )
 from loraplex.errors import InvalidRequest
@@ -134,6 +137,8 @@ def version_to_proto(
         peft_version=record.peft_version,
         signers=record.signers,
     )
+    if record.task != CAUSAL_LM or record.pooling != PoolingFields():
+        message.pooling.CopyFrom(pooling_to_proto(record.task, record.pooling))
     for tag in tags:
         if any(target.version == record.version for target in tag.targets):
             message.tags.append(tag.tag)

@@ -231,6 +231,8 @@ class Publisher:
             peft_version=inspected.report.config.peft_version or "",
             signers=tuple(sorted(s.key_sha256 for s in options.signatures if s.public_key)),
             upload_id=session.upload_id,
+            task=inspected.report.config.task,
+            pooling=inspected.report.pooling,
         )
 
     async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:

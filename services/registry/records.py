@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from loraplex.adapter_format import File, Geometry
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.errors import Violation
 
 MAX_TAG_MOVES = 32
@@ -47,6 +49,9 @@ class VersionRecord:
     upload_id: str = ""
     generation: int = 1
     deleted_s: float = 0.0
+    task: str = CAUSAL_LM
+    pooling: PoolingFields = field(default_factory=PoolingFields)
+    """How its vectors and scores are read; `num_labels` is always that of its head."""
     purged: bool = False
     """Deleted with --purge: the bytes need not be retained."""
 
