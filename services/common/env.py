@@ -101,7 +101,9 @@ STATE_DIR = _path(
     "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex.",
 )
 METRICS_LISTEN = _listen(
-    "LORAPLEX_METRICS_LISTEN", "all", "Also serve /metrics, /healthz and /readyz here."
+    "LORAPLEX_METRICS_LISTEN",
+    "up all",
+    "Also serve /metrics, /healthz and /readyz here; `loraplex up`: one port for each child.",
 )
 LOG_LEVEL: Knob[str] = Knob(
     "LORAPLEX_LOG_LEVEL",
@@ -154,7 +156,7 @@ REGISTRY_SERVICE_LISTEN = _listen(
     "A second gRPC door, for services: callers must show a certificate of LORAPLEX_CA.",
 )
 REGISTRY_LISTEN = _listen(
-    "LORAPLEX_REGISTRY_LISTEN", "registry", "Address of the gRPC door.", "127.0.0.1:50052"
+    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC door.", "127.0.0.1:50052"
 )
 OBJECTS = _text(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
@@ -181,17 +183,17 @@ FAILPOINTS = _text(
 
 # Gateway
 GATEWAY_LISTEN = _listen(
-    "LORAPLEX_GATEWAY_LISTEN", "gateway", "Address of the gRPC door.", "127.0.0.1:50051"
+    "LORAPLEX_GATEWAY_LISTEN", "up gateway", "Address of the gRPC door.", "127.0.0.1:50051"
 )
 HTTP_LISTEN = _listen(
-    "LORAPLEX_HTTP_LISTEN", "gateway", "Address of the HTTP door.", "127.0.0.1:8080"
+    "LORAPLEX_HTTP_LISTEN", "up gateway", "Address of the HTTP door.", "127.0.0.1:8080"
 )
 WORKERS: Knob[tuple[str, ...]] = Knob(
     "LORAPLEX_WORKERS",
     parse_list,
     (),
-    "gateway",
-    "Workers: HOST:PORT or unix:/path, comma-separated, or dns:NAME:PORT.",
+    "up gateway",
+    "Workers: HOST:PORT or unix:/path, comma-separated, or dns:NAME:PORT; `loraplex up`: how many.",
 )
 MAX_REQUEST_S: Knob[float] = Knob(
     "LORAPLEX_MAX_REQUEST_S",
@@ -222,7 +224,16 @@ ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
 )
 TOOL_FORMAT: Knob[str] = Knob(
     "LORAPLEX_TOOL_FORMAT",
-    choice("auto", "hermes", "llama3_json", "mistral", "none"),
+    choice(
+        "auto",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "qwen3_coder",
+        "phi4_mini_json",
+        "pythonic",
+        "none",
+    ),
     "auto",
     "gateway",
     "How the bases write tool calls; auto = what the chat template shows.",

@@ -16,6 +16,12 @@ class ToolFormat(enum.StrEnum):
     """`{"name", "parameters"}` as the whole answer: Llama 3.1 and later."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS]` and a list of objects, or name and arguments."""
+    QWEN3_CODER = "qwen3_coder"
+    """`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder and Qwen 3.5."""
+    PHI4_MINI = "phi4_mini_json"
+    """`functools[{"name", "arguments"}]`, or `<|tool_call|>` instead: Phi-4-mini."""
+    PYTHONIC = "pythonic"
+    """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,8 @@ class ChatStyle:
     @property
     def marks_are_special(self) -> bool:
         """True where calls begin with a special token, which plain text leaves out."""
-        return self.tool_format in (ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL)
+        special = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.PHI4_MINI
+        return self.tool_format in special
 
 
 def detected(template: str) -> ChatStyle:
@@ -51,11 +58,17 @@ def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
 
 
 def _tool_format(template: str) -> ToolFormat:
-    """Qwen3-Coder and GLM write XML between the same marks; they are not served yet."""
+    """GLM writes other tags between Qwen's marks; they are not read."""
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return ToolFormat.HERMES
+    if "<tool_call>" in template:
+        if "<arg_key>" in template:
+            return ToolFormat.NONE
+        return ToolFormat.QWEN3_CODER if "<function=" in template else ToolFormat.HERMES
+    if "<|tool|>" in template or "functools[" in template:
+        return ToolFormat.PHI4_MINI
+    if "func_name1(" in template:
+        return ToolFormat.PYTHONIC
     if "<|python_tag|>" in template or "Environment: ipython" in template:
         return ToolFormat.LLAMA3_JSON
     return ToolFormat.NONE

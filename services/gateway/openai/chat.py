@@ -11,15 +11,9 @@ from services.gateway.generation import Prepared
 from services.gateway.openai.calls import OpenAICall
 from services.gateway.openai.logprobs import chat_logprobs
 from services.gateway.openai.printing import Head, prompt_id_fields, token_id_fields
+from services.gateway.openai.readers import reader_of
 from services.gateway.openai.reply import Reply
-from services.gateway.openai.tool_reader import (
-    AnswerReader,
-    CallDelta,
-    Delta,
-    NamedReader,
-    reader_of,
-    required_reader,
-)
+from services.gateway.openai.tool_reader import CallDelta, Delta
 from services.gateway.request import FinishReason, Piece
 
 _CHUNK = "chat.completion.chunk"
@@ -140,16 +134,8 @@ def reply_of(prepared: Prepared, call: OpenAICall) -> Reply:
         tail = prepared.prompt_ids[-_TAIL_TOKENS:]
         end = whole_text(prepared.tokens, tail, skip_special=False)
         is_thinking = end.rstrip().endswith("<think>")
-    return Reply(thinks=style.thinks, is_thinking=is_thinking, tools=_tool_reader(style, call))
-
-
-def _tool_reader(style: ChatStyle, call: OpenAICall) -> AnswerReader | None:
-    use = call.tool_use
-    if use.named:
-        return NamedReader(use.named)
-    if use.must_call:
-        return required_reader()
-    return reader_of(style.tool_format, use.names) if use.tools else None
+    tools = reader_of(style.tool_format, call.tool_use)
+    return Reply(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
 
 
 def _printed(delta: Delta, include_reasoning: bool) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class AnswerReader(Protocol):
 class Notation:
     """How one format writes calls."""
 
-    opens: str = ""
-    """Mark before calls; "" = the whole answer is calls."""
+    opens: tuple[str, ...] = ()
+    """Marks before calls, any of them; none = the whole answer is calls."""
     closes: str = ""
     """Mark after a call."""
     separators: str = ""
@@ -70,12 +70,13 @@ class Notation:
     """Length of call ids; 0 = ours."""
 
 
-_NOTATIONS = {
-    ToolFormat.HERMES: Notation("<tool_call>", "</tool_call>"),
-    ToolFormat.LLAMA3_JSON: Notation("<|python_tag|>", "", ";,", starts_with_brace=True),
-    ToolFormat.MISTRAL: Notation("[TOOL_CALLS]", "", ",", names_come_first=True, id_chars=9),
+NOTATIONS = {
+    ToolFormat.HERMES: Notation(("<tool_call>",), "</tool_call>"),
+    ToolFormat.LLAMA3_JSON: Notation(("<|python_tag|>",), "", ";,", starts_with_brace=True),
+    ToolFormat.MISTRAL: Notation(("[TOOL_CALLS]",), "", ",", names_come_first=True, id_chars=9),
+    ToolFormat.PHI4_MINI: Notation(("<|tool_call|>", "functools"), "<|/tool_call|>", ","),
 }
-_LIST = Notation(separators=",")
+LIST = Notation(separators=",")
 """What our own grammar for required calls makes a model write."""
 
 
@@ -141,18 +142,19 @@ class ToolReader:
         return True
 
     def _text(self) -> bool:
-        mark = self._notation.opens
-        if not mark:
-            self._delta.content += self._buffer
-            self._buffer = ""
-            return False
-        before, found, after = self._buffer.partition(mark)
-        shown = before.rstrip() if found else before[: settled(before, mark)]
-        self._delta.content += shown
+        marks = self._notation.opens
+        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if not found:
-            self._buffer = before[len(shown) :]
+            ends = [settled(self._buffer, mark) for mark in marks]
+            end = min(ends, default=len(self._buffer))
+            self._delta.content += self._buffer[:end]
+            self._buffer = self._buffer[end:]
             return False
-        self._opening, self._buffer = before[len(shown) :] + mark, after
+        place, mark = min(found)
+        end = len(self._buffer[:place].rstrip())
+        self._delta.content += self._buffer[:end]
+        self._opening = self._buffer[end : place + len(mark)]
+        self._buffer = self._buffer[place + len(mark) :]
         self._state, self._is_doubtful = _State.EXPECT, True
         return True
 
@@ -170,7 +172,7 @@ class ToolReader:
         elif rest[0] == "]" and self._in_list and not self._is_doubtful:
             self._in_list = False
             self._leave(1)
-            self._state = _State.TEXT
+            self._state = _State.EXPECT if closes else _State.TEXT
         elif closes and rest.startswith(closes):
             self._leave(len(closes))
             self._state = _State.TEXT
@@ -246,35 +248,6 @@ class ToolReader:
         self._opening = self._unsure = ""
         self._call, self._in_list = None, False
         self._state = _State.TEXT
-
-
-class NamedReader:
-    """An answer that is, by its grammar, the arguments of one given function."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.num_calls = 0
-
-    def feed(self, text: str) -> Delta:
-        calls = [CallDelta(0, arguments=text)] if text else []
-        if text and self.num_calls == 0:
-            self.num_calls = 1
-            calls.insert(0, CallDelta(0, new_call_id(), self._name))
-        return Delta(calls=calls)
-
-    def finish(self) -> Delta:
-        return Delta()
-
-
-def reader_of(tool_format: ToolFormat, names: Set[str]) -> ToolReader | None:
-    """A reader for free answers; None where the base writes no calls that we know."""
-    notation = _NOTATIONS.get(tool_format)
-    return ToolReader(notation, names) if notation else None
-
-
-def required_reader() -> ToolReader:
-    """A reader for answers that must be a list of calls."""
-    return ToolReader(_LIST, frozenset())
 
 
 def settled(text: str, mark: str) -> int:

@@ -37,6 +37,11 @@ class ToolUse:
         """Functions offered."""
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON Schema of the arguments of each."""
+        return {tool["function"]["name"]: _parameters(tool) for tool in self.tools}
+
 
 def read_tools(body: Body) -> ToolUse:
     """tools, tool_choice, parallel_tool_calls. Raises: InvalidRequest, Unsupported."""

@@ -13,25 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.chat_style import ToolFormat
+from services.gateway.openai.readers import reader_of
 from services.gateway.openai.reply import Reply
-from services.gateway.openai.tool_reader import (
-    AnswerReader,
-    Delta,
-    NamedReader,
-    reader_of,
-    required_reader,
-)
+from services.gateway.openai.schema_values import json_value
+from services.gateway.openai.tool_reader import AnswerReader, Delta
+from services.gateway.openai.tools import ToolUse
 
-NAMES = frozenset({"weather", "now"})
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+    for name, properties in (
+        ("weather", {"city": {"type": "string"}, "days": {"type": "integer"}}),
+        ("now", {}),
+    )
+)
 Calls = list[tuple[str, Any]]
 
 
 def _reader(kind: str) -> AnswerReader | None:
-    if kind == "required":
-        return required_reader()
-    if kind == "named":
-        return NamedReader("weather")
-    return reader_of(ToolFormat(kind), NAMES)
+    use = ToolUse(TOOLS, must_call=kind == "required", named="weather" if kind == "named" else "")
+    is_format = kind not in ("required", "named")
+    return reader_of(ToolFormat(kind) if is_format else ToolFormat.NONE, use)
 
 
 def _read(kind: str, parts: Sequence[str], **how: bool) -> tuple[str, str, list[tuple[str, str]]]:
@@ -125,6 +126,58 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
     ),
     ("mistral", "[TOOL_CALLS] is special", "[TOOL_CALLS] is special", []),
     (
+        "phi4_mini_json",
+        'functools[{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "now", "arguments": {}}]',
+        "",
+        [("weather", {"city": "Rome"}), ("now", {})],
+    ),
+    (
+        "phi4_mini_json",
+        'So:<|tool_call|>[{"name": "now", "arguments": {"tags": ["a"]}}]<|/tool_call|>',
+        "So:",
+        [("now", {"tags": ["a"]})],
+    ),
+    ("phi4_mini_json", "functools is a module", "functools is a module", []),
+    (
+        "qwen3_coder",
+        "I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\n7 <b>\nRome\n"
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [("weather", {"city": "7 <b>\nRome", "days": 3})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>"
+        "</function>\n</tool_call> done",
+        " done",
+        [("now", {}), ("now", {})],
+    ),
+    (
+        "qwen3_coder",
+        "Well\n<function=weather>\n<parameter=city>Rome</parameter>\n</function>\n</tool_call>",
+        "Well\n</tool_call>",
+        [("weather", {"city": "Rome"})],
+    ),
+    ("qwen3_coder", "x <tool_call> of <function=f>", "x <tool_call> of <function=f>", []),
+    ("qwen3_coder", "<tool_call><function=", "<tool_call><function=", []),
+    (
+        "pythonic",
+        "[weather(city='Rome [old]', days=-3), now()]",
+        "",
+        [("weather", {"city": "Rome [old]", "days": -3}), ("now", {})],
+    ),
+    (
+        "pythonic",
+        ' [now(a=[1, (2,)], b={"c": true})]',
+        "",
+        [("now", {"a": [1, [2]], "b": {"c": True}})],
+    ),
+    ("pythonic", "[1] says so", "[1] says so", []),
+    ("pythonic", "[launch(now=True)]", "[launch(now=True)]", []),
+    ("pythonic", "[now(f())]", "[now(f())]", []),
+    ("pythonic", "[now(a=", "[now(a=", []),
+    (
         "required",
         '[{"name":"weather","parameters":{"city":"Rome"}},\n {"name":"now","parameters":{}} ]',
         "",
@@ -177,12 +230,14 @@ def test_how_an_answer_was_cut_makes_no_difference(
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "{", "}", '"name"', ":"]
+MARKS += ["functools", "<function=", "<parameter=", "</parameter>", "</function>", ">", "now", "("]
+MARKS += ["<|tool_call|>", "<|/tool_call|>", ")", "=", "'"]
 MARKS += ['"now"', '"parameters"', ",", "[", "]", ";", " ", "\n", "x", "\\", '"', "<think>"]
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    st.sampled_from(["hermes", "llama3_json", "mistral"]),
+    st.sampled_from([kind for kind in ToolFormat if kind is not ToolFormat.NONE]),
     st.lists(st.sampled_from(MARKS), max_size=14),
 )
 def test_nonsense_is_read_alike_in_one_piece_and_by_characters(kind: str, marks: list[str]) -> None:
@@ -222,6 +277,29 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     deltas = [reader.feed(t) for t in ('<tool_call>{"name": "now", "arguments": {"a": ', '"b')]
     assert deltas[0].calls[0].name == "now"
     assert deltas[1].calls[0].arguments == '"b'
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"type": "integer"}, " 3 ", 3),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "three", "three"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "3", 3),
+        ({"$ref": "#/$defs/sizes"}, '["a", 1]', ["a", 1]),
+        ({"enum": ["3", "4"]}, "3", "3"),
+        ({"type": "object"}, '{"a": "é"}', {"a": "é"}),
+        ({}, "NaN", "NaN"),
+    ],
+)
+def test_plain_values_become_what_the_schema_allows(schema: Any, text: str, value: Any) -> None:
+    parameters = {"properties": {"x": schema}, "$defs": {"sizes": {"type": "array"}}}
+    assert json.loads(json_value(text, "x", parameters)) == value
+    assert json.loads(json_value(text, "unknown", parameters)) == text
 
 
 def test_ids_are_unique_and_fit_the_template_they_go_back_to() -> None:
