@@ -12,6 +12,7 @@ from loraplex.adapter_format.geometry import Geometry
 from services.simulate.costs import Costs
 from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.layout import AdapterLayout
+from services.worker.model.own_rope import BaseRopes
 from services.worker.model.sites import SiteTable
 from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
@@ -85,7 +86,8 @@ class TimedRunner:
     @property
     def layout(self) -> AdapterLayout:
         """Nothing is packed here."""
-        return AdapterLayout(self.block_bytes, "F32", False, 0, "simulated", SiteTable((), {}))
+        nothing = SiteTable((), {}), BaseRopes((), (), 0)
+        return AdapterLayout(self.block_bytes, "F32", False, 0, "simulated", *nothing)
 
     @property
     def next_copy_s(self) -> float:

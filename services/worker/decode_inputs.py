@@ -17,6 +17,7 @@ from services.worker.attention.triton import (
 from services.worker.kernels.lora.triton import DeviceLora, StepWork, disjoint_passes
 from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import StepPlan
@@ -60,6 +61,7 @@ class DecodeInputs:
         self,
         kv: KvBuffer,
         lora: DeviceLora,
+        ropes: Ropes,
         max_model_len: int,
         itemsize: int,
         eager_sites: Set[int] = frozenset(),
@@ -68,13 +70,14 @@ class DecodeInputs:
         device, rows = lora.tables.arena.device, BATCH_SIZES[-1]
         self._kv = kv
         self._lora = lora
+        self._ropes = ropes
         self._itemsize = itemsize
         self._max_model_len = max_model_len
         self._eager_sites = eager_sites
         num_groups = len(kv.windows)
-        self._numbers = torch.zeros(2 + num_groups, rows, dtype=torch.int64, device=device)
-        self.input_ids, self.positions = self._numbers[0], self._numbers[1]
-        self.places = self._numbers[2:]
+        self._numbers = torch.zeros(3 + num_groups, rows, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.rope_rows = self._numbers[:3]
+        self.places = self._numbers[3:]
         self.tiles = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // kv.tokens_per_block)
         self.tables = BlockTables(num_groups, rows, max_blocks, device)
@@ -86,6 +89,7 @@ class DecodeInputs:
             plan.num_contexts == 0
             and 0 < len(plan.rows) <= BATCH_SIZES[-1]
             and all(row.num_tokens == 1 for row in plan.rows)
+            and all(row.start < self._max_model_len for row in plan.rows)
             and len(disjoint_passes(runs)) <= 1
             and all(self._lora.tables.in_torch(r.slot) <= self._eager_sites for r in runs)
         )
@@ -104,12 +108,14 @@ class DecodeInputs:
             [self._place(groups[g], start) for groups, start in zip(tables, starts, strict=True)]
             for g in range(num_groups)
         )
-        numbers = torch.zeros(2 + num_groups, BATCH_SIZES[-1], dtype=torch.int64)
+        ropes = [self._ropes.row(row.slots, row.request.is_long) for row in rows]
+        numbers = torch.zeros(3 + num_groups, BATCH_SIZES[-1], dtype=torch.int64)
         numbers[0, : len(rows)] = torch.tensor([row.request.token_at(row.start) for row in rows])
         numbers[1, : len(rows)] = torch.tensor(starts)
-        numbers[2:] = -1
+        numbers[2, : len(rows)] = torch.tensor(ropes)
+        numbers[3:] = -1
         for group, group_places in enumerate(places):
-            numbers[2 + group, : len(rows)] = torch.tensor(group_places)
+            numbers[3 + group, : len(rows)] = torch.tensor(group_places)
         _copy(self._numbers, numbers)
         tiles = decode_tiles(starts, 0, 0) + [(0, 0, 0, 0)] * num_padding
         _copy(self.tiles[:size], torch.tensor(tiles, dtype=torch.int32))
@@ -139,6 +145,7 @@ class DecodeInputs:
             positions=self.positions[:size],
             attention=self._metadata(size),
             lora=replace(table, runs=(), works=works, sites=sites),
+            rope_rows=self.rope_rows[:size],
         )
 
     def _metadata(self, size: int) -> TritonAttentionMetadata:

@@ -14,6 +14,7 @@ from pathlib import Path
 from loraplex.errors import LoraplexError
 from services.worker.adapters.arrivals import Arrivals
 from services.worker.adapters.cache import AdapterCache
+from services.worker.adapters.facts import BaseFacts
 from services.worker.adapters.residency import Load
 from services.worker.gauges import Gauges
 from services.worker.grammars.opening import Grammars
@@ -77,6 +78,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._info = runner.model_info()
+        self._base = BaseFacts(self._info.vocab_size, self._info.max_model_len)
         self._arena = Arena(runner.arena_blocks)
         self._reclaimer = Reclaimer(self._arena)
         self.cache = AdapterCache(
@@ -229,7 +231,7 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], now: float) -> None:
         """Fail those that may not run with their adapters, once all of these are known."""
-        for request, error in self._arrivals.refusals(requests, self._info.vocab_size):
+        for request, error in self._arrivals.refusals(requests, self._base):
             self._outcomes.fail(request, error, now)
 
     def _take_opened(self, now: float) -> None:
@@ -297,7 +299,7 @@ class Engine:
 
 
 def _base_key(info: ModelInfo, layout: KvLayout) -> str:
-    """Base, arithmetic and KV layout. The rope variant is the base's: no adapter changes it."""
+    """Base, arithmetic and KV layout. What rope an adapter brings is told of each request."""
     parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
     return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))
 

@@ -73,9 +73,7 @@ class GpuPath:
         self._graphs: DecodeGraphs | None = None
         if arena.data.is_cuda:
             warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
-        # Experts are chosen on the host, and so is which rotation a request has: no graph holds it.
-        has_choices = model.config.moe is not None or model.config.rope_switch_len is not None
-        if arena.data.is_cuda and not has_choices:
+        if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
             inputs = self.decode_inputs(kv)
             self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
             self._graphs.capture()
@@ -83,7 +81,8 @@ class GpuPath:
     def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
         """Static inputs for graphs of this runner."""
         max_model_len = self._model.config.max_position_embeddings
-        return DecodeInputs(kv, self.lora, max_model_len, self._itemsize, self._heads)
+        ropes = self._model.ropes
+        return DecodeInputs(kv, self.lora, ropes, max_model_len, self._itemsize, self._heads)
 
     def enter(self, slot: int) -> None:
         """Copy a slot of the table to the device."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
 from services.worker.adapters.source import check_digest
@@ -35,8 +36,9 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
         _refuse("prompt_ids", "[]", "must hold at least one token")
     if submit.pools and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
         _refuse("pools", "true", "goes with max_tokens 0, and without output_ids and grammar")
-    if submit.adapters.adapters:  # which may add tokens: `facts.admit` knows how many
-        limits = replace(limits, vocab_size=limits.vocab_size + MAX_ADDED_TOKENS)
+    if submit.adapters.adapters:  # which may add tokens and context: `facts.admit` knows how many
+        vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
+        limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
     _check_ids("prompt_ids", submit.prompt_ids, limits.vocab_size)
     _check_ids("output_ids", submit.output_ids, limits.vocab_size)
     _check_lengths(submit, limits)

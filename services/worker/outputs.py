@@ -37,7 +37,8 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
         return FinishReason.STOP
     if num_output and num_output >= sampling.min_tokens:
         last = request.output_ids[-1]
-        if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
+        is_eos = last in request.eos_ids(eos_token_ids)
+        if last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos):
             return FinishReason.STOP
     return FinishReason.LENGTH if num_output >= sampling.max_tokens else 0
 
@@ -47,7 +48,8 @@ def stop_token(request: Request, reason: int, eos_token_ids: Sequence[int]) -> i
     if reason != FinishReason.STOP or not request.output_ids:
         return None
     last = request.output_ids[-1]
-    return last if last in eos_token_ids or last in request.sampling.stop_token_ids else None
+    is_end = last in request.eos_ids(eos_token_ids) or last in request.sampling.stop_token_ids
+    return last if is_end else None
 
 
 def timings(request: Request) -> tuple[float, float, float]:

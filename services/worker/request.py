@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -67,6 +68,15 @@ class AdapterSet:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class OwnRope(NamedTuple):
+    """A rotary embedding that a request's adapter brings."""
+
+    key: str
+    """Names it: KV of another cannot be used."""
+    switch_len: int | None
+    """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A language that the whole output must belong to."""
@@ -123,8 +133,12 @@ class Request:
     """Ends with the hidden state of its last prompt token instead of output."""
     constraint: Constraint | None = None
     """Set where the request has a grammar, before it is scheduled."""
+    rope: OwnRope | None = None
+    """Set where its adapter brings a rotary embedding; None = the base's."""
     is_long: bool = False
-    """Longer than the base's rotary embedding switches at: its KV is another from token 0 on."""
+    """Longer than its rotary embedding switches at: its KV is another from token 0 on."""
+    own_eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output in place of the base's EOS ids; empty = the base's do."""
     adapters_from: int = 0
     """First position at which its adapters act; above 0 with an activated LoRA only."""
     is_held: bool = False
@@ -161,6 +175,10 @@ class Request:
     def max_num_tokens(self) -> int:
         """The most tokens whose KV this request can ever hold."""
         return len(self.prompt_ids) + self.sampling.max_tokens
+
+    def eos_ids(self, base_eos_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens that end its output."""
+        return self.own_eos_ids or base_eos_ids
 
     def token_at(self, position: int) -> int:
         """Token id at an absolute position."""

@@ -33,6 +33,7 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.families import read_model_config
 from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from services.worker.model.own_rope import base_ropes
 from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
 from services.worker.numerics import (
     dtype_name,
@@ -263,8 +264,8 @@ def build_runner(
     geometry = base_geometry(model_dir, config, sites.table)
     is_native = isinstance(operators, NativeOperators)
     facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
-    layout = AdapterLayout(groups.block_bytes, *facts, sites.table)
-    adapters = AdapterWeights(arena, max_resident)
+    layout = AdapterLayout(groups.block_bytes, *facts, sites.table, base_ropes(config))
+    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes)
     values = SiteValues(sites, layout, torch_device)
     packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
     loader = AdapterLoader(adapters, packer, executors)
@@ -274,7 +275,7 @@ def build_runner(
     gpu = _gpu_path(model, operators, kv, adapters, (max_resident, max_lora_rank, max_num_tokens))
     make_metadata = operators.make_metadata
     batches = BatchMaker(
-        kv, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
+        kv, model.ropes, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
     )
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, arena, kv, loader, layout, info, batches)

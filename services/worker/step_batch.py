@@ -12,6 +12,7 @@ from services.worker.attention.backend import AttentionMetadata, KvCacheParams
 from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
+from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, StepPlan
@@ -25,6 +26,7 @@ class BatchMaker:
     """What all batches of a runner share."""
 
     kv: KvBuffer
+    ropes: Ropes
     deltas: DeltaTable
     device: torch.device
     max_num_tokens: int
@@ -43,16 +45,18 @@ class BatchMaker:
             token_ids += row.request.tokens(row.start, row.start + row.num_tokens)
             positions += range(row.start, row.start + row.num_tokens)
         position_ids = torch.tensor(positions, device=self.device)
-        is_long = None
-        if any(row.request.is_long for row in plan.rows):
-            flags = [flag for row in plan.rows for flag in [row.request.is_long] * row.num_tokens]
-            is_long = torch.tensor(flags, device=self.device)
+        rope_rows = None
+        by_row = [self.ropes.row(row.slots, row.request.is_long) for row in plan.rows]
+        if any(by_row):
+            counts = [row.num_tokens for row in plan.rows]
+            rope_rows = torch.tensor(by_row).repeat_interleave(torch.tensor(counts))
+            rope_rows = rope_rows.to(self.device)
         return ForwardBatch(
             input_ids=torch.tensor(token_ids, device=self.device),
             positions=position_ids,
             attention=self._attention(plan, position_ids),
             lora=self._lora(plan),
-            is_long=is_long,
+            rope_rows=rope_rows,
         )
 
     def _lora(self, plan: StepPlan) -> LoraBatch:

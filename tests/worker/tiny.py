@@ -14,6 +14,8 @@ from loraplex.adapter_format.validate import validate
 from services.common.objects.store import ObjectStore
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.source import blob_key
+from services.worker.model.config import RopeConfig
+from services.worker.model.own_rope import BaseRopes
 from services.worker.model.sites import LINEAR, SiteTableBuilder
 from tests.adapter_format.builders import good_config, with_header
 
@@ -120,7 +122,10 @@ def layout(max_rank: int = 64, block_bytes: int = 1024) -> AdapterLayout:
         for names in stacked:
             modules = [(f"model.layers.{layer}.{name}", LINEARS[name][0]) for name in names]
             sites.add(layer, LINEAR, LINEARS[names[0]][1], modules)
-    return AdapterLayout(block_bytes, "F32", False, max_rank, "tiny", sites.build())
+    ropes = BaseRopes(
+        (RopeConfig(HIDDEN // 4, 10000.0),) * NUM_LAYERS, (True,) * NUM_LAYERS, CONTEXT
+    )
+    return AdapterLayout(block_bytes, "F32", False, max_rank, "tiny", sites.build(), ropes)
 
 
 async def publish(store: ObjectStore, geometry: Geometry, folder: Path) -> str:

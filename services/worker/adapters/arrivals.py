@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.facts import admit
+from services.worker.adapters.facts import BaseFacts, admit
 from services.worker.adapters.residency import Load
 from services.worker.messages import Fetched
 from services.worker.request import Request
@@ -126,16 +126,16 @@ class Arrivals:
         return loaded
 
     def refusals(
-        self, requests: Sequence[Request], vocab_size: int
+        self, requests: Sequence[Request], base: BaseFacts
     ) -> list[tuple[Request, LoraplexError]]:
         """Requests whose adapters are all here and that may not run with them. The others learn
-        from where on their adapters act."""
+        what their adapters are to them."""
         refused: list[tuple[Request, LoraplexError]] = []
         for request in requests:
             digests = request.adapters.digests
             if digests and self._cache.ready(digests):
                 try:
-                    admit(request, self._cache.facts(digests), vocab_size)
+                    admit(request, self._cache.facts(digests), base)
                 except InvalidRequest as error:
                     refused.append((request, error))
         return refused

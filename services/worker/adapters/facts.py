@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from loraplex.errors import InvalidRequest
-from services.worker.request import Request
+from services.worker.request import OwnRope, Request
 
 NEVER = sys.maxsize
 """Position from which on an adapter acts that is never invoked."""
@@ -25,13 +26,30 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     """What of it cannot be added to another adapter's; "" = nothing."""
     has_gain: bool = False
     """DoRA: its gains are for weight 1."""
+    eos_token_ids: list[int] = []
+    """Tokens that end its output; none = the base's."""
+    rope_scaling: str = ""
+    """JSON of its own `RopeScaling`; "" = it turns as the base."""
+    context_tokens: int = 0
+    """Prompt and output together under its own rotary embedding; 0 = the base's."""
+    rope_switch_len: int | None = None
+    """See `own_rope.switch_len_of`, of its own."""
 
 
-def admit(request: Request, facts: Sequence[AdapterFacts], base_vocab_size: int) -> None:
-    """Check a request against its adapters, and note from where on they act. Mutates it.
+@dataclass(frozen=True, slots=True)
+class BaseFacts:
+    """What holds for requests whose adapters say nothing else."""
+
+    vocab_size: int
+    context_tokens: int
+
+
+def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> None:
+    """Check a request against its adapters, and note what they are to it. Mutates it.
 
     Raises:
-        InvalidRequest: adapters that do not combine, or token ids that they do not have.
+        InvalidRequest: adapters that do not combine, token ids that they do not have, or more
+            tokens than their context.
     """
     digests = request.adapters.adapters
     for (digest, weight), fact in zip(digests, facts, strict=True):
@@ -42,11 +60,16 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base_vocab_size: int)
             why = f"{digest} uses DoRA, whose gains are trained for weight 1; leave the weight out"
             raise InvalidRequest.field("adapters.weight", f"{weight} of {digest}", why)
     own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
-    _check_ids(request, own_sizes[0] if own_sizes else base_vocab_size)
+    _check_ids(request, own_sizes[0] if own_sizes else base.vocab_size)
+    _check_length(request, max([base.context_tokens, *(f.context_tokens for f in facts)]))
     invoked = [fact.invocation_tokens for fact in facts if fact.invocation_tokens]
     if invoked:
         request.adapters_from = last_place(request.prompt_ids, invoked[0])
         request.prefix_hashes.clear()
+    if len(facts) == 1:
+        request.own_eos_ids = tuple(facts[0].eos_token_ids)
+        if facts[0].rope_scaling:
+            request.rope = OwnRope(facts[0].rope_scaling, facts[0].rope_switch_len)
 
 
 def last_place(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
@@ -56,6 +79,16 @@ def last_place(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
         if prompt_ids[start] == wanted[0] and prompt_ids[start : start + len(wanted)] == wanted:
             return start
     return NEVER
+
+
+def _check_length(request: Request, context_tokens: int) -> None:
+    if request.max_num_tokens > context_tokens:
+        num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+        why = (
+            f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) exceed the context of "
+            f"{context_tokens} tokens: shorten one of them"
+        )
+        raise InvalidRequest.field("sampling.max_tokens", max_tokens, why)
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:

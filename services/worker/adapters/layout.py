@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from services.worker.model.own_rope import BaseRopes
 from services.worker.model.sites import SiteTable
 
-IMAGE_VERSION = 3
+IMAGE_VERSION = 4
 """Of the images' format and of the arithmetic that fills them: raised with every change of either.
 """
 HALF_DTYPES = ("BF16", "F16")
@@ -28,6 +29,8 @@ class AdapterLayout:
     base_key: str
     """Names the base's geometry and weights: DoRA's gains depend on them."""
     sites: SiteTable
+    ropes: BaseRopes
+    """The base's; what an adapter's are made from."""
 
     def lora_dtype(self, published: str) -> str:
         """What A and B are packed as."""
@@ -39,5 +42,6 @@ class AdapterLayout:
         """Images of equal fingerprints hold the same bytes for an adapter."""
         sites = (self.sites.sites, sorted(self.sites.places.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.max_rank)
-        parts = repr((IMAGE_VERSION, types, self.base_key, sites))
+        tokens = self.ropes.max_position_embeddings
+        parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens))
         return hashlib.sha256(parts.encode()).hexdigest()[:16]

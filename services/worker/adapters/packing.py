@@ -31,6 +31,7 @@ from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.site_plan import ItemBytes, Part, Role, SitePlan, plan_sites
 from services.worker.adapters.tiles import Packing, TileLayout, TilePlace
 from services.worker.adapters.values import Read, TensorFile, Values, check_finite, itemsize
+from services.worker.model.own_rope import BaseRopes, own_ropes, switch_len_of
 from services.worker.model.sites import EMBEDDING
 
 PLAIN_ROLES = frozenset({Role.A, Role.B, Role.LORA_BIAS})
@@ -94,7 +95,7 @@ class Packer:
         plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
         packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
         packed = self._fill(plans, packing, changed, file.read)
-        return packed.told(_facts_of(packed.index.sites, report.config))
+        return packed.told(_facts_of(packed.index.sites, report.config, self._layout.ropes))
 
     def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
         if self._base is None:
@@ -188,12 +189,16 @@ _ALONE = {
 """Why an adapter with such a part combines with no other."""
 
 
-def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig) -> AdapterFacts:
+def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRopes) -> AdapterFacts:
+    """Raises InvalidAdapter for a rotary embedding that the base cannot have."""
     roles = {Role(role.role) for site in sites for role in site.roles}
     reasons = [why for role, why in _ALONE.items() if role in roles]
     vocab_size = max((site.num_rows for site in sites), default=0)
     if vocab_size:
         reasons.insert(0, "has a vocabulary of its own")
+    scaling = config.rope_scaling
+    if scaling is not None:
+        reasons.insert(0, "has a rope scaling of its own")
     if config.alora_invocation_tokens:
         reasons.insert(0, "is an activated LoRA")
     return AdapterFacts(
@@ -201,6 +206,10 @@ def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig) -> AdapterFact
         invocation_tokens=list(config.alora_invocation_tokens or ()),
         alone_because=reasons[0] if reasons else "",
         has_gain=Role.GAIN in roles,
+        eos_token_ids=list(config.eos_token_ids),
+        rope_scaling=scaling.to_json() if scaling else "",
+        context_tokens=scaling.context_tokens(ropes.max_position_embeddings) if scaling else 0,
+        rope_switch_len=switch_len_of(own_ropes(ropes, scaling)) if scaling else None,
     )
 
 

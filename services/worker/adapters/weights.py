@@ -11,20 +11,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loraplex.adapter_format.rope_scaling import parse
 from services.worker.adapters.base_values import TORCH_DTYPES
 from services.worker.adapters.image import Image, ImageIndex, PackedRole, PackedSite
 from services.worker.adapters.site_plan import Role
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
+from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import ArenaBuffer
+from services.worker.model.own_rope import BaseRopes, own_ropes
 
 
 class AdapterWeights:
     """The adapters of one base on one device."""
 
-    def __init__(self, arena: ArenaBuffer, max_resident: int) -> None:
+    def __init__(
+        self,
+        arena: ArenaBuffer,
+        max_resident: int,
+        ropes: Ropes,
+        base_ropes: BaseRopes,
+    ) -> None:
+        """`ropes` of the model, where adapters' own, made from `base_ropes`, have rows."""
         self.table: dict[tuple[int, int], SiteDelta] = {}
         self._arena = arena
         self._max_resident = max_resident
+        self._ropes = ropes
+        self._base_ropes = base_ropes
+        ropes.reserve(max_resident)
         self._sites_of_slot: dict[int, tuple[int, ...]] = {}
         self._side: _SideStream | None = None
         if arena.data.device.type == "cuda":
@@ -57,11 +70,14 @@ class AdapterWeights:
             delta = _site_delta(site, own_scales, begins, flats)
             self.table[slot, site.site_id] = delta
         self._sites_of_slot[slot] = tuple(site.site_id for site in index.sites)
+        if index.facts.rope_scaling:
+            self._ropes.enter(slot, own_ropes(self._base_ropes, parse(index.facts.rope_scaling)))
 
     def unload(self, slot: int) -> None:
         """Take `slot` out of the tables; its blocks may be reused at once."""
         for site_id in self._sites_of_slot.pop(slot):
             del self.table[slot, site_id]
+        self._ropes.remove(slot)
 
 
 class _SideStream:

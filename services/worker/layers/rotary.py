@@ -23,28 +23,41 @@ Rotate = Callable[[Tensor, CosSin, int], Tensor]
 
 
 class Rotary:
-    """Rotations of one RopeConfig."""
+    """Rotations of one RopeConfig, and of adapters that bring another in its place: rows of a table
+    of frequencies. Row 0 is the config's own, row 1 the same for long sequences."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.dim = config.dim
-        frequencies, self._factor = _frequencies(config)
-        self._frequencies = frequencies.to(device)
-        self._long_frequencies = self._frequencies
-        if config.kind == "longrope":
-            self._long_frequencies = _longrope(config, "long_factor").to(device)
+        self._frequencies = torch.zeros(0, config.dim // 2, device=device)
+        self._factors = torch.zeros(0, device=device)
+        self.reserve(2)
+        self.set(0, config)
+        self._base = self._frequencies[0].clone(), float(self._factors[0])
 
-    def cos_sin(
-        self, positions: Tensor, dtype: torch.dtype, is_long: Tensor | None = None
-    ) -> CosSin:
-        """Cosines and sines for int64 positions `[T]`.
+    def reserve(self, num_rows: int) -> None:
+        """Make room for rows, before anything knows the table's address."""
+        num_new = num_rows - len(self._factors)
+        assert num_new >= 0, (num_rows, len(self._factors))
+        new_rows = self._frequencies.new_zeros(num_new, self.dim // 2)
+        self._frequencies = torch.cat((self._frequencies, new_rows))
+        self._factors = torch.cat((self._factors, self._factors.new_zeros(num_new)))
 
-        `is_long`, bool `[T]`: of sequences longer than `RopeConfig.switch_len`; None = none is.
-        """
-        frequencies = self._frequencies
-        if is_long is not None:
-            frequencies = torch.where(is_long[:, None], self._long_frequencies, frequencies)
+    def set(self, row: int, config: RopeConfig) -> None:
+        """Fill `row` and the next, for long sequences, which no step reads meanwhile."""
+        frequencies, factor = _frequencies(config)
+        long = _longrope(config, "long_factor") if config.kind == "longrope" else frequencies
+        self._frequencies[row : row + 2] = torch.stack((frequencies, long))
+        self._factors[row : row + 2] = factor
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype, rows: Tensor | None = None) -> CosSin:
+        """Cosines and sines for int64 positions `[T]`, by rows of the table, int64 `[T]`; None =
+        row 0 for all."""
+        frequencies, factor = self._base
+        own_factor: Tensor | float = factor
+        if rows is not None:
+            frequencies, own_factor = self._frequencies[rows], self._factors[rows][:, None]
         angles = positions[:, None].float() * frequencies
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        cos, sin = angles.cos() * own_factor, angles.sin() * own_factor
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 

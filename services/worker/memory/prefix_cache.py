@@ -212,7 +212,7 @@ class PrefixCache:
 
     def _root(self, request: Request) -> bytes:
         """The salt may be a user's: it divides a tenant's blocks, and never leads to another's."""
-        rope = "long" if request.is_long else ""
+        rope = request.is_long, request.rope.key if request.rope else ""
         adapters = AdapterSet() if request.adapters_from else request.adapters
         parts = (self._base_key, rope, adapters.key(), request.tenant, request.cache_salt)
         return hashlib.sha256(repr(parts).encode()).digest()

@@ -20,6 +20,5 @@ class ForwardBatch:
     """int64 `[T]`, absolute."""
     attention: AttentionMetadata
     lora: LoraBatch
-    is_long: Tensor | None = None
-    """bool `[T]`: tokens of requests that are longer than the base's rotary embedding switches at;
-    None where none is."""
+    rope_rows: Tensor | None = None
+    """int64 `[T]`: see `layers.ropes.Ropes.row`; None where all turn as the base's short ones."""

@@ -16,7 +16,8 @@ from services.worker.layers.embedding import LoraEmbedding
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.norm import Norm
-from services.worker.layers.rotary import CosSin, Rotary
+from services.worker.layers.ropes import Ropes
+from services.worker.layers.rotary import CosSin
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.config import ModelConfig
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
@@ -96,8 +97,7 @@ class Decoder:
         self._layers = layers
         self._norm = norm
         self._head = head
-        ropes = {rope: Rotary(rope, embedding.weight.device) for rope in config.ropes}
-        self._rotaries = tuple(ropes[rope] for rope in config.ropes)
+        self.ropes = Ropes(config.ropes, embedding.weight.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -112,11 +112,10 @@ class Decoder:
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
-        rotaries = set(self._rotaries)
-        angles = {r: r.cos_sin(batch.positions, x.dtype, batch.is_long) for r in rotaries}
+        turns = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
         update = None
-        for layer, rotary in zip(self._layers, self._rotaries, strict=True):
-            update = layer.forward(x, update, angles[rotary], batch)
+        for layer, cos_sin in zip(self._layers, turns, strict=True):
+            update = layer.forward(x, update, cos_sin, batch)
         return self._norm.forward(x, batch.lora, update)
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:

@@ -74,7 +74,7 @@ def _mask_tokens(row: Tensor, request: Request, eos_ids: Sequence[int]) -> None:
         row[allowed] = kept
     masked = list(params.bad_token_ids)
     if len(request.output_ids) < params.min_tokens:
-        masked += [*params.stop_token_ids, *eos_ids]
+        masked += [*params.stop_token_ids, *request.eos_ids(eos_ids)]
     if masked:
         row[torch.tensor(masked, device=row.device)] = MINUS_INF
 

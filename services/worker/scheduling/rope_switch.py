@@ -1,4 +1,4 @@
-"""Requests of bases whose rotary embedding is another for long sequences, from token 0 on.
+"""Requests whose rotary embedding is another for long sequences, from token 0 on.
 
 Such a request is long when it has more known tokens than `switch_len`. Nothing that was computed
 before it grew long can be used after: it starts again, as if it had been preempted.
@@ -11,20 +11,21 @@ from collections.abc import Iterable
 from services.worker.request import Request
 
 
-def is_long(request: Request, switch_len: int | None) -> bool:
+def is_long(request: Request, base_switch_len: int | None) -> bool:
     """Whether its KV must be that of a long sequence."""
+    switch_len = base_switch_len if request.rope is None else request.rope.switch_len
     return switch_len is not None and request.num_tokens > switch_len
 
 
-def measure(request: Request, switch_len: int | None) -> None:
+def measure(request: Request, base_switch_len: int | None) -> None:
     """Note what the request is before its KV is looked up or computed. Mutates it."""
-    if is_long(request, switch_len) != request.is_long:
+    if is_long(request, base_switch_len) != request.is_long:
         request.is_long = not request.is_long
         request.prefix_hashes.clear()
 
 
-def outgrown(requests: Iterable[Request], switch_len: int | None) -> list[Request]:
+def outgrown(requests: Iterable[Request], base_switch_len: int | None) -> list[Request]:
     """Those whose KV was computed when they were short, and that no longer are."""
-    if switch_len is None:
-        return []
-    return [r for r in requests if is_long(r, switch_len) and not r.is_long]
+    if base_switch_len is None:
+        requests = [request for request in requests if request.rope is not None]
+    return [r for r in requests if is_long(r, base_switch_len) and not r.is_long]

@@ -91,7 +91,8 @@ class Driver:
 
     def _switch_rope(self, request: Request) -> None:
         """As the scheduler does: a request that has grown long is computed anew."""
-        switch_len = self.runner.model_info().rope_switch_len
+        base_switch_len = self.runner.model_info().rope_switch_len
+        switch_len = request.rope.switch_len if request.rope else base_switch_len
         if switch_len is not None and request.num_tokens > switch_len and not request.is_long:
             self._free += [block for table in request.block_tables for block in table]
             request.block_tables, request.num_computed, request.is_long = [], 0, True

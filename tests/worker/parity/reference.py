@@ -54,6 +54,11 @@ class Reference:
         short = model(torch.tensor([first]), **_offsets(model, first, num_prompt)).logits[0]
         return torch.cat((short, whole[switch_len:]))
 
+    @property
+    def names(self) -> list[str | None]:
+        """Adapters, and None for the base."""
+        return list(self._models)
+
     def model(self, adapter: str | None) -> torch.nn.Module:
         """The base, or PEFT's model of an adapter."""
         return self._models[adapter]
