@@ -161,7 +161,7 @@ class ValidateAdapterResponse(_message.Message):
     def __init__(self, warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., base_id: _Optional[str] = ..., max_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling")
+    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling", "rope_scaling", "eos_token_ids")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,8 @@ class AdapterVersion(_message.Message):
     SIGNERS_FIELD_NUMBER: _ClassVar[int]
     PULLABLE_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ROPE_SCALING_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: str
     version: int
@@ -215,7 +217,9 @@ class AdapterVersion(_message.Message):
     signers: _containers.RepeatedScalarFieldContainer[str]
     pullable: bool
     pooling: AdapterPooling
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ...) -> None: ...
+    rope_scaling: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdapterPooling(_message.Message):
     __slots__ = ("task_type", "num_labels", "labels", "problem_type", "pad_token_id", "pooling", "normalize")
