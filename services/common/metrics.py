@@ -57,6 +57,7 @@ class MetricsServer:
                 setting, listen, f"cannot listen on {listen}: {error.strerror}; choose another port"
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
+        logger.info("metrics listening", extra={"port": self.port})
 
     async def stop(self) -> None:
         """Close the listening socket."""

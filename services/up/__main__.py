@@ -31,12 +31,7 @@ def _run(config: flags.UpConfig) -> int:
     for warning in env.unknown_variables(os.environ):
         logger.warning(warning)
     state = StateDir(config.state_dir)
-    wanted = {
-        "--http-port": config.http_port,
-        "--grpc-port": config.grpc_port,
-        "--registry-port": config.registry_port,
-    }
-    addresses = addresses_of(config.host, choose_ports(config.host, wanted))
+    addresses = addresses_of(choose_ports(config.doors))
     specs = child_specs(config, addresses, state, os.environ)
     line = (
         f"loraplex ready http://{addresses.http} grpc {addresses.grpc} "
@@ -46,13 +41,16 @@ def _run(config: flags.UpConfig) -> int:
     # Loaded only now: --help must not wait for gRPC.
     import asyncio
 
-    from services.up.supervisor import Supervisor
+    from services.up.supervisor import ChildFailed, Supervisor
 
     async def supervise() -> int:
         return await Supervisor(specs, config.drain_s, line).run()
 
     try:
         return asyncio.run(supervise())
+    except ChildFailed as error:
+        print(f"loraplex up: {error.message}", file=sys.stderr)
+        return error.exit_code
     finally:
         state.release()
 

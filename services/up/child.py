@@ -17,7 +17,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 STEADY_S = 30.0
 """A child that ran this long starts again without a growing pause."""
-USAGE_EXIT = 2
+HOPELESS_EXITS = (2, 4)
+"""Bad usage, and a name that is taken: the next start would end like this one."""
 MAX_FAILED_STARTS = 3
 """Deaths before the child was ready once; then it is given up."""
 
@@ -35,8 +36,8 @@ class Child:
     async def keep_running(self) -> int:
         """Run until stopped. Returns the exit code of the last process.
 
-        Returns early where starting again makes no sense: bad usage, or failed starts before the
-        child was ready once.
+        Returns early where starting again makes no sense: bad usage, a clash, or failed starts
+        before the child was ready once.
         """
         pause_s = FIRST_PAUSE_S
         failed_starts = 0
@@ -47,7 +48,7 @@ class Child:
                 return code
             if not self.was_ready:
                 failed_starts += 1
-                if code == USAGE_EXIT or failed_starts >= MAX_FAILED_STARTS:
+                if code in HOPELESS_EXITS or failed_starts >= MAX_FAILED_STARTS:
                     return code
             if asyncio.get_running_loop().time() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S

@@ -18,6 +18,23 @@ from services.common.units import whole
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+DOORS = {
+    "--http-port": env.HTTP_LISTEN,
+    "--grpc-port": env.GATEWAY_LISTEN,
+    "--registry-port": env.REGISTRY_LISTEN,
+}
+"""Which variable stands in for which flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where one server that people reach listens."""
+
+    host: str
+    port: int
+    """0 = any free one."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpConfig:
     """What to run and where."""
@@ -27,11 +44,10 @@ class UpConfig:
     served_model_name: str
     """"" = chosen by the worker."""
     state_dir: Path
-    host: str
-    http_port: int
-    grpc_port: int
-    registry_port: int
-    """Ports; 0 = any free one."""
+    doors: Mapping[str, Door]
+    """Where to listen, by the flag of the port: --http-port, --grpc-port, --registry-port."""
+    metrics_listen: str
+    """First of a row of ports, one a child; "" = nowhere."""
     num_workers: int
     device: str
     dtype: str
@@ -66,11 +82,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         model=_model(given("model", env.MODEL)),
         served_model_name=given("served_model_name", env.SERVED_MODEL_NAME),
         state_dir=_state_dir(given("state_dir", env.STATE_DIR), environ),
-        host=args.host,
-        http_port=_parsed("--http-port", args.http_port, whole(0, 65535)),
-        grpc_port=_parsed("--grpc-port", args.grpc_port, whole(0, 65535)),
-        registry_port=_parsed("--registry-port", args.registry_port, whole(0, 65535)),
-        num_workers=_parsed("--workers", args.workers, whole(1, 64)),
+        doors={flag: _door(flag, args, environ) for flag in DOORS},
+        metrics_listen=_no_socket(env.METRICS_LISTEN, environ),
+        num_workers=_num_workers(args.workers, environ),
         device=given("device", env.DEVICE),
         dtype=given("dtype", env.DTYPE),
         load_format=given("load_format", env.LOAD_FORMAT),
@@ -105,6 +119,30 @@ def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidRequest.field(flag, text, str(error)) from None
 
 
+def _door(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Door:
+    """The flags, else the variable, else its default."""
+    host, _, port = _no_socket(DOORS[flag], environ).rpartition(":")
+    given = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return Door(
+        args.host or host.strip("[]"),
+        int(port) if given is None else _parsed(flag, given, whole(0, 65535)),
+    )
+
+
+def _no_socket(knob: env.Knob[str], environ: Mapping[str, str]) -> str:
+    listen = knob.read(environ)
+    if listen.startswith("unix:"):
+        raise InvalidRequest.field(knob.name, listen, "loraplex up needs HOST:PORT")
+    return listen
+
+
+def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
+    """A gateway of its own gets addresses in LORAPLEX_WORKERS; here it is a number, as the flag."""
+    if given is not None:
+        return int(_parsed("--workers", given, whole(1, 64)))
+    return int(_parsed(env.WORKERS.name, environ.get(env.WORKERS.name) or "1", whole(1, 64)))
+
+
 def _model(model: str) -> str:
     if not model:
         raise InvalidRequest.field(
@@ -112,6 +150,8 @@ def _model(model: str) -> str:
         )
     folder = Path(model).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InvalidRequest.field("--model", model, "the folder has no config.json")
         return str(folder.resolve())
     if model.startswith("s3://") or (_HUB_ID.fullmatch(model) and not folder.parent.is_dir()):
         return model
@@ -126,13 +166,16 @@ def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def _check_bind(config: UpConfig) -> None:
-    if is_loopback(config.host) or config.auth == "keys" or config.insecure:
+    if config.auth == "keys" or config.insecure:
         return
-    raise InvalidRequest.field(
-        "--host",
-        config.host,
-        "would let other machines in without a key: set LORAPLEX_AUTH=keys, or add --insecure",
-    )
+    for flag, door in config.doors.items():
+        if not is_loopback(door.host):
+            raise InvalidRequest.field(
+                "--host",
+                door.host,
+                f"{door.host} ({DOORS[flag].name}) would let other machines in without a key: "
+                "set LORAPLEX_AUTH=keys, or add --insecure",
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,11 +189,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="the base model")
     parser.add_argument("--served-model-name", metavar="ID", help="id that clients use for it")
     parser.add_argument("--state-dir", metavar="DIR", help="adapters and caches live here")
-    parser.add_argument("--host", default="127.0.0.1", help="where gateway and registry listen")
-    parser.add_argument("--http-port", default="8080", metavar="PORT", help="OpenAI API; 0 = free")
-    parser.add_argument("--grpc-port", default="50051", metavar="PORT", help="gateway gRPC")
-    parser.add_argument("--registry-port", default="50052", metavar="PORT", help="registry gRPC")
-    parser.add_argument("--workers", default="1", metavar="N", help="worker processes (1)")
+    parser.add_argument("--host", help="where gateway and registry listen (127.0.0.1)")
+    parser.add_argument("--http-port", metavar="PORT", help="OpenAI API (8080); 0 = any free one")
+    parser.add_argument("--grpc-port", metavar="PORT", help="gateway gRPC (50051)")
+    parser.add_argument("--registry-port", metavar="PORT", help="registry gRPC (50052)")
+    parser.add_argument("--workers", metavar="N", help="worker processes (1)")
     parser.add_argument("--device", help="auto, cpu or cuda")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--load-format", help="auto, or dummy for random weights")

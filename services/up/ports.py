@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 
 from loraplex.errors import AlreadyExists, InvalidRequest
+from services.up.flags import Door
 
 
 def address_of(host: str, port: int) -> str:
@@ -13,24 +15,24 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
+def choose_ports(wanted: Mapping[str, Door]) -> dict[str, Door]:
     """A usable port for each flag.
 
     Args:
-        wanted: port by flag; 0 = any free one.
+        wanted: door by flag; port 0 = any free one.
 
     Raises:
         AlreadyExists: a port is taken; names port and flag.
-        InvalidRequest: `host` is not an address of this machine.
+        InvalidRequest: a host is not an address of this machine.
     """
     held: list[socket.socket] = []
-    chosen: dict[str, int] = {}
+    chosen: dict[str, Door] = {}
     try:
         # Explicit ports first, so that a free one drawn for another flag is not one of them.
-        for flag, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            holder = _bound(host, port, flag)
+        for flag, door in sorted(wanted.items(), key=lambda item: item[1].port == 0):
+            holder = _bound(door.host, door.port, flag)
             held.append(holder)
-            chosen[flag] = holder.getsockname()[1]
+            chosen[flag] = Door(door.host, holder.getsockname()[1])
     finally:
         for holder in held:
             holder.close()

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 TELL_EVERY_S = 15.0
+_TELLING_EXITS = range(2, 8)
+"""Those of the table in docs/reference.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
 """Beyond the drain time, for a child to close its files."""
 
@@ -25,6 +27,14 @@ class ChildFailed(LoraplexError):
     """A child ended before the stack was ready and would end again."""
 
     reason = "CHILD_FAILED"
+
+    def __init__(self, name: str, exit_code: int) -> None:
+        super().__init__(
+            f"the {name} ended with exit code {exit_code} and would again: its last lines above "
+            "say why"
+        )
+        self.exit_code = exit_code if exit_code in _TELLING_EXITS else 1
+        """What `up` ends with."""
 
 
 class Supervisor:
@@ -56,10 +66,7 @@ class Supervisor:
             await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
             failed = next((task for task in running if task.done()), None)
             if failed is not None and self._signal is None:
-                raise ChildFailed(
-                    f"the {failed.get_name()} ended with exit code {failed.result()} and would "
-                    "again: its last lines above say why"
-                )
+                raise ChildFailed(failed.get_name(), failed.result())
         finally:
             announcing.cancel()
             await self._drain()

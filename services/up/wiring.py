@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import services
-from services.up.flags import UpConfig
+from loraplex.errors import InvalidRequest
+from services.common import env
+from services.up.flags import DOORS, Door, UpConfig
 from services.up.ports import address_of
 from services.up.state import StateDir
 
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
 _ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}
 
 
@@ -31,7 +34,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where people reach the stack."""
+    """Where people reach the stack, in the order of DOORS."""
 
     http: str
     grpc: str
@@ -64,20 +67,33 @@ def child_specs(
             "LORAPLEX_HTTP_LISTEN": addresses.http,
             "LORAPLEX_REGISTRY_ADDRESS": registry.health,
             "LORAPLEX_WORKERS": ",".join(worker.health for worker in workers),
-            **_present(environ, "LORAPLEX_METRICS_LISTEN", "LORAPLEX_METADATA"),
+            **_present(environ, "LORAPLEX_METADATA"),
         },
         _reachable(addresses.grpc),
     )
-    return [gateway, *workers, registry]
+    specs = [gateway, *workers, registry]
+    return _with_metrics(specs, config.metrics_listen)
 
 
-def addresses_of(host: str, ports: Mapping[str, int]) -> Addresses:
-    """Addresses for the ports chosen for the flags."""
-    return Addresses(
-        http=address_of(host, ports["--http-port"]),
-        grpc=address_of(host, ports["--grpc-port"]),
-        registry=address_of(host, ports["--registry-port"]),
-    )
+def addresses_of(doors: Mapping[str, Door]) -> Addresses:
+    """Addresses for what was chosen for the flags."""
+    return Addresses(*(address_of(doors[flag].host, doors[flag].port) for flag in DOORS))
+
+
+def _with_metrics(specs: list[ChildSpec], listen: str) -> list[ChildSpec]:
+    """One address stands for the first of as many ports in a row; port 0 is any, for each."""
+    if not listen:
+        return specs
+    host, _, port = listen.rpartition(":")
+    first, last = int(port), int(port) + len(specs) - 1
+    if first and last > MAX_PORT:
+        why = f"takes the ports {first} to {last}, the last there is is {MAX_PORT}"
+        raise InvalidRequest.field(env.METRICS_LISTEN.name, listen, why)
+    ports = range(first, last + 1) if first else [0] * len(specs)
+    return [
+        replace(spec, environ={**spec.environ, env.METRICS_LISTEN.name: f"{host}:{port}"})
+        for spec, port in zip(specs, ports, strict=True)
+    ]
 
 
 def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, str]) -> ChildSpec:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from services.up import child as child_module
-from services.up.child import MAX_FAILED_STARTS, USAGE_EXIT, Child
+from services.up.child import HOPELESS_EXITS, MAX_FAILED_STARTS, Child
 from services.up.wiring import ChildSpec
 
 REPO = Path(__file__).parents[2]
@@ -52,9 +52,10 @@ async def test_gives_up_after_failed_starts(tmp_path: Path) -> None:
     assert len((tmp_path / "ran").read_text()) == MAX_FAILED_STARTS
 
 
-async def test_bad_usage_is_not_tried_again(tmp_path: Path) -> None:
-    child = _child(tmp_path, LOGS_AND_DIES.format(code=USAGE_EXIT))
-    assert await child.keep_running() == USAGE_EXIT
+@pytest.mark.parametrize("code", HOPELESS_EXITS)
+async def test_bad_usage_and_clashes_are_not_tried_again(tmp_path: Path, code: int) -> None:
+    child = _child(tmp_path, LOGS_AND_DIES.format(code=code))
+    assert await child.keep_running() == code
     assert (tmp_path / "ran").read_text() == "x"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.up.flags import is_loopback, parse
+from services.up.flags import Door, is_loopback, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 MODEL = ["--model", BASE]
@@ -15,8 +15,7 @@ MODEL = ["--model", BASE]
 
 def test_defaults_are_those_of_the_contract() -> None:
     config = parse(MODEL, {"XDG_STATE_HOME": "/x"})
-    assert (config.host, config.http_port) == ("127.0.0.1", 8080)
-    assert (config.grpc_port, config.registry_port) == (50051, 50052)
+    assert list(config.doors.values()) == [Door("127.0.0.1", p) for p in (8080, 50051, 50052)]
     assert (config.num_workers, config.device, config.dtype) == (1, "auto", "auto")
     assert (config.max_lora_rank, config.tensor_parallel, config.drain_s) == (256, 1, 20.0)
     assert config.state_dir == Path("/x/loraplex")
@@ -31,6 +30,19 @@ def test_flags_win_over_variables_and_the_last_over_the_first() -> None:
     config = parse(["--kv-memory", "1MiB", "--kv-memory", "24MiB"], environ)
     assert config.kv_memory_bytes == 24 << 20
     assert config.device == "cpu"
+
+
+def test_listen_variables_stand_in_for_host_and_ports() -> None:
+    environ = {"LORAPLEX_HTTP_LISTEN": "127.0.0.2:9", "LORAPLEX_GATEWAY_LISTEN": "[::1]:0"}
+    doors = parse([*MODEL, "--registry-port", "7"], environ).doors
+    assert list(doors.values()) == [Door("127.0.0.2", 9), Door("::1", 0), Door("127.0.0.1", 7)]
+    doors = parse([*MODEL, "--http-port", "8", "--host", "localhost"], environ).doors
+    assert list(doors.values()) == [Door("localhost", p) for p in (8, 0, 50052)]
+
+
+def test_workers_variable_is_a_number_here() -> None:
+    assert parse(MODEL, {"LORAPLEX_WORKERS": "3"}).num_workers == 3
+    assert parse([*MODEL, "--workers", "2"], {"LORAPLEX_WORKERS": "3"}).num_workers == 2
 
 
 def test_model_folder_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +61,12 @@ def test_other_models_pass_through(model: str) -> None:
         ([], {}, "--model"),
         (["--model", "no/such/folder/at/all"], {}, "--model"),
         (["--model", "./nothing"], {}, "--model"),
+        (["--model", str(Path(BASE).parent)], {}, "--model"),
         ([*MODEL, "--http-port", "70000"], {}, "--http-port"),
+        (MODEL, {"LORAPLEX_HTTP_LISTEN": "8080"}, "LORAPLEX_HTTP_LISTEN"),
+        (MODEL, {"LORAPLEX_GATEWAY_LISTEN": "unix:/x"}, "LORAPLEX_GATEWAY_LISTEN"),
+        (MODEL, {"LORAPLEX_REGISTRY_LISTEN": "0.0.0.0:1"}, "--host"),
+        (MODEL, {"LORAPLEX_WORKERS": "dns:workers:50053"}, "LORAPLEX_WORKERS"),
         ([*MODEL, "--workers", "0"], {}, "--workers"),
         ([*MODEL, "--kv-memory", "plenty"], {}, "--kv-memory"),
         ([*MODEL, "--device", "tpu"], {}, "--device"),
@@ -72,7 +89,8 @@ def test_bad_values_name_flag_or_variable(
     [(["--insecure"], {}), ([], {"LORAPLEX_AUTH": "keys"}), ([], {"LORAPLEX_INSECURE": "1"})],
 )
 def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
-    assert parse([*MODEL, "--host", "0.0.0.0", *argv], environ).host == "0.0.0.0"
+    doors = parse([*MODEL, "--host", "0.0.0.0", *argv], environ).doors
+    assert {door.host for door in doors.values()} == {"0.0.0.0"}
 
 
 def test_loopback_addresses() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.errors import InvalidRequest
 from services.common import env
-from services.up.flags import parse
+from services.up.flags import DOORS, Door, parse
 from services.up.state import StateDir
 from services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
 
@@ -77,10 +78,16 @@ def test_other_stores_and_credentials_pass_through(state: StateDir) -> None:
         assert spec.environ["PYTHONPATH"].endswith(":/mine")
 
 
-def test_one_metrics_address_goes_to_the_gateway_alone(state: StateDir) -> None:
-    specs = _specs(state, [], {"LORAPLEX_METRICS_LISTEN": "127.0.0.1:9"})
-    having = [name for name, s in specs.items() if "LORAPLEX_METRICS_LISTEN" in s.environ]
-    assert having == ["gateway"]
+@pytest.mark.parametrize(("given", "ports"), [("9", "9 10 11 12"), ("0", "0 0 0 0")])
+def test_every_child_has_a_metrics_port_of_its_own(state: StateDir, given: str, ports: str) -> None:
+    specs = _specs(state, ["--workers", "2"], {"LORAPLEX_METRICS_LISTEN": f"127.0.0.1:{given}"})
+    listens = [env.METRICS_LISTEN.read(spec.environ) for spec in specs.values()]
+    assert listens == [f"127.0.0.1:{port}" for port in ports.split()]
+
+
+def test_metrics_ports_end_where_ports_do(state: StateDir) -> None:
+    with pytest.raises(InvalidRequest, match="65534 to 65536"):
+        _specs(state, [], {"LORAPLEX_METRICS_LISTEN": "127.0.0.1:65534"})
 
 
 def test_keys_come_with_a_private_service_token(state: StateDir) -> None:
@@ -93,8 +100,8 @@ def test_keys_come_with_a_private_service_token(state: StateDir) -> None:
 
 
 def test_open_host_is_dialled_over_loopback(state: StateDir) -> None:
-    ports = {"--http-port": 1, "--grpc-port": 2, "--registry-port": 3}
-    specs = _specs(state, ["--insecure"], {}, addresses_of("0.0.0.0", ports))
+    doors = {flag: Door("0.0.0.0", 1 + place) for place, flag in enumerate(DOORS)}
+    specs = _specs(state, ["--insecure"], {}, addresses_of(doors))
     assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "0.0.0.0:3"
     assert specs["gateway"].environ["LORAPLEX_REGISTRY_ADDRESS"] == "127.0.0.1:3"
     assert specs["gateway"].health == "127.0.0.1:2"
