@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed
+from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, WriteUncertain
 from services.registry.records import decode, encode
 
 _MAX_TRIES = 100
@@ -35,11 +35,17 @@ async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
 
 async def create(store: ObjectStore, key: str, record: object) -> bool:
     """Write a document where none is; say whether this call did."""
-    try:
-        await store.put_if_absent(key, encode(record))
-        return True
-    except PreconditionFailed:
-        return False
+    for attempt in range(_MAX_TRIES):
+        try:
+            await store.put_if_absent(key, encode(record))
+            return True
+        except PreconditionFailed:
+            return False
+        except WriteUncertain:
+            if not await _surely_not_written(store, key, record):
+                raise
+            await _pause(attempt)
+    raise PreconditionFailed(key)
 
 
 async def change(
@@ -66,5 +72,30 @@ async def change(
                 await store.put_if_match(key, encode(wanted), stored.etag)
             return wanted
         except PreconditionFailed:
-            await asyncio.sleep(random.uniform(0, 0.002 * min(attempt, 20)))
+            await _pause(attempt)
+        except WriteUncertain:
+            if not await _surely_not_written(store, key, wanted):
+                raise
+            await _pause(attempt)
     raise PreconditionFailed(key)
+
+
+async def _surely_not_written(store: ObjectStore, key: str, wanted: object) -> bool:
+    """Whether an uncertain write of `wanted` had no effect, so that it may be tried again.
+
+    Each change takes the next generation: another document with the one that was wanted took its
+    place. One beyond it may have followed either.
+    """
+    try:
+        found = decode(type(wanted), (await store.get(key)).data)
+    except ObjectMissing:
+        return True
+    return _generation(found) <= _generation(wanted)
+
+
+def _generation(record: object) -> int:
+    return int(getattr(record, "generation", 0))
+
+
+async def _pause(attempt: int) -> None:
+    await asyncio.sleep(random.uniform(0, 0.002 * min(attempt, 20)))

@@ -15,13 +15,13 @@ import redis
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from services.common import grpc_server
-from services.common.objects import open_store
 from services.common.redis_url import connect_redis
 from services.registry import server
 from services.registry.assembly import Registry, assemble
 from services.registry.catalog import Catalog
 from services.registry.metadata_server import find_binary
 from tests.registry.house import tiny_base
+from tests.s3_servers import FILE_AND_S3, objects_url_of, proven_store
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +46,24 @@ def metadata_url(metadata_server: str) -> str:
     return metadata_server
 
 
+@pytest.fixture(params=FILE_AND_S3)
+def objects_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty object store."""
+    return objects_url_of(request.param, tmp_path)
+
+
 @pytest.fixture
-async def registry(tmp_path: Path, metadata_url: str) -> AsyncIterator[Registry]:
+def objects_folder(objects_url: str) -> Path:
+    """The folder of the store, for tests that age or damage what lies in it."""
+    if not objects_url.startswith("file:"):
+        pytest.skip("changes the files of a store behind its back")
+    return Path(objects_url.removeprefix("file://"))
+
+
+@pytest.fixture
+async def registry(objects_url: str, metadata_url: str) -> AsyncIterator[Registry]:
     """A registry that knows one base."""
-    store = open_store(f"file://{tmp_path}/objects")
+    store = await proven_store(objects_url)
     catalog = Catalog(connect_redis(metadata_url))
     assembled = assemble(store, catalog)
     await assembled.indexer.start()

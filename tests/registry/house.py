@@ -27,6 +27,8 @@ from tests.adapter_format.builders import (
 
 BASE_ID = "example/tiny"
 CONFIG = "adapter_config.json"
+ANY_AGE_S = -2.0
+"""Older than this is everything: stores may tell their clock in whole seconds."""
 TENSORS = "adapter_model.safetensors"
 
 

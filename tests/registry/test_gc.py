@@ -31,10 +31,10 @@ async def _read_all(registry: Registry, ref: str) -> int:
 
 
 async def test_live_versions_are_kept_whatever_their_age(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     await publish(registry, "sql", 1)
-    _age(tmp_path / "objects", 100 * MIN_AGE_S)
+    _age(objects_folder, 100 * MIN_AGE_S)
     await Collector(registry.store).collect()
     assert await _read_all(registry, "sql") > 0
 
@@ -47,12 +47,12 @@ async def test_young_bytes_are_kept_though_nothing_refers_to_them(registry: Regi
 
 
 async def test_old_unreferenced_blobs_and_dead_uploads_go(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     await publish(registry, "sql", 1)
     await registry.store.put(layout.blob("a" * 64), b"left over")
     await opened(registry, "abandoned", adapter_files(2))
-    _age(tmp_path / "objects", MIN_AGE_S + 60)
+    _age(objects_folder, MIN_AGE_S + 60)
     planned = await Collector(registry.store).collect(dry_run=True)
     assert len(await orphans(registry)) == 1
     done = await Collector(registry.store).collect()
@@ -66,11 +66,11 @@ async def test_old_unreferenced_blobs_and_dead_uploads_go(
 
 
 async def test_deleted_versions_keep_their_bytes_until_retention_ends(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     done = await publish(registry, "sql", 1)
     await registry.deletion.version("default", "sql", 1, "me", force=False, purge=False)
-    _age(tmp_path / "objects", MIN_AGE_S + 60)
+    _age(objects_folder, MIN_AGE_S + 60)
     manifest = layout.blob(done.version.digest)
     await Collector(registry.store).collect()
     assert await registry.store.head(manifest) is not None
@@ -80,12 +80,12 @@ async def test_deleted_versions_keep_their_bytes_until_retention_ends(
 
 
 async def test_purged_versions_lose_what_no_other_version_has(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     first = await publish(registry, "sql", 1)
     second = await publish(registry, "sql", 2)
     await registry.deletion.version("default", "sql", 2, "me", force=False, purge=True)
-    _age(tmp_path / "objects", MIN_AGE_S + 60)
+    _age(objects_folder, MIN_AGE_S + 60)
     await Collector(registry.store).collect()
     shared = {file.sha256 for file in first.version.files}
     for file in second.version.files:
@@ -95,11 +95,11 @@ async def test_purged_versions_lose_what_no_other_version_has(
 
 
 async def test_content_published_again_after_its_purge_has_all_its_bytes(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     await publish(registry, "sql", 1)
     await registry.deletion.version("default", "sql", 1, "me", force=False, purge=True)
-    _age(tmp_path / "objects", MIN_AGE_S + 60)
+    _age(objects_folder, MIN_AGE_S + 60)
     await Collector(registry.store).collect()
     done = await publish(registry, "sql", 1)
     assert done.version.version == 2

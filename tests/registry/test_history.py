@@ -8,14 +8,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
-from services.common.objects import open_store
 from services.common.redis_url import connect_redis
 from services.registry import watch as watch_module
 from services.registry.access import Access
@@ -26,6 +24,7 @@ from services.registry.tags import Place
 from services.registry.watch import watch
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
+from tests.s3_servers import proven_store
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 TAGS = ("latest", "prod")
@@ -35,13 +34,13 @@ TURNS = 30
 
 @pytest.fixture
 async def replicas(
-    registry: Registry, tmp_path: Path, metadata_url: str
+    registry: Registry, objects_url: str, metadata_url: str
 ) -> AsyncIterator[list[Registry]]:
     """Three registries on one store and one Redis."""
     houses = [registry]
     for _ in range(2):
         catalog = Catalog(connect_redis(metadata_url))
-        houses.append(assemble(open_store(f"file://{tmp_path}/objects"), catalog))
+        houses.append(assemble(await proven_store(objects_url), catalog))
     yield houses
     for house in houses[1:]:
         await house.catalog.close()

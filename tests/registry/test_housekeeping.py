@@ -13,14 +13,14 @@ from services.registry.assembly import Registry
 from services.registry.catalog import PREFIX, Catalog
 from services.registry.gc import Collector
 from services.registry.housekeeping import collect_once, collect_regularly
-from tests.registry.house import publish
+from tests.registry.house import ANY_AGE_S, publish
 
 ORPHAN = layout.blob("ab" * 32)
 
 
 def _eager(registry: Registry) -> Registry:
     """One that finds everything old."""
-    collector = Collector(registry.store, min_age_s=0.0, session_max_age_s=0.0)
+    collector = Collector(registry.store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
     return dataclasses.replace(registry, collector=collector)
 
 

@@ -75,10 +75,10 @@ async def test_a_rebuilt_index_equals_the_one_that_grew(
 
 
 async def test_readers_are_served_from_the_objects_while_redis_is_away(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_url: str
 ) -> None:
     await _fill(registry)
-    alone = assemble(open_store(f"file://{tmp_path}/objects"), Catalog(connect_redis(NOWHERE)))
+    alone = assemble(open_store(objects_url), Catalog(connect_redis(NOWHERE)))
     assert await _snapshot(alone) == await _snapshot(registry)
     assert await _version_of(alone, "sql:v2") == 2
     digest = (await registry.lookup.resolve(parse_ref("sql"), ROOT)).version.digest
@@ -87,10 +87,12 @@ async def test_readers_are_served_from_the_objects_while_redis_is_away(
         await _version_of(alone, "gone")
 
 
-async def test_lists_page_alike_with_and_without_redis(registry: Registry, tmp_path: Path) -> None:
+async def test_lists_page_alike_with_and_without_redis(
+    registry: Registry, objects_url: str
+) -> None:
     for name in ("a", "a-b", "a.b", "ab", "acme/x"):
         await publish(registry, name, 1)
-    alone = assemble(open_store(f"file://{tmp_path}/objects"), Catalog(connect_redis(NOWHERE)))
+    alone = assemble(open_store(objects_url), Catalog(connect_redis(NOWHERE)))
     pages = []
     for house in (registry, alone):
         names, cursor = [], Cursor()
@@ -102,8 +104,10 @@ async def test_lists_page_alike_with_and_without_redis(registry: Registry, tmp_p
     assert pages[1] == pages[0]
 
 
-async def test_nothing_is_published_while_redis_is_away(registry: Registry, tmp_path: Path) -> None:
-    alone = assemble(open_store(f"file://{tmp_path}/objects"), Catalog(connect_redis(NOWHERE)))
+async def test_nothing_is_published_while_redis_is_away(
+    registry: Registry, objects_url: str
+) -> None:
+    alone = assemble(open_store(objects_url), Catalog(connect_redis(NOWHERE)))
     with pytest.raises(CatalogDown):
         await publish(alone, "sql", 1)
     with pytest.raises(AdapterNotFound):

@@ -240,12 +240,12 @@ async def test_a_known_file_need_not_be_sent_again_by_its_tenant_alone(registry:
 
 
 async def test_old_blobs_are_written_again_before_they_are_referred_to(
-    registry: Registry, tmp_path: Path
+    registry: Registry, objects_folder: Path
 ) -> None:
     done = await publish(registry, "sql", 1)
     key = layout.blob(done.version.digest)
     long_ago = time.time() - 13 * 3600
-    os.utime(tmp_path / "objects" / key, (long_ago, long_ago))
+    os.utime(objects_folder / key, (long_ago, long_ago))
     await publish(registry, "other", 1)
     info = await registry.store.head(key)
     assert info is not None and info.modified_s > long_ago + 3600

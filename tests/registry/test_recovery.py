@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from loraplex.refs import parse_ref
-from services.common.objects import open_store
 from services.common.redis_url import connect_redis
 from services.registry import failpoint
 from services.registry.access import Access
@@ -18,6 +16,7 @@ from services.registry.catalog import Catalog
 from services.registry.records import PUBLIC, AdapterRecord, TagRecord, Target
 from services.registry.tags import Place
 from tests.registry.house import adapter_files, opened, publish
+from tests.s3_servers import proven_store
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 PROD = Place("default", "sql", "prod")
@@ -29,11 +28,11 @@ class Died(BaseException):
 
 @pytest.fixture
 async def successor(
-    registry: Registry, tmp_path: Path, metadata_url: str
+    registry: Registry, objects_url: str, metadata_url: str
 ) -> AsyncIterator[Registry]:
     """Another registry on the same store and index."""
     catalog = Catalog(connect_redis(metadata_url))
-    yield assemble(open_store(f"file://{tmp_path}/objects"), catalog)
+    yield assemble(await proven_store(objects_url), catalog)
     await catalog.close()
 
 

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
+from botocore.exceptions import ClientError
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
-from services.common.objects import ObjectStore, PreconditionFailed, open_store
+from services.common.objects import (
+    ObjectStore,
+    ObjectStoreError,
+    PreconditionFailed,
+    WriteUncertain,
+    open_store,
+)
 from services.common.objects import probe as probe_module
 from services.common.objects.probe import UnsafeStore, probe
 from services.common.redis_url import connect_redis
-from services.registry import layout
+from services.registry import documents, layout
 from services.registry.access import Access
 from services.registry.assembly import Registry, assemble
 from services.registry.catalog import Catalog
 from services.registry.downloads import chunks_of
 from services.registry.gc import Collector
-from services.registry.records import Target
-from services.registry.tags import Place
-from tests.registry.house import orphans, publish, tiny_base
+from services.registry.records import TagRecord, Target, encode
+from services.registry.tags import Place, moved
+from tests.registry.house import ANY_AGE_S, orphans, publish, tiny_base
+from tests.s3_servers import moto, new_bucket
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+def server() -> Iterator[dict[str, str]]:
+    with moto() as variables:
+        yield variables
 
 
 @pytest.fixture
-async def store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ObjectStore]:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    bucket = f"b-{secrets.token_hex(6)}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
-    opened = open_store(f"s3://{bucket}/house")
+async def store(
+    server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ObjectStore]:
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    opened = open_store(f"s3://{new_bucket()}/house")
     yield opened
     await opened.close()
 
@@ -70,7 +70,7 @@ async def test_versions_tags_deletion_and_collection(house: Registry) -> None:
     read = sum([len(chunk.data) async for chunk in chunks_of(house.store, found.version)])
     assert read == second.version.size_bytes
     await house.deletion.version("default", "sql", 1, "me", force=False, purge=True)
-    await Collector(house.store, min_age_s=0.0, session_max_age_s=0.0).collect()
+    await Collector(house.store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S).collect()
     assert await house.store.head(layout.blob(first.version.digest)) is None
     assert await orphans(house) == set()
     await house.indexer.rebuild()
@@ -140,3 +140,69 @@ async def test_a_write_whose_answer_was_lost_counts_as_done(
     assert (await store.get("doc")).etag == etag
     with pytest.raises(PreconditionFailed):
         await store.put_if_absent("doc", b"another")
+
+
+def _failing(client: object, before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make conditional puts answer 500: `before` times without writing, then `after` times having
+    written. So do servers whose losers of a race hear of an internal error."""
+    put = client.put_object  # type: ignore[attr-defined]
+    failures = [False] * before + [True] * after
+
+    def failing(**arguments: object) -> object:
+        if not failures:
+            return put(**arguments)
+        if failures.pop(0):
+            put(**arguments)
+        status = {"HTTPStatusCode": 500, "HTTPHeaders": {}, "RequestId": "", "RetryAttempts": 0}
+        error = {"Error": {"Code": "UnknownError"}, "ResponseMetadata": status}
+        raise ClientError(error, "PutObject")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client, "put_object", failing)
+
+
+async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("default", "sql", "prod")
+
+    def step(current: TagRecord | None) -> TagRecord:
+        return moved(place, current, (), "me", "move")
+
+    for before, after in ((0, 0), (2, 0), (0, 1), (2, 1)):
+        with monkeypatch.context() as patch:
+            _failing(store._once, before, after, patch)  # type: ignore[attr-defined]
+            await documents.change(store, place.key, TagRecord, step)
+    record = await documents.read(store, place.key, TagRecord)
+    assert record is not None and record.generation == len(record.moves) == 4
+
+
+async def test_a_failed_write_that_others_may_have_followed_is_told_as_uncertain(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("default", "sql", "prod")
+    later = moved(place, moved(place, None, (), "another", "1"), (), "another", "2")
+    await store.put_if_absent(place.key, encode(later))
+    _failing(store._once, 1, 0, monkeypatch)  # type: ignore[attr-defined]
+    with pytest.raises(WriteUncertain):
+        await documents.create(store, place.key, moved(place, None, (), "me", "mine"))
+
+
+async def test_a_server_that_checks_no_upload_is_checked_by_the_md5_that_it_answers(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the one of these tests is. One that answers other etags gives no way of checking."""
+    await probe(store)
+    clients = (store._client, store._once)  # type: ignore[attr-defined]
+    for client in clients:
+        put = client.put_object
+
+        def damaging(put: Callable[..., object] = put, **arguments: object) -> object:
+            return put(**{**arguments, "Body": b"damaged", "ContentMD5": ""})
+
+        monkeypatch.setattr(client, "put_object", damaging)
+    with pytest.raises(ObjectStoreError, match="damaged"):
+        await store.put("blob", b"data")
+    assert await store.head("blob") is None
+    with pytest.raises(ObjectStoreError, match="damaged"):
+        await store.put_if_absent("doc", b"data")
+    assert not await store.find_upload_check("x")  # type: ignore[attr-defined]

@@ -213,11 +213,11 @@ async def test_a_base_with_another_geometry_needs_replace(door: Door) -> None:
 
 
 async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
-    door: Door, tmp_path: Path
+    door: Door, objects_folder: Path, tmp_path: Path
 ) -> None:
     published = await _upload(door.client, tmp_path, "sql", 1)
     tensors = next(file for file in published.version.files if file.path == TENSORS)
-    path = tmp_path / "objects" / layout.blob(tensors.sha256)
+    path = objects_folder / layout.blob(tensors.sha256)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

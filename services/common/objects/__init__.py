@@ -10,6 +10,7 @@ from services.common.objects.store import (
     PreconditionFailed,
     Segment,
     StoredObject,
+    WriteUncertain,
     read_chunks,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "PreconditionFailed",
     "Segment",
     "StoredObject",
+    "WriteUncertain",
     "open_store",
     "read_chunks",
 ]

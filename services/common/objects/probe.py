@@ -11,9 +11,11 @@ import secrets
 
 from loraplex.errors import LoraplexError
 from services.common.objects.store import (
+    ChecksUploads,
     ObjectStore,
     PreconditionFailed,
     QuotesEtags,
+    WriteUncertain,
 )
 
 _RACERS = 8
@@ -28,7 +30,7 @@ class UnsafeStore(LoraplexError):
 async def probe(store: ObjectStore) -> None:
     """Try every promise that publishing rests on, on objects under `probe/`.
 
-    Sets `quote_etags` of a store that has it to what its server understands.
+    Tells the store what its server understands: the form of etags, and whether it checks uploads.
 
     Raises:
         UnsafeStore: naming the check that failed.
@@ -40,6 +42,7 @@ async def probe(store: ObjectStore) -> None:
         await _check_compare_and_set(store, f"{folder}/swap")
         await _check_race(store, f"{folder}/race")
         await _check_range_and_list(store, folder)
+        await _check_checksums(store, f"{folder}/damaged")
     finally:
         async for info in store.list_objects(f"{folder}/"):
             await store.delete(info.key)
@@ -86,7 +89,7 @@ async def _check_race(store: ObjectStore, key: str) -> None:
         try:
             await store.put_if_absent(key, b"racer %d" % racer)
             return True
-        except PreconditionFailed:
+        except (PreconditionFailed, WriteUncertain):
             return False
 
     winners = sum(await asyncio.gather(*(create(racer) for racer in range(_RACERS))))
@@ -103,6 +106,12 @@ async def _check_range_and_list(store: ObjectStore, folder: str) -> None:
     ]
     if keys != [f"{folder}/range", f"{folder}/swap"]:
         raise _unsafe(store, "listing", f"just written objects are missing or unordered: {keys}")
+
+
+async def _check_checksums(store: ObjectStore, key: str) -> None:
+    if isinstance(store, ChecksUploads) and not await store.find_upload_check(key):
+        problem = "a body that does not match its MD5 was accepted, and etags do not tell"
+        raise _unsafe(store, "checksums", problem)
 
 
 def _unsafe(store: ObjectStore, check: str, problem: str) -> UnsafeStore:

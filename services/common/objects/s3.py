@@ -3,8 +3,9 @@
 Conditional writes are single-part and sent once: where the answer is lost or says 'conflict', the
 document is read back, and holding our own bytes (they carry a random write id) means success.
 Entity tags are opaque; whether a server wants them quoted is found out by the start probe. Every
-upload carries its MD5, the one checksum that all servers verify; content is checked by SHA-256
-wherever it is used.
+upload carries its MD5, the one checksum that most servers verify; where the probe finds that the
+server does not, the MD5 that it answers is compared. Content is checked by SHA-256 wherever it is
+used.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from services.common.objects.store import (
     PreconditionFailed,
     Segment,
     StoredObject,
+    WriteUncertain,
     read_chunks,
 )
 
@@ -53,6 +55,7 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str, *, quote_etags: bool = True) -> None:
         self.quote_etags = quote_etags
+        self._compare_md5 = False
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
@@ -129,6 +132,10 @@ class S3Store:
     async def clock_s(self) -> float:
         return await self._run(self._clock_s)
 
+    async def find_upload_check(self, key: str) -> bool:
+        """See `ChecksUploads`: by the server, or by the MD5 that it answers with."""
+        return await self._run(self._find_upload_check, key)
+
     async def close(self) -> None:
         self._client.close()
         self._once.close()
@@ -188,20 +195,45 @@ class S3Store:
         return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
 
     def _put(self, key: str, data: bytes) -> None:
-        self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data))
+        answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data))
+        try:
+            self._check_stored(key, data, answer["ETag"])
+        except ObjectStoreError:
+            self._delete(key)
+            raise
+
+    def _find_upload_check(self, key: str) -> bool:
+        try:
+            answer = self._once.put_object(**self._at(key), Body=b"sent", ContentMD5=_md5(b"meant"))
+        except ClientError as error:
+            if _status(error) >= 500:
+                raise
+            return True
+        self._compare_md5 = answer["ETag"].strip('"') == hashlib.md5(b"sent").hexdigest()
+        return self._compare_md5
+
+    def _check_stored(self, key: str, data: bytes, etag: str) -> None:
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if self._compare_md5 and etag.strip('"') != digest:
+            raise ObjectStoreError(f"{self.url}: {key!r} was damaged on its way to the server")
 
     def _put_conditional(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
         try:
             answer = self._once.put_object(
                 **self._at(key), Body=data, ContentMD5=_md5(data), **condition
             )
-            return answer["ETag"].strip('"')
         except ClientError as error:
-            return self._read_back(key, data, error, refused=_code(error) in _REFUSED | _MISSING)
+            if _code(error) in _REFUSED | _MISSING:
+                return self._read_back(key, data, PreconditionFailed(key))
+            if _status(error) >= 500:
+                return self._read_back(key, data, WriteUncertain(f"{self.url}: {error}"))
+            raise
         except BotoCoreError as error:
-            return self._read_back(key, data, error, refused=False)
+            return self._read_back(key, data, error)
+        self._check_stored(key, data, answer["ETag"])
+        return answer["ETag"].strip('"')
 
-    def _read_back(self, key: str, data: bytes, error: Exception, *, refused: bool) -> str:
+    def _read_back(self, key: str, data: bytes, error: Exception) -> str:
         """After an answer that may hide a success: our own bytes mean that the write happened."""
         try:
             stored = self._get(key)
@@ -209,8 +241,6 @@ class S3Store:
             stored = None
         if stored is not None and stored.data == data:
             return stored.etag
-        if refused:
-            raise PreconditionFailed(key) from None
         raise error
 
     def _copy(self, source: str, key: str) -> None:
@@ -239,6 +269,7 @@ class S3Store:
                     Body=data,
                     ContentMD5=_md5(data),
                 )
+                self._check_stored(key, data, answer["ETag"])
                 parts.append({"PartNumber": len(parts) + 1, "ETag": answer["ETag"]})
                 data = file.read(PART_BYTES)
             self._client.complete_multipart_upload(
@@ -313,6 +344,10 @@ def _client(attempts: int) -> S3Client:
 
 def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _md5(data: bytes) -> str:

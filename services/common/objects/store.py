@@ -40,6 +40,11 @@ class PreconditionFailed(ObjectStoreError):
         self.key = key
 
 
+class WriteUncertain(ObjectStoreError):
+    """The server failed a conditional write, and the object is not what was to be written: it never
+    was, or it was and somebody changed it since. Some servers say so to the losers of a race."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """A document as it was read."""
@@ -107,11 +112,12 @@ class ObjectStore(Protocol):
         """Write a small blob, replacing equal bytes and renewing its age."""
 
     async def put_if_absent(self, key: str, data: bytes) -> str:
-        """Create a document and return its etag. Raises PreconditionFailed where one exists."""
+        """Create a document and return its etag. Raises PreconditionFailed where one exists, and
+        WriteUncertain."""
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
         """Replace a document that still has `etag`; return the new one. Raises PreconditionFailed
-        when it changed or is gone."""
+        when it changed or is gone, and WriteUncertain."""
 
     def writer(self) -> BlobWriter:
         """Begin a blob of any size."""
@@ -140,6 +146,14 @@ class QuotesEtags(Protocol):
     """A store whose server wants etags in conditions either quoted or bare."""
 
     quote_etags: bool
+
+
+@runtime_checkable
+class ChecksUploads(Protocol):
+    """A store to which bytes travel far enough to be damaged on their way."""
+
+    async def find_upload_check(self, key: str) -> bool:
+        """Find out how damage is noticed, writing `key`; False = it would not be."""
 
 
 async def read_chunks(
