@@ -16,6 +16,7 @@ from services.worker.engine import Engine
 from services.worker.messages import EngineConfig, Fetched, Submit, Unpin, Want
 from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
 from services.worker.runner import build_runner
+from services.worker.runner_protocol import DoneStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Run:
 
 @dataclass(slots=True)
 class TimedRunner:
-    """Passes everything on to the runner and times `execute`."""
+    """Passes everything on to the runner and times its steps."""
 
     runner: Any
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -43,13 +44,13 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
+    def launch(self, plan: StepPlan) -> DoneStep:
         """Timed."""
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        rows: list[SampledRow] = self.runner.execute(plan)
+        rows: list[SampledRow] = self.runner.launch(plan).result()
         elapsed = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         self.steps.append((plan.num_tokens, *elapsed))
-        return rows
+        return DoneStep(rows)
 
 
 class OurEngine:

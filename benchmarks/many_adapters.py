@@ -36,8 +36,9 @@ from services.worker.adapters.packing import Packer
 from services.worker.adapters.residency import Tier
 from services.worker.engine import Engine
 from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
-from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
+from services.worker.request import AdapterSet, SamplingParams, StepPlan
 from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner_protocol import LaunchedStep
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)
@@ -81,11 +82,11 @@ class Counting(TorchRunner):
 
     steps: list[tuple[int, int]]
 
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """(rows, arena blocks of distinct adapters) of each step."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         self.steps.append((len(plan.rows), sum(self.slot_bytes[slot] for slot in slots)))
-        return super().execute(plan)
+        return super().launch(plan)
 
     slot_bytes: dict[int, int]
 

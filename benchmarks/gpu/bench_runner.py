@@ -131,11 +131,12 @@ class BenchRunner:
     def graph_s(self, plan: StepPlan, repetitions: int) -> float | None:
         """Median seconds of the captured part of a step on the GPU; None without graphs."""
         gpu = self.runner._batches.gpu
-        if gpu is None or self.device.type != "cuda":
-            return None
         runs = runs_of(plan)
+        if gpu is None or not gpu.fits_graph(plan, runs):
+            return None
+        before = torch.zeros(0, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            return common.device_median_s(lambda: gpu.forward(plan, runs), repetitions)
+            return common.device_median_s(lambda: gpu.replay(plan, runs, before), repetitions)
 
     def _run(self, plan: StepPlan) -> Callable[[], object]:
         return lambda: self.runner.execute(plan)

@@ -15,7 +15,7 @@ from services.worker.adapters.layout import AdapterLayout
 from services.worker.model.own_rope import BaseRopes
 from services.worker.model.sites import SiteTable
 from services.worker.request import SampledRow, StepPlan
-from services.worker.runner_protocol import Copied, ModelInfo
+from services.worker.runner_protocol import Copied, DoneStep, ModelInfo
 
 CONTEXT = 1 << 20
 VOCAB_SIZE = 1 << 30
@@ -71,6 +71,8 @@ class SimulatedCopy:
 class TimedRunner:
     """The `Runner` of a simulated worker: steps move the clock by their cost, copies go beside."""
 
+    overlaps = False
+
     def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
         self.block_bytes = costs.block_bytes
@@ -121,7 +123,7 @@ class TimedRunner:
         """Takes no time."""
         del self._slot_bytes[slot]
 
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
+    def launch(self, plan: StepPlan) -> DoneStep:
         """Takes the time of the step; every token is 0."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
@@ -131,9 +133,9 @@ class TimedRunner:
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
         )
         self._clock.advance(step_s)
-        return [
-            SampledRow(row.request.request_id, 0 if row.needs_logits else None) for row in plan.rows
-        ]
+        return DoneStep(
+            [SampledRow(r.request.request_id, 0 if r.needs_logits else None) for r in plan.rows]
+        )
 
     def model_info(self) -> ModelInfo:
         """A base without modules."""

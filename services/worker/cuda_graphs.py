@@ -23,6 +23,7 @@ from services.worker.kernels.lora.worklist import LoraBatch, RowRun
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.decoder import Decoder
 from services.worker.request import StepPlan
+from services.worker.step_results import take_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +74,22 @@ class DecodeGraphs:
             logger.info("captured graph %d of %d: %d rows", i + 1, len(kinds), size)
         logger.info("captured all graphs in %.1f s", time.monotonic() - began_s)
 
-    def forward(self, plan: StepPlan, runs: Sequence[RowRun]) -> Tensor | None:
-        """Hidden states `[rows, H]` of a pure-decode step; None when it must run eagerly."""
+    def fits(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
+        """Whether a graph can compute the step, which must run eagerly otherwise."""
+        return self._inputs.accepts(plan, runs)
+
+    def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
+        """Hidden states `[rows, H]` of a step that fits. The next call overwrites them.
+
+        Args:
+            before: outputs of the step before, read by rows that follow them.
+        """
         size = batch_size_for(len(plan.rows))
-        if size is None or not self._inputs.accepts(plan, runs):
-            return None
+        assert size is not None, len(plan.rows)
         touched = self._inputs.touched_sites(runs)
         step = self._steps[size, next(sites for sites in self._masks if touched <= sites)]
         self._inputs.fill(plan, runs, size)
+        take_outputs(self._inputs.input_ids, plan, before)
         step.graph.replay()
         return step.hidden[: len(plan.rows)]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from services.worker.attention.backend import KvCacheParams
 from services.worker.attention.triton import (
@@ -21,6 +20,7 @@ from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import StepPlan
+from services.worker.transfers import copy_into
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -51,7 +51,7 @@ class BlockTables:
                 changed = True
             width = max(width, *map(len, tables))
         if changed:
-            _copy(self.device[:, : len(rows), :width], self._host[:, : len(rows), :width])
+            copy_into(self.device[:, : len(rows), :width], self._host[:, : len(rows), :width])
 
 
 class DecodeInputs:
@@ -110,15 +110,15 @@ class DecodeInputs:
         )
         ropes = [self._ropes.row(row.slots, row.request.is_long) for row in rows]
         numbers = torch.zeros(3 + num_groups, BATCH_SIZES[-1], dtype=torch.int64)
-        numbers[0, : len(rows)] = torch.tensor([row.request.token_at(row.start) for row in rows])
+        numbers[0, : len(rows)] = torch.tensor([row.input_ids()[0] for row in rows])
         numbers[1, : len(rows)] = torch.tensor(starts)
         numbers[2, : len(rows)] = torch.tensor(ropes)
         numbers[3:] = -1
         for group, group_places in enumerate(places):
             numbers[3 + group, : len(rows)] = torch.tensor(group_places)
-        _copy(self._numbers, numbers)
+        copy_into(self._numbers, numbers)
         tiles = decode_tiles(starts, 0, 0) + [(0, 0, 0, 0)] * num_padding
-        _copy(self.tiles[:size], torch.tensor(tiles, dtype=torch.int32))
+        copy_into(self.tiles[:size], torch.tensor(tiles, dtype=torch.int32))
         self.tables.fill(tables)
         if runs:
             self.work(size).fill(runs)
@@ -173,10 +173,3 @@ class DecodeInputs:
     def _place(self, table: Sequence[int], position: int) -> int:
         num_slots = self._kv.tokens_per_block
         return table[position // num_slots] * num_slots + position % num_slots
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy in stream order; pinned memory goes back to its pool when the copy is done."""
-    if target.is_cuda:
-        source = source.contiguous().pin_memory()
-    target.copy_(source, non_blocking=True)

@@ -1,15 +1,19 @@
-"""One worker's engine: intake -> residency -> plan -> execute -> tokens, one call of `step` each.
+"""One worker's engine: intake -> residency -> plan -> launch -> collect -> tokens, one call of
+`step` each.
 
-Composes scheduler, cache, arena and runner and is the only place where they meet. No I/O but the
-runner's; time comes from an injected clock.
+Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
+run meanwhile: docs/architecture.md, "Overlap". Composes scheduler, cache, arena and runner and is
+the only place where they meet. No I/O but the runner's; time comes from an injected clock.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from loraplex.errors import LoraplexError
 from services.worker.adapters.arrivals import Arrivals
@@ -33,14 +37,15 @@ from services.worker.messages import (
     Residency,
     StepOutput,
     Submit,
+    TokenOutput,
     Unload,
     Unpin,
     Want,
 )
 from services.worker.outcomes import Outcomes
 from services.worker.outputs import residency, to_request
-from services.worker.request import PlannedRow, Request
-from services.worker.runner_protocol import ModelInfo, Runner
+from services.worker.request import PlannedRow, Request, StepPlan
+from services.worker.runner_protocol import LaunchedStep, ModelInfo, Runner
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
     Policy,
@@ -69,6 +74,15 @@ POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
 }
 COUNTING_POLICIES = ("fair",)
 """Those that look at the service counters; for others nothing is counted."""
+
+
+class InFlight(NamedTuple):
+    """A step on its way."""
+
+    plan: StepPlan
+    launched: LaunchedStep
+    begin_s: float
+    """When its planning began."""
 
 
 class Engine:
@@ -122,6 +136,9 @@ class Engine:
         self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False
+        self._in_flight: deque[InFlight] = deque()
+        """Steps launched and not collected, oldest first."""
+        self._collected_s = 0.0
         self._has_acted = False
         """Whether the step that is being planned has begun loads or evicted."""
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
@@ -145,8 +162,8 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True while any request waits or runs."""
-        return self.scheduler.has_work or bool(self._grammars.num_opening)
+        """True while any request waits or runs, or a step is under way."""
+        return bool(self.scheduler.has_work or self._grammars.num_opening or self._in_flight)
 
     @property
     def awaits_grammars(self) -> bool:
@@ -154,7 +171,7 @@ class Engine:
         return bool(self._grammars.num_opening) or self._grammars.has_held
 
     def step(self, commands: Iterable[Command]) -> StepOutput:
-        """Obey `commands`, run one forward pass over what is planned, return the news.
+        """Obey `commands`, launch what is planned, collect the oldest step, return the news.
 
         Raises:
             Exception: the runner failed; the engine's state is unknown and it must be replaced.
@@ -170,16 +187,13 @@ class Engine:
         self._has_acted = False
         plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
         self._carry_out(begin_s)
-        if entered := [r.request.request_id for r in plan.rows if _enters(r, begin_s)]:
-            self.announce(entered)
-        rows = self._runner.execute(plan) if plan.rows else []
-        self._arena.retire(plan.step)
-        now = self._clock()
-        tokens = self._outcomes.take_in(plan, rows, now)
         if plan.rows:
-            self._gauges.measure(plan, now - begin_s)
-            self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
-        self._may_advance = bool(plan.rows) or self._has_acted
+            self._launch(plan, begin_s)
+        tokens: list[TokenOutput] = []
+        is_collecting = len(self._in_flight) > (self._runner.overlaps and bool(plan.rows))
+        if is_collecting:
+            tokens = self._collect_oldest()
+        self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
         return StepOutput(
             step=plan.step,
             tokens=tokens,
@@ -188,6 +202,24 @@ class Engine:
             load=self._gauges.load(self.scheduler, self._reclaimer, self._arena),
             copies_s=self._arrivals.take_copies_s(),
         )
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        if entered := [r.request.request_id for r in plan.rows if _enters(r, now)]:
+            self.announce(entered)
+        self._in_flight.append(InFlight(plan, self._runner.launch(plan), now))
+        self.scheduler.launched(plan)
+
+    def _collect_oldest(self) -> list[TokenOutput]:
+        """Wait for the step launched first, and take in what it chose."""
+        plan, launched, begin_s = self._in_flight.popleft()
+        rows = launched.result()
+        now = self._clock()
+        self.scheduler.landed(plan)
+        tokens = self._outcomes.take_in(plan, rows, now)
+        self._gauges.measure(plan, now - max(begin_s, self._collected_s))
+        self._collected_s = now
+        self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
+        return tokens
 
     def check_integrity(self) -> None:
         """Assert that every block and slot is accounted for."""

@@ -100,9 +100,14 @@ class GpuPath:
         """Take a slot out of the device's tables."""
         self.lora.tables.remove(slot)
 
-    def forward(self, plan: StepPlan, runs: Sequence[RowRun]) -> Tensor | None:
-        """Hidden states of a step that a graph can compute, else None."""
-        return None if self._graphs is None else self._graphs.forward(plan, runs)
+    def fits_graph(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
+        """Whether a graph can compute the step."""
+        return self._graphs is not None and self._graphs.fits(plan, runs)
+
+    def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
+        """Hidden states of a step that fits a graph; `before` = outputs of the step before."""
+        assert self._graphs is not None, "no graph fits"
+        return self._graphs.replay(plan, runs, before)
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
         """The adapters of a step; with `num_rows`, their work is on the device already."""

@@ -25,11 +25,15 @@ class Outcomes:
         self._failures: list[Failure] = []
 
     def take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
-        """Append what was sampled. Mutates the requests; removes those that end."""
+        """Append what was sampled. Mutates the requests; removes those that end.
+
+        Those that have ended since the step was launched get nothing more.
+        """
         outputs = []
         for row, sampled in zip(plan.rows, rows, strict=True):
             assert sampled.request_id == row.request.request_id, "rows out of plan order"
-            self._scheduler.computed(row)
+            if not self._scheduler.runs(row.request):
+                continue
             self._keep_prompt_logprobs(row, sampled)
             if row.needs_logits and self._follow(row.request, sampled, now):
                 outputs.append(self._append(row.request, sampled, now))
@@ -85,7 +89,9 @@ class Outcomes:
             self._scheduler.times.prefilled(num_tokens, now - started_s)
         position = len(request.output_ids)
         token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
-        request.output_ids.extend(token_ids)
+        for token_id in token_ids:
+            request.take(token_id)
+        self._scheduler.took(request)
         reason = finish_reason(request, self._eos_token_ids)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
         if reason:

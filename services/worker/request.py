@@ -112,8 +112,9 @@ class Request:
     Fresh, preempted and migrated requests differ only in `output_ids`: everything the sampler
     needs is a pure function of this object.
 
-    Lengths, in tokens: 0 <= num_computed <= num_tokens = len(prompt_ids) + len(output_ids).
-    KV of positions [0, num_computed) is in the request's blocks.
+    Lengths, in tokens: 0 <= num_computed <= num_foreseen = num_tokens + num_promised, where
+    num_tokens = len(prompt_ids) + len(output_ids). KV of positions [0, num_computed) is in the
+    request's blocks, or will be when the steps that were launched are done.
     """
 
     request_id: str
@@ -145,6 +146,10 @@ class Request:
     """Left out of steps while its next tokens are not known to the constraint yet."""
 
     num_computed: int = 0
+    num_promised: int = 0
+    """Output tokens that steps in flight choose; nobody here knows yet which."""
+    promised_output: int = 0
+    """Which of the outputs of the step launched last is the last of these."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
     prefix_hashes: list[bytes] = field(default_factory=list)
@@ -167,9 +172,19 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def num_foreseen(self) -> int:
+        """Known and promised tokens."""
+        return self.num_tokens + self.num_promised
+
+    @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is not computed yet; 1 while decoding."""
-        return self.num_tokens - self.num_computed
+        """Foreseen tokens whose KV is not computed yet; 1 while decoding."""
+        return self.num_foreseen - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """True when no step will have to choose another token for it."""
+        return len(self.output_ids) + self.num_promised >= self.sampling.max_tokens
 
     @property
     def max_num_tokens(self) -> int:
@@ -179,6 +194,11 @@ class Request:
     def eos_ids(self, base_eos_ids: Sequence[int]) -> Sequence[int]:
         """Tokens that end its output."""
         return self.own_eos_ids or base_eos_ids
+
+    def take(self, token_id: int) -> None:
+        """A promised token has come. Mutates the output."""
+        self.num_promised -= 1
+        self.output_ids.append(token_id)
 
     def token_at(self, position: int) -> int:
         """Token id at an absolute position."""
@@ -206,6 +226,20 @@ class PlannedRow(NamedTuple):
     """True when the last of these positions is the last known token: a token is sampled."""
     slots: tuple[tuple[int, float], ...]
     """(slot, coefficient) of each adapter; empty = base row."""
+    follows: int | None = None
+    """Which output of the step before is its one input token, still on the device; None = its
+    tokens are known. Outputs of a step count its rows that choose a token, in order."""
+
+    @property
+    def chooses(self) -> bool:
+        """True when the step chooses a token for it."""
+        return self.needs_logits and not self.request.pools
+
+    def input_ids(self) -> list[int]:
+        """Its tokens; 0 stands for one that only the device knows."""
+        if self.follows is not None:
+            return [0]
+        return self.request.tokens(self.start, self.start + self.num_tokens)
 
     @property
     def is_context(self) -> bool:

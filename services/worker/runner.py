@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -29,6 +30,7 @@ from services.worker.layers.native_operators import NativeOperators
 from services.worker.layers.operators import Operators, TorchOperators
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer, blocks_for
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.model.batch import ForwardBatch
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.families import read_model_config
@@ -43,10 +45,11 @@ from services.worker.numerics import (
     resolve_dtype,
     set_threads,
 )
-from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
+from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
-from services.worker.sampling.sampler import LogitsOf, sample, score_tokens
 from services.worker.step_batch import BatchMaker, runs_of
+from services.worker.step_results import StepResults, choose, take_outputs
+from services.worker.steps import StepOrder, StepUnderWay
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.gpu_path import GpuPath
@@ -66,6 +69,7 @@ class TorchRunner:
         layout: AdapterLayout,
         info: ModelInfo,
         batches: BatchMaker,
+        overlap: str,
     ) -> None:
         self.layout = layout
         self.arena = arena
@@ -77,6 +81,9 @@ class TorchRunner:
         self._adapters = adapters
         self._info = info
         self._batches = batches
+        self._order = StepOrder(batches.device.type, overlap)
+        self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
+        """Tokens that the last step chose, on the device: see `step_results`."""
 
     def model_info(self) -> ModelInfo:
         """Facts about the base."""
@@ -94,10 +101,13 @@ class TorchRunner:
         """Return when no copy is under way, or after `timeout_s`."""
         self._adapters.await_copies(timeout_s)
 
-    @torch.inference_mode()
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Let steps use what was copied under `slot`, which is not in use."""
-        self._adapters.enter(slot, cast(CopiedImage, copied))
+        self._order.between(partial(self._enter, slot, cast(CopiedImage, copied)))
+
+    @torch.inference_mode()
+    def _enter(self, slot: int, copied: CopiedImage) -> None:
+        self._adapters.enter(slot, copied)
         self._entered(slot)
 
     def adapter_blocks(self, path: Path) -> int:
@@ -125,98 +135,52 @@ class TorchRunner:
 
     def unload_adapter(self, slot: int) -> None:
         """Take `slot` out of the tables."""
+        self._order.between(partial(self._unload, slot))
+
+    def _unload(self, slot: int) -> None:
         self._adapters.weights.unload(slot)
         if self._batches.records is not None:
             self._batches.records.forget(slot)
         if self._batches.gpu is not None:
             self._batches.gpu.remove(slot)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while the one before it is under way."""
+        return self._order.overlaps
+
     @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepUnderWay:
+        """Begin one forward pass and sampling: see `runner_protocol` and `step_results`."""
+        batch = None if self._fits_graph(plan) else self._batches.make(plan)
+        return self._order.launch(partial(self._compute, plan, batch))
+
     def execute(self, plan: StepPlan) -> list[SampledRow]:
-        """One forward pass and sampling.
+        """One step from beginning to end: for tools and tests."""
+        return self.launch(plan).result()
 
-        A row's `prompt_logprobs` hold one entry for each computed position p whose successor
-        p + 1 is a prompt token, and score that successor; over all chunks of a prompt of n tokens
-        they are n - 1 entries. The first prompt token has none.
-        """
-        if not plan.rows:
-            return []
-        hidden, lora = self._forward(plan)
-        logits_of = self._logits_of(hidden, lora)
-        prompt_logprobs = _score_prompts(plan.rows, logits_of)
-        wanted = [
-            (row.request, end - 1)
-            for row, (_, end) in zip(plan.rows, _token_spans(plan.rows), strict=True)
-            if row.needs_logits and not row.request.pools
-        ]
-        token_rows = torch.tensor([row for _, row in wanted], dtype=torch.int64)
-        requests = [request for request, _ in wanted]
+    @torch.inference_mode()
+    def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> StepResults:
+        before = self._outputs
+        if batch is None:
+            hidden, lora = self._replay(plan, before)
+        else:
+            take_outputs(batch.input_ids, plan, before)
+            hidden, lora = self._model.forward(batch), batch.lora
         eos_ids = self._info.eos_token_ids
-        sampled = iter(sample(token_rows, requests, logits_of, eos_ids))
-        out = []
-        pooled = _pool(plan.rows, hidden)
-        for row, scores in zip(plan.rows, prompt_logprobs, strict=True):
-            request_id = row.request.request_id
-            choice = next(sampled) if row.needs_logits and not row.request.pools else None
-            token_id, logprobs = (choice.token_id, choice.logprobs) if choice else (None, None)
-            out.append(
-                SampledRow(request_id, token_id, logprobs, scores, pooled.get(request_id, ()))
-            )
-        return out
+        results = choose(plan, hidden, lora, self._model.logits, eos_ids, before)
+        self._outputs = results.outputs
+        return results
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, LoraBatch]:
-        """Hidden states `[T, H]` and the adapters of their rows; by a graph where one fits."""
+    def _fits_graph(self, plan: StepPlan) -> bool:
         gpu = self._batches.gpu
-        if gpu is not None:
-            runs = runs_of(plan)
-            hidden = gpu.forward(plan, runs)
-            if hidden is not None:
-                return hidden, gpu.lora_batch(runs)
-        batch = self._batches.make(plan)
-        return self._model.forward(batch), batch.lora
+        return gpu is not None and gpu.fits_graph(plan, runs_of(plan))
 
-    def _logits_of(self, hidden: Tensor, lora: LoraBatch) -> LogitsOf:
-        def logits_of(token_rows: Tensor) -> Tensor:
-            chosen = lora.select(token_rows.tolist())
-            return self._model.logits(hidden[token_rows.to(hidden.device)], chosen)
-
-        return logits_of
-
-
-def _token_spans(rows: Sequence[PlannedRow]) -> list[tuple[int, int]]:
-    """Token rows [begin, end) of each planned row."""
-    spans, begin = [], 0
-    for row in rows:
-        spans.append((begin, begin + row.num_tokens))
-        begin += row.num_tokens
-    return spans
-
-
-def _pool(rows: Sequence[PlannedRow], hidden: Tensor) -> dict[str, tuple[float, ...]]:
-    """By request id, the last row of `hidden` `[T, H]` of each whole prompt that pools."""
-    spans = zip(rows, _token_spans(rows), strict=True)
-    ends = {
-        row.request.request_id: end - 1
-        for row, (_, end) in spans
-        if row.needs_logits and row.request.pools
-    }
-    if not ends:
-        return {}
-    vectors = hidden[list(ends.values())].float().tolist()
-    return {key: tuple(vector) for key, vector in zip(ends, vectors, strict=True)}
-
-
-def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[tuple[Logprobs, ...]]:
-    out: list[tuple[Logprobs, ...]] = []
-    for row, (begin, _) in zip(rows, _token_spans(rows), strict=True):
-        num_top, prompt = row.request.sampling.prompt_logprobs, row.request.prompt_ids
-        next_ids = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
-        if num_top is None or not next_ids:
-            out.append(())
-            continue
-        token_rows = torch.arange(begin, begin + len(next_ids))
-        out.append(tuple(score_tokens(token_rows, next_ids, num_top, logits_of)))
-    return out
+    def _replay(self, plan: StepPlan, before: Tensor) -> tuple[Tensor, LoraBatch]:
+        """Hidden states `[T, H]` of a step that a graph computes, and its adapters."""
+        gpu, runs = self._batches.gpu, runs_of(plan)
+        assert gpu is not None, "graphs are of a GPU"
+        return gpu.replay(plan, runs, before), gpu.lora_batch(runs)
 
 
 def build_runner(
@@ -230,6 +194,7 @@ def build_runner(
     max_num_tokens: int = 2048,
     load_format: str = "auto",
     cpu_isa: str = "auto",
+    overlap: str = "off",
     executors: tuple[Executor, Executor] | None = None,
 ) -> TorchRunner:
     """Load a base and allocate its arena.
@@ -242,6 +207,7 @@ def build_runner(
         max_num_tokens: the most positions of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
+        overlap: whether steps run beside their caller (see `steps`).
         executors: of copies and of packing (see `AdapterLoader`).
 
     Raises:
@@ -253,11 +219,9 @@ def build_runner(
     weights = _weights(load_format, model_dir, torch_dtype, torch_device)
     operators = _operators(torch_device, torch_dtype, cpu_isa)
     model = family.build(config, weights, operators)
-    if torch_device.type == "cpu":
-        _share_threads(model.weight_bytes, operators)
-    groups = plan_kv_groups(
-        config.windows, config.num_kv_heads, config.head_dim, torch_dtype.itemsize
-    )
+    _share_threads(model.weight_bytes, operators, torch_device)
+    heads = config.num_kv_heads, config.head_dim
+    groups = plan_kv_groups(config.windows, *heads, torch_dtype.itemsize)
     num_blocks = blocks_for(arena_bytes, groups.block_bytes)
     arena = ArenaBuffer(num_blocks, groups.block_bytes, torch_device)
     sites = model.site_weights
@@ -278,7 +242,7 @@ def build_runner(
         kv, model.ropes, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
     )
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, arena, kv, loader, layout, info, batches)
+    return TorchRunner(model, arena, kv, loader, layout, info, batches, overlap)
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
@@ -325,8 +289,10 @@ def _operators(device: torch.device, dtype: torch.dtype, cpu_isa: str) -> Operat
     return TorchOperators() if native is None else NativeOperators(native, dtype)
 
 
-def _share_threads(weight_bytes: int, operators: Operators) -> None:
+def _share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:
     """Threads for torch and for the kernels; torch keeps one where it does small things only."""
+    if device.type != "cpu":
+        return
     set_threads(weight_bytes)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())

@@ -76,6 +76,25 @@ class Copied(Protocol):
         ...
 
 
+class LaunchedStep(Protocol):
+    """A step that may be under way."""
+
+    def result(self) -> list[SampledRow]:
+        """Wait for its end; in the order of the plan's rows. Raises what the step raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that ended before its launch returned."""
+
+    rows: list[SampledRow]
+
+    def result(self) -> list[SampledRow]:
+        """Its rows."""
+        return self.rows
+
+
 class Runner(Protocol):
     """One base on one device: the arena's bytes, the adapters' tables, the forward pass."""
 
@@ -111,8 +130,17 @@ class Runner(Protocol):
         """Take `slot` out of the tables. The caller frees the blocks."""
         ...
 
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
-        """One forward pass and sampling; results in the order of `plan.rows`."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while the one before it is under way."""
+        ...
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Begin one forward pass and sampling.
+
+        Steps and changes of the adapters' tables take effect in the order of these calls. A plan
+        may follow outputs of the step before. The plan's requests may change afterwards.
+        """
         ...
 
     def model_info(self) -> ModelInfo:

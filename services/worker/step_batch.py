@@ -16,6 +16,7 @@ from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, StepPlan
+from services.worker.transfers import to_device
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.gpu_path import GpuPath
@@ -42,17 +43,17 @@ class BatchMaker:
         token_ids: list[int] = []
         positions: list[int] = []
         for row in plan.rows:
-            token_ids += row.request.tokens(row.start, row.start + row.num_tokens)
+            token_ids += row.input_ids()
             positions += range(row.start, row.start + row.num_tokens)
-        position_ids = torch.tensor(positions, device=self.device)
+        position_ids = to_device(torch.tensor(positions), self.device)
         rope_rows = None
         by_row = [self.ropes.row(row.slots, row.request.is_long) for row in plan.rows]
         if any(by_row):
             counts = [row.num_tokens for row in plan.rows]
             rope_rows = torch.tensor(by_row).repeat_interleave(torch.tensor(counts))
-            rope_rows = rope_rows.to(self.device)
+            rope_rows = to_device(rope_rows, self.device)
         return ForwardBatch(
-            input_ids=torch.tensor(token_ids, device=self.device),
+            input_ids=to_device(torch.tensor(token_ids), self.device),
             positions=position_ids,
             attention=self._attention(plan, position_ids),
             lora=self._lora(plan),

@@ -9,13 +9,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.request import SampledRow, StepPlan
-from services.worker.runner_protocol import Copied, ModelInfo, Pending, Runner
+from services.worker.runner_protocol import Copied, LaunchedStep, ModelInfo, Pending, Runner
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """Writes a line when the step's result is taken."""
+
+    runner: TracedRunner
+    plan: StepPlan
+    begin_s: float
+    adapter_bytes: int
+    launched: LaunchedStep
+
+    def result(self) -> list[SampledRow]:
+        """The step's."""
+        rows = self.launched.result()
+        self.runner.ended(self.plan, self.begin_s, self.adapter_bytes)
+        return rows
 
 
 class TracedRunner:
@@ -68,27 +86,36 @@ class TracedRunner:
         self._slot_bytes.pop(slot, None)
         self._runner.unload_adapter(slot)
 
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
-        """Let the runner compute.
+    @property
+    def overlaps(self) -> bool:
+        """As the runner does."""
+        return self._runner.overlaps
+
+    def launch(self, plan: StepPlan) -> TracedStep:
+        """Let the runner compute."""
+        begin_s = time.monotonic()
+        slots = {slot for row in plan.rows for slot, _ in row.slots}
+        num_bytes = sum(self._slot_bytes[slot] for slot in slots)
+        return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan))
+
+    def ended(self, plan: StepPlan, begin_s: float, adapter_bytes: int) -> None:
+        """Write down a step that has just ended.
 
         A step that continues requests of the one before counts from that one's end: planning and
-        passing tokens on belong to it. Any other counts from its own beginning.
+        passing tokens on belong to it. Any other counts from its own beginning, or from that end
+        where the two overlapped.
         """
-        begin_s = time.monotonic()
         ids = {row.request.request_id for row in plan.rows}
-        if not ids.isdisjoint(self._last_ids):
-            begin_s = self._last_end_s
-        rows = self._runner.execute(plan)
+        is_next = not ids.isdisjoint(self._last_ids)
+        begin_s = self._last_end_s if is_next else max(begin_s, self._last_end_s)
         self._last_end_s, self._last_ids = time.monotonic(), ids
-        slots = {slot for row in plan.rows for slot, _ in row.slots}
         self._write(
             step_s=self._last_end_s - begin_s,
             rows=len(plan.rows),
             tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
-            adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
+            adapter_bytes=adapter_bytes,
         )
-        return rows
 
     def model_info(self) -> ModelInfo:
         """The runner's answer."""

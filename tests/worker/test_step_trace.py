@@ -50,7 +50,7 @@ def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path
     (folder / "adapter_config.json").write_text('{"r": 8}')
     stage.load(3, folder, [1, 2])
     rows = (row("a", slot=3), row("b", start=4, num_tokens=2, slot=3), row("c"))
-    results = stage.runner.execute(StepPlan(0, rows))
+    results = stage.runner.launch(StepPlan(0, rows)).result()
     assert [result.request_id for result in results] == ["a", "b", "c"]
     arena, load, step = lines(path)
     assert arena["block_bytes"] == COSTS.block_bytes
@@ -66,7 +66,7 @@ def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 8}')
     for blocks in ([1, 2], [5]):
         stage.load(0, folder, blocks)
-        stage.runner.execute(StepPlan(0, (row("a", slot=0),)))
+        stage.runner.launch(StepPlan(0, (row("a", slot=0),))).result()
         stage.runner.unload_adapter(0)
     steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]
     assert steps == [2 * COSTS.block_bytes, COSTS.block_bytes]
@@ -77,6 +77,6 @@ def test_nothing_of_the_prompt_or_the_adapters_name_is_written(tmp_path: Path) -
     secret = row("secret-id")
     secret.request.prompt_ids[:] = [987654] * 10
     secret.request.adapters = AdapterSet((("sha256:secret", 1.0),))
-    stage.runner.execute(StepPlan(0, (secret,)))
+    stage.runner.launch(StepPlan(0, (secret,))).result()
     text = path.read_text()
     assert "secret" not in text and "987654" not in text

@@ -165,7 +165,7 @@ class AdapterCache:
             adapter = self._adapters[digest]
             assert adapter.num_running > 0, f"{digest} released more often than acquired"
             adapter.num_running -= 1
-            adapter.last_used_s = now
+            adapter.last_used_s, adapter.last_step = now, self._arena.last_planned
             if not adapter.num_running:
                 self._in_use.discard(digest)
             self._enter_idle(adapter)
@@ -353,7 +353,7 @@ class AdapterCache:
 
     def _vacate(self, adapter: CachedAdapter) -> None:
         """Give back slot and blocks; the adapter is on disk only, or gone."""
-        self._arena.free(adapter_owner(adapter.digest), adapter.blocks)
+        self._arena.free(adapter_owner(adapter.digest), adapter.blocks, adapter.last_step)
         self._free_slots.append(adapter.slot)
         self._resident_blocks -= adapter.num_blocks
         adapter.tier, adapter.slot, adapter.blocks = Tier.DISK, -1, []

@@ -56,6 +56,8 @@ class CachedAdapter:
     unload: bool = False
     """Leaves the device as soon as it is idle."""
     last_used_s: float = 0.0
+    last_step: int = -1
+    """The last step planned when a request ceased to use it."""
     facts: AdapterFacts = field(default_factory=AdapterFacts)
     """Known once it has been on the device."""
 

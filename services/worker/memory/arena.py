@@ -45,12 +45,22 @@ class Arena:
             self._owners[block] = owner
         return blocks
 
-    def free(self, owner: str, blocks: Sequence[int]) -> None:
-        """Take `blocks` back from `owner`; they become free once no step in flight has them."""
+    @property
+    def last_planned(self) -> int:
+        """The last step that was given blocks; -1 = none was."""
+        return self._last_planned
+
+    def free(self, owner: str, blocks: Sequence[int], last_used: int | None = None) -> None:
+        """Take `blocks` back from `owner`; they become free once no step in flight has them.
+
+        Args:
+            last_used: the last step that was given them; None = the last one planned.
+        """
         for block in blocks:
             holder = self._owners.pop(block, None)
             assert holder == owner, f"{owner} frees block {block} of {holder}"
-        if self._last_planned > self._last_retired:
+        last_used = self._last_planned if last_used is None else last_used
+        if last_used > self._last_retired:
             self._retiring.append((self._last_planned, list(blocks)))
         else:
             self._free.extend(blocks)

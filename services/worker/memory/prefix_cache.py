@@ -43,6 +43,8 @@ class CachedBlock:
     num_users: int
     """Requests that have it in their tables."""
     idle_since_s: float = 0.0
+    last_used: int = -1
+    """The last step planned when it became idle."""
 
 
 class PrefixCache:
@@ -106,7 +108,8 @@ class PrefixCache:
         request.num_computed = num_tokens
 
     def keep(self, request: Request, start: int) -> None:
-        """Positions from `start` to num_computed are computed: keep the blocks they completed.
+        """Positions from `start` to num_computed have been given to steps: keep the blocks that
+        they complete, whose tokens are known.
 
         Mutates the request's tables where another request has computed the same block before.
         """
@@ -136,7 +139,7 @@ class PrefixCache:
             assert cached.num_users > 0, f"block {block} given back more often than used"
             cached.num_users -= 1
             if not cached.num_users:
-                cached.idle_since_s = now
+                cached.idle_since_s, cached.last_used = now, self._arena.last_planned
                 (self._passed if passed else self._idle)[block] = cached
         self._arena.free(kv_owner(request), own)
 
@@ -158,7 +161,7 @@ class PrefixCache:
         """Free the block that `offer` named."""
         _, cached = (self._passed or self._idle).popitem(last=False)
         del self._by_key[cached.key], self._by_block[cached.block]
-        self._arena.free(PREFIX_OWNER, [cached.block])
+        self._arena.free(PREFIX_OWNER, [cached.block], cached.last_used)
 
     def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert that users are the rows of `tables`, and that ownership agrees."""

@@ -11,41 +11,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.worker.request import Request, SamplingParams
+from services.worker.request import SamplingParams
+from services.worker.sampling.turn import Turn
+from services.worker.transfers import to_device
 
 MINUS_INF = float("-inf")
 
 
-def edit_logits(logits: Tensor, requests: Sequence[Request], eos_ids: Sequence[int]) -> None:
+def edit_logits(logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int]) -> None:
     """Apply grammar, bias, penalties and token masks, in this order, row by row where asked.
 
     Args:
         logits: `[N, V]` float32. Mutated.
     """
-    for row, request in zip(logits, requests, strict=True):
-        params = request.sampling
-        if request.constraint is not None:
-            _constrain(row, request.constraint.bitmask())
+    for row, turn in zip(logits, turns, strict=True):
+        params = turn.params
+        if turn.request.constraint is not None:
+            _constrain(row, turn.request.constraint.bitmask())
         if params.logit_bias:
             _add_bias(row, params.logit_bias)
-        if request.output_ids and _has_penalties(params):
-            _penalise(row, params, request.output_ids)
-        _mask_tokens(row, request, eos_ids)
+        if turn.position and _has_penalties(params):
+            _penalise(row, params, turn.output_ids(row.device))
+        _mask_tokens(row, turn, eos_ids)
 
 
 def _constrain(row: Tensor, bitmask: bytes) -> None:
     """Forbid every token whose bit is not set, and those that the mask does not reach."""
     words = torch.frombuffer(bytearray(bitmask), dtype=torch.uint8)
     bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    allowed = bits.flatten()[: row.shape[0]].bool().to(row.device)
+    allowed = to_device(bits.flatten()[: row.shape[0]].bool(), row.device)
     row[: allowed.shape[0]].masked_fill_(~allowed, MINUS_INF)
     row[allowed.shape[0] :] = MINUS_INF
 
 
 def _add_bias(row: Tensor, bias: Sequence[tuple[int, float]]) -> None:
-    ids = torch.tensor([token_id for token_id, _ in bias], device=row.device)
-    values = torch.tensor([value for _, value in bias], dtype=row.dtype, device=row.device)
-    row.index_add_(0, ids, values)
+    ids = to_device(torch.tensor([token_id for token_id, _ in bias]), row.device)
+    values = torch.tensor([value for _, value in bias], dtype=row.dtype)
+    row.index_add_(0, ids, to_device(values, row.device))
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -56,27 +58,31 @@ def _has_penalties(params: SamplingParams) -> bool:
     )
 
 
-def _penalise(row: Tensor, params: SamplingParams, output_ids: Sequence[int]) -> None:
+def _penalise(row: Tensor, params: SamplingParams, output_ids: Tensor) -> None:
     """Repetition scales a seen token's logit towards less likely; the others subtract."""
-    ids, counts = torch.tensor(output_ids, device=row.device).unique(return_counts=True)
-    seen = row[ids]
+    seen = row[output_ids]
+    counts = torch.zeros_like(row).index_add_(0, output_ids, torch.ones_like(seen))[output_ids]
     factor = params.repetition_penalty
     seen = torch.where(seen > 0, seen / factor, seen * factor)
-    row[ids] = seen - params.frequency_penalty * counts - params.presence_penalty
+    row[output_ids] = seen - params.frequency_penalty * counts - params.presence_penalty
 
 
-def _mask_tokens(row: Tensor, request: Request, eos_ids: Sequence[int]) -> None:
-    params = request.sampling
+def _mask_tokens(row: Tensor, turn: Turn, eos_ids: Sequence[int]) -> None:
+    params = turn.params
     if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+        allowed = _ids(params.allowed_token_ids, row)
         kept = row[allowed]
         row.fill_(MINUS_INF)
         row[allowed] = kept
     masked = list(params.bad_token_ids)
-    if len(request.output_ids) < params.min_tokens:
-        masked += [*params.stop_token_ids, *request.eos_ids(eos_ids)]
+    if turn.position < params.min_tokens:
+        masked += [*params.stop_token_ids, *turn.request.eos_ids(eos_ids)]
     if masked:
-        row[torch.tensor(masked, device=row.device)] = MINUS_INF
+        row.index_fill_(0, _ids(masked, row), MINUS_INF)
+
+
+def _ids(token_ids: Sequence[int], row: Tensor) -> Tensor:
+    return to_device(torch.tensor(token_ids), row.device)
 
 
 def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -97,8 +103,9 @@ def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
     if not rows:
         return
     device = scaled.device
-    limits = torch.tensor([[top_k[i], params[i].top_p, params[i].min_p] for i in rows]).to(device)
-    ordered, ids = scaled[rows].sort(dim=-1, descending=True, stable=True)
+    limits = torch.tensor([[top_k[i], params[i].top_p, params[i].min_p] for i in rows])
+    limits, chosen = to_device(limits, device), to_device(torch.tensor(rows), device)
+    ordered, ids = scaled[chosen].sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(num_tokens, device=device)
     ordered.masked_fill_(ranks >= limits[:, :1], MINUS_INF)
     probs = ordered.softmax(dim=-1)
@@ -107,4 +114,4 @@ def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
     drop |= probs < limits[:, 2:3] * probs[:, :1]
     drop[:, 0] = False
     ordered.masked_fill_(drop, MINUS_INF)
-    scaled[rows] = torch.empty_like(ordered).scatter_(-1, ids, ordered)
+    scaled[chosen] = torch.empty_like(ordered).scatter_(-1, ids, ordered)

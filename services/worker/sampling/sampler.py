@@ -18,9 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.request import Logprobs, Request
+from services.worker.request import Logprobs
+from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.masks import MINUS_INF, edit_logits, truncate
 from services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
+from services.worker.sampling.turn import Turn
+from services.worker.transfers import to_device, to_host
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""
@@ -42,45 +45,94 @@ class Sampled:
     logprobs: Logprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Tokens chosen by a step, which may still be under way on the device."""
+
+    token_ids: Tensor
+    """int64 `[N]`, on the device."""
+    chunks: Sequence[ChosenChunk]
+
+    def read(self) -> list[Sampled]:
+        """Plain values; the step is done."""
+        return [sampled for chunk in self.chunks for sampled in chunk.read()]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenChunk:
+    """What `Choices` are made of; tensors are on the host once the step is done."""
+
+    token_ids: Tensor
+    asking: Sequence[int]
+    """Rows that want logprobs."""
+    logprobs: LogprobRows | None
+    constrained: Sequence[int]
+    """Rows that a grammar may leave without any token."""
+    best: Tensor | None
+    """float32: the highest logit left to each of them."""
+
+    def read(self) -> list[Sampled]:
+        """Plain values."""
+        logprobs = dict(
+            zip(self.asking, self.logprobs.read() if self.logprobs else (), strict=True)
+        )
+        left = () if self.best is None else self.best.tolist()
+        best = dict(zip(self.constrained, left, strict=True))
+        return [
+            Sampled(None, None) if best.get(i) == MINUS_INF else Sampled(token_id, logprobs.get(i))
+            for i, token_id in enumerate(self.token_ids.tolist())
+        ]
+
+
 def sample(
-    token_rows: Tensor, requests: Sequence[Request], logits_of: LogitsOf, eos_ids: Sequence[int]
-) -> list[Sampled]:
-    """Choose one token for each request, at output position `len(output_ids)`.
+    token_rows: Tensor, turns: Sequence[Turn], logits_of: LogitsOf, eos_ids: Sequence[int]
+) -> Choices:
+    """Choose one token for each turn.
 
     Args:
-        token_rows: int64 `[N]`, each request's last known token in the batch.
+        token_rows: int64 `[N]`, each request's last token in the batch.
         eos_ids: masked, like stop tokens, until a request's `min_tokens` are there.
     """
-    out: list[Sampled] = []
-    for begin in range(0, len(requests), MAX_LOGIT_ROWS):
+    token_ids, chunks = [], []
+    for begin in range(0, len(turns), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
-        out += _sample_chunk(logits_of(token_rows[begin:end]), requests[begin:end], eos_ids)
-    return out
+        ids, chunk = _sample_chunk(logits_of(token_rows[begin:end]), turns[begin:end], eos_ids)
+        token_ids.append(ids)
+        chunks.append(chunk)
+    if not chunks:
+        return Choices(token_rows, ())
+    return Choices(token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids), chunks)
 
 
 def _sample_chunk(
-    logits: Tensor, requests: Sequence[Request], eos_ids: Sequence[int]
-) -> list[Sampled]:
-    asking = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
-    raw = logits[asking].log_softmax(dim=-1) if asking else None
-    edit_logits(logits, requests, eos_ids)
+    logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int]
+) -> tuple[Tensor, ChosenChunk]:
+    asking = [i for i, turn in enumerate(turns) if turn.params.logprobs is not None]
+    raw = _rows(logits, asking).log_softmax(dim=-1) if asking else None
+    edit_logits(logits, turns, eos_ids)
     token_ids = _first_argmax(logits)
-    drawing = [i for i, r in enumerate(requests) if r.sampling.temperature >= MIN_TEMPERATURE]
+    drawing = [i for i, turn in enumerate(turns) if turn.params.temperature >= MIN_TEMPERATURE]
     if drawing:
-        token_ids[drawing] = _draw(logits[drawing], [requests[i] for i in drawing])
-    ids: list[int] = token_ids.tolist()
-    logprobs: dict[int, Logprobs] = {}
+        drawn = _draw(_rows(logits, drawing), [turns[i] for i in drawing])
+        token_ids.index_copy_(0, _indices(drawing, logits), drawn)
+    logprobs = None
     if raw is not None:
-        tops = [requests[i].sampling.logprobs or 0 for i in asking]
-        entries = logprob_entries(raw, [ids[i] for i in asking], tops)
-        logprobs = dict(zip(asking, entries, strict=True))
-    stuck = {
-        i for i, r in enumerate(requests) if r.constraint is not None and not _any_left(logits[i])
-    }
-    return [
-        Sampled(None, None) if i in stuck else Sampled(token_id, logprobs.get(i))
-        for i, token_id in enumerate(ids)
-    ]
+        tops = [turns[i].params.logprobs or 0 for i in asking]
+        logprobs = logprob_rows(raw, _rows(token_ids, asking), tops)
+    constrained = [i for i, turn in enumerate(turns) if turn.request.constraint is not None]
+    best = to_host(_rows(logits, constrained).amax(dim=-1)) if constrained else None
+    return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, constrained, best)
+
+
+def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows, or all of them as they are."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, _indices(rows, values))
+
+
+def _indices(rows: Sequence[int], values: Tensor) -> Tensor:
+    return to_device(torch.tensor(rows, dtype=torch.int64), values.device)
 
 
 def _first_argmax(scores: Tensor) -> Tensor:
@@ -90,20 +142,15 @@ def _first_argmax(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def _any_left(row: Tensor) -> bool:
-    return bool(row.amax() > MINUS_INF)
-
-
-def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def _draw(logits: Tensor, turns: Sequence[Turn]) -> Tensor:
     """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`."""
-    params = [request.sampling for request in requests]
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
-    scaled = logits / temperature[:, None]
-    truncate(scaled, params)
-    return _first_argmax(_add_noise(scaled, requests))
+    temperatures = torch.tensor([turn.params.temperature for turn in turns])
+    scaled = logits / to_device(temperatures, logits.device)[:, None]
+    truncate(scaled, [turn.params for turn in turns])
+    return _first_argmax(_add_noise(scaled, turns))
 
 
-def _add_noise(scaled: Tensor, requests: Sequence[Request]) -> Tensor:
+def _add_noise(scaled: Tensor, turns: Sequence[Turn]) -> Tensor:
     """scaled + noise where it can win, -inf elsewhere.
 
     Noise is bounded, so a token further below the row's maximum than the bounds are apart never
@@ -112,8 +159,8 @@ def _add_noise(scaled: Tensor, requests: Sequence[Request]) -> Tensor:
     reach = GUMBEL_MAX - GUMBEL_MIN + 0.5
     floor = scaled.amax(dim=-1, keepdim=True) - reach
     rows, ids = torch.nonzero(scaled >= floor, as_tuple=True)
-    keys = [[_signed(r.sampling.seed), len(r.output_ids), r.sample_index] for r in requests]
-    seeds, positions, samples = torch.tensor(keys, device=scaled.device)[rows].unbind(dim=-1)
+    keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
+    seeds, positions, samples = to_device(torch.tensor(keys), scaled.device)[rows].unbind(dim=-1)
     scores = torch.full_like(scaled, MINUS_INF)
     scores[rows, ids] = scaled[rows, ids] + gumbel(seeds, ids, positions, samples)
     return scores
@@ -125,28 +172,14 @@ def _signed(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def logprob_entries(
-    logprobs: Tensor, token_ids: Sequence[int], tops: Sequence[int]
-) -> list[Logprobs]:
-    """Pick each row's token and its `tops[i]` most likely tokens from log-softmax rows `[N, V]`."""
-    num_top = min(max(tops), logprobs.shape[-1])
-    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device)[:, None])
-    values, ids = logprobs.topk(num_top, dim=-1)
-    rows = zip(token_ids, chosen[:, 0].tolist(), ids.tolist(), values.tolist(), tops, strict=True)
-    return [
-        Logprobs(token_id, logprob, tuple(zip(top_ids[:num], top_values[:num], strict=True)))
-        for token_id, logprob, top_ids, top_values, num in rows
-    ]
-
-
 def score_tokens(
     token_rows: Tensor, next_ids: Sequence[int], num_top: int, logits_of: LogitsOf
-) -> list[Logprobs]:
+) -> list[LogprobRows]:
     """Logprobs of known next tokens: `next_ids[i]` follows token row i. For prompt logprobs."""
-    out: list[Logprobs] = []
+    out = []
     for begin in range(0, len(next_ids), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
-        ids = next_ids[begin:end]
+        ids = torch.tensor(next_ids[begin:end])
         logprobs = logits_of(token_rows[begin:end]).log_softmax(dim=-1)
-        out += logprob_entries(logprobs, ids, [num_top] * len(ids))
+        out.append(logprob_rows(logprobs, ids, [num_top] * len(ids)))
     return out

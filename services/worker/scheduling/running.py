@@ -1,7 +1,8 @@
 """The running batch, so kept that a step in which everything goes on costs little.
 
 Requests that decode are kept in batch order; those with more than one token to compute (prompts,
-and what a preempted request computes again) apart from them, in order of arrival.
+and what a preempted request computes again) apart from them, in order of arrival. Those whose last
+token a step in flight chooses have nothing left to compute.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class RunningBatch:
         """One token to compute each; in batch order."""
         self.prompts: dict[str, Member] = {}
         """More than that, or just begun."""
+        self.ending: dict[str, Member] = {}
+        """Nothing: their last token is being chosen."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -82,31 +85,48 @@ class RunningBatch:
         member = self._members.pop(request_id, None)
         if member is None:
             return None
-        if member.is_decoding:
-            del self.decoding[bisect_left(self.decoding, member.order, key=_ORDER)]
-        else:
-            del self.prompts[request_id]
+        self._leave_place(member)
         return member.request
 
-    def caught_up(self, request_id: str) -> None:
-        """All known tokens of a request are computed: from the next one on it decodes."""
-        member = self.prompts.pop(request_id, None)
-        if member is not None:
+    def caught_up(self, request: Request) -> None:
+        """All known tokens of a request are computed, and another is promised: it decodes from
+        there on, unless that is its last."""
+        member = self._members[request.request_id]
+        if request.is_ending:
+            self._leave_place(member)
+            self.ending[request.request_id] = member
+        elif not member.is_decoding:
+            self._leave_place(member)
             member.is_decoding = True
             insort(self.decoding, member, key=_ORDER)
+
+    def _leave_place(self, member: Member) -> None:
+        request_id = member.request.request_id
+        if member.is_decoding:
+            del self.decoding[bisect_left(self.decoding, member.order, key=_ORDER)]
+            member.is_decoding = False
+        elif self.prompts.pop(request_id, None) is None:
+            del self.ending[request_id]
 
     def decode_rows(self) -> list[PlannedRow]:
         """A row for every request that decodes and is not held."""
         return [
-            PlannedRow(member.request, member.request.num_computed, 1, True, member.slots)
+            PlannedRow(
+                request,
+                request.num_computed,
+                1,
+                True,
+                member.slots,
+                request.promised_output if request.num_promised else None,
+            )
             for member in self.decoding
-            if not member.request.is_held
+            if not (request := member.request).is_held
         ]
 
     def check_integrity(self) -> None:
         """Assert that every member is in one place, and in order."""
         decoding = [member.request.request_id for member in self.decoding]
-        assert sorted([*decoding, *self.prompts]) == sorted(self._members)
+        assert sorted([*decoding, *self.prompts, *self.ending]) == sorted(self._members)
         assert all(member.is_decoding for member in self.decoding)
         assert not any(member.is_decoding for member in self.prompts.values())
         assert self.decoding == sorted(self.decoding, key=_ORDER)

@@ -7,7 +7,7 @@ prefixes, and as the last resort those of the request that arrived last, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
@@ -29,7 +29,7 @@ from services.worker.scheduling.policies import (
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
-from services.worker.scheduling.running import RunningBatch, in_batch_order
+from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
@@ -70,6 +70,9 @@ class Scheduler:
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
+        self._num_in_flight = 0
+        self._awaits_tokens = False
+        """Whether a step in flight chooses a token that the next one cannot be planned without."""
         self.times = self._deadlines.times
         self.num_preemptions = 0
 
@@ -140,14 +143,25 @@ class Scheduler:
     def plan(self, now: float, arrive: Callable[[int], bool] | None = None) -> StepPlan:
         """Decide one step. Mutates requests' block tables; queues loads and evictions.
 
+        While a step is in flight, the plan is empty where it would depend on what that one
+        chooses, or would have to preempt: then the next plan comes after that step.
+
         Args:
             arrive: carries out loads that were queued, and returns whether one of them is here
                 already; called with the number of rows that the step has without them.
         """
-        for request in outgrown(self._running, self._limits.rope_switch_len):
+        must_go = outgrown(self._running, self._limits.rope_switch_len)
+        if self._num_in_flight and (self._awaits_tokens or must_go):
+            return self._number(())
+        for request in must_go:
             self._preempt(request, now)
         shares, budget = self._share_budget()
-        has_preempted = self._find_blocks(shares, now)
+        wanted = self._placement.wanted(shares)
+        has_preempted = False
+        if not self._placement.grow_all(wanted, now):
+            if self._num_in_flight:
+                return self._number(())
+            has_preempted = self._grow_some(wanted, now)
         decodes = self._running.decode_rows()
         prompts = self._running.prompts.values()
         others = [m.row(n) for m in prompts if (n := shares[m.request.request_id])]
@@ -156,20 +170,49 @@ class Scheduler:
             if arrive is not None and arrive(len(decodes) + len(others) + len(started)):
                 started += self._admit(now, budget - sum(row.num_tokens for row in started))
             others += started
-        plan = StepPlan(self._next_step, tuple(in_batch_order(decodes, others)))
-        self._arena.planned(plan.step)
+        return self._number(in_batch_order(decodes, others))
+
+    def _number(self, rows: Sequence[PlannedRow]) -> StepPlan:
+        plan = StepPlan(self._next_step, tuple(rows))
+        if rows:
+            self._arena.planned(plan.step)
         self._next_step += 1
         return plan
 
-    def computed(self, row: PlannedRow) -> None:
-        """The step of `row` has run: its positions are in the KV cache."""
-        request = row.request
-        request.num_computed += row.num_tokens
-        if row.needs_logits:
-            self._running.caught_up(request.request_id)
-            if self._counters is not None:
-                self._counters.charge(request, 0, 1)
-        self._prefixes.keep(request, row.start)
+    def launched(self, plan: StepPlan) -> None:
+        """The device has been given `plan`, which has rows: what is planned from now on comes
+        after it, and finds its positions in the KV cache."""
+        self._num_in_flight += 1
+        num_outputs = 0
+        for row in plan.rows:
+            request = row.request
+            request.num_computed += row.num_tokens
+            if row.follows is None:
+                self._prefixes.keep(request, row.start)
+            if row.chooses:
+                request.promised_output = num_outputs
+                request.num_promised += request.sampling.max_tokens > 0
+                num_outputs += 1
+            if row.needs_logits:
+                self._running.caught_up(request)
+                self._awaits_tokens = self._awaits_tokens or request.constraint is not None
+
+    def landed(self, plan: StepPlan) -> None:
+        """The step that was launched first of those in flight has ended."""
+        self._num_in_flight -= 1
+        self._awaits_tokens = False
+        self._arena.retire(plan.step)
+
+    def runs(self, request: Request) -> bool:
+        """False once a request has ended, which may be while a step computes it."""
+        return self._running.get(request.request_id) is request
+
+    def took(self, request: Request) -> None:
+        """A running request has its next token."""
+        if self._counters is not None:
+            self._counters.charge(request, 0, 1)
+        if request.num_computed == request.num_tokens:  # a step in flight completes this position
+            self._prefixes.keep(request, request.num_computed - 1)
 
     def check_integrity(self) -> None:
         """Assert that the requests' tables and the arena agree on every block."""
@@ -191,16 +234,9 @@ class Scheduler:
         tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
 
-    def _find_blocks(self, shares: dict[str, int], now: float) -> bool:
-        """Give every running request its blocks for this step, those that came first first. True
-        when one had to go.
-
-        Args:
-            shares: tokens of each request that does not decode.
-        """
-        wanted = self._placement.wanted(shares)
-        if self._placement.grow_all(wanted, now):
-            return False
+    def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
+        """Not all can have the blocks that they want: the last to arrive go until the rest can.
+        True when one went."""
         queue = sorted(self._running.members(), key=lambda member: arrival_key(member.request))
         num_before = len(queue)
         index = 0
@@ -297,7 +333,7 @@ class Scheduler:
                 break
             walk.skip_flow()
         self._cache.load_wanted(ahead, now)
-        return rows, may_repeat or bool(rows)
+        return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
 
     def _is_lost(self, request: Request, now: float) -> bool:
         """True for what `hopeless` will name: it must not start."""

@@ -10,6 +10,7 @@ from services.worker.sampling import sampler
 from services.worker.sampling.masks import edit_logits, truncate
 from services.worker.sampling.philox import gumbel_scalar
 from services.worker.sampling.sampler import sample, score_tokens
+from services.worker.sampling.turn import Turn
 
 VOCAB = 97
 INF = float("inf")
@@ -29,7 +30,12 @@ def random_logits(num_rows, seed=0, scale=3.0):
 
 def choose(logits, requests, eos_ids=()):
     rows = torch.arange(len(requests))
-    return sample(rows, requests, lambda rows: logits[rows].clone(), eos_ids)
+    turns = [turn_of(request) for request in requests]
+    return sample(rows, turns, lambda rows: logits[rows].clone(), eos_ids).read()
+
+
+def turn_of(request):
+    return Turn(request, len(request.output_ids))
 
 
 def chosen_ids(logits, requests, eos_ids=()):
@@ -131,7 +137,7 @@ def test_rows_that_do_not_truncate_keep_every_token():
 
 def edited(logits, request, eos_ids=()):
     rows = torch.tensor([logits], dtype=torch.float32)
-    edit_logits(rows, [request], eos_ids)
+    edit_logits(rows, [turn_of(request)], eos_ids)
     return rows[0].tolist()
 
 
@@ -148,6 +154,23 @@ def test_repetition_penalty_moves_seen_tokens_down_whatever_their_sign():
 def test_frequency_counts_and_presence_does_not():
     request = make_request([0, 0, 1], frequency_penalty=0.5, presence_penalty=0.25)
     assert edited([1.0, 1.0, 1.0], request) == [-0.25, 0.25, 1.0]
+
+
+@pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}])
+def test_a_token_that_only_the_device_knows_counts_like_any_other(params):
+    known, promised = make_request([2, 0, 2], **params), make_request([2, 0], **params)
+    logits = torch.tensor([[1.0, -2.0, 3.0], [1.0, -2.0, 3.0]])
+    edit_logits(logits, [turn_of(known), Turn(promised, 3, before=torch.tensor(2))], ())
+    assert logits[0].equal(logits[1])
+
+
+def test_a_turn_is_not_changed_by_tokens_that_come_meanwhile():
+    request = make_request([1, 2], presence_penalty=1.0, temperature=1.0)
+    turn = turn_of(request)
+    request.output_ids.append(0)
+    logits = torch.zeros(1, 4)
+    edit_logits(logits, [turn], ())
+    assert logits[0].tolist() == [0.0, -1.0, -1.0, 0.0]
 
 
 def test_penalties_ignore_the_prompt():
@@ -189,7 +212,8 @@ def test_logprobs_come_only_where_they_were_asked_for():
 
 def test_known_tokens_are_scored_in_order():
     logits = random_logits(3)
-    scores = score_tokens(torch.arange(3), [9, 8, 7], 1, lambda rows: logits[rows].clone())
+    (scored,) = score_tokens(torch.arange(3), [9, 8, 7], 1, lambda rows: logits[rows].clone())
+    scores = scored.read()
     expected = logits.log_softmax(-1)
     for row, (score, token_id) in enumerate(zip(scores, [9, 8, 7], strict=True)):
         assert score.token_id == token_id

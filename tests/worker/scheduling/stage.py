@@ -100,17 +100,19 @@ class Stage:
             if isinstance(action, Load):
                 self.cache.loaded(action.digest)
         self.check(plan)
-        self.arena.retire(plan.step)
+        if plan.rows:
+            self.scheduler.launched(plan)
+            self.scheduler.landed(plan)
         for row in plan.rows:
             self.advance(row.request, row)
         self.scheduler.check_integrity()
         return plan
 
     def advance(self, request: Request, row: PlannedRow) -> None:
-        self.scheduler.computed(row)
         if row.needs_logits:
             self.measure(request)
-            request.output_ids.append(7)
+            request.take(7)
+            self.scheduler.took(request)
             if len(request.output_ids) >= request.sampling.max_tokens:
                 self.scheduler.remove(request.request_id, self.now)
                 self.finished.append(request.request_id)

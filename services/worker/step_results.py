@@ -1,0 +1,146 @@
+"""From a step's hidden states to what each of its rows gets.
+
+Tokens are chosen on the device and stay there for the next step to read; copies of all that the
+host wants are under way when `choose` returns, and `StepResults.read` waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
+from services.worker.sampling.logprobs import LogprobRows
+from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
+from services.worker.sampling.turn import next_turn
+from services.worker.transfers import to_device, to_host
+
+Head = Callable[[Tensor, LoraBatch], Tensor]
+"""Hidden rows `[n, H]` and their adapters -> fresh logits, float32 `[n, V]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What a step leaves; it may be under way on the device."""
+
+    plan: StepPlan
+    choices: Choices
+    scores: Sequence[Sequence[LogprobRows]]
+    """Of each row's prompt."""
+    pooled: Tensor | None
+    """float32 `[n, H]` of the rows that pool."""
+    end: torch.cuda.Event | None
+
+    @property
+    def outputs(self) -> Tensor:
+        """int64 `[n]` on the device: the tokens chosen, in the order of rows that choose one."""
+        return self.choices.token_ids
+
+    def read(self) -> list[SampledRow]:
+        """Wait for the step, and return plain values in the order of the plan's rows."""
+        if self.end is not None:
+            self.end.synchronize()
+        sampled = iter(self.choices.read())
+        pooled = iter(() if self.pooled is None else self.pooled.tolist())
+        out = []
+        for row, parts in zip(self.plan.rows, self.scores, strict=True):
+            scores: list[Logprobs] = [entry for part in parts for entry in part.read()]
+            choice = next(sampled) if row.chooses else None
+            token_id, logprobs = (choice.token_id, choice.logprobs) if choice else (None, None)
+            vector = tuple(next(pooled)) if _pools(row) else ()
+            out.append(
+                SampledRow(row.request.request_id, token_id, logprobs, tuple(scores), vector)
+            )
+        return out
+
+
+def choose(
+    plan: StepPlan,
+    hidden: Tensor,
+    lora: LoraBatch,
+    head: Head,
+    eos_ids: Sequence[int],
+    before: Tensor,
+) -> StepResults:
+    """Choose a token for each row that is to have one.
+
+    A row's prompt logprobs hold one entry for each computed position p whose successor p + 1 is a
+    prompt token, and score that successor; over all chunks of a prompt of n tokens they are n - 1
+    entries. The first prompt token has none.
+
+    Args:
+        hidden: `[T, H]`.
+        before: the outputs of the step before.
+    """
+
+    def logits_of(token_rows: Tensor) -> Tensor:
+        chosen = lora.select(token_rows.tolist())
+        return head(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
+
+    ends = [end for _, end in _token_spans(plan.rows)]
+    turns = [
+        next_turn(row, None if row.follows is None else before[row.follows])
+        for row in plan.rows
+        if row.chooses
+    ]
+    last_rows = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.chooses]
+    scores = _score_prompts(plan.rows, logits_of)
+    choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids)
+    pooling = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if _pools(row)]
+    pooled = None
+    if pooling:
+        vectors = hidden.index_select(0, to_device(torch.tensor(pooling), hidden.device))
+        pooled = to_host(vectors.float())
+    end = None
+    if hidden.is_cuda:
+        end = torch.cuda.Event()
+        end.record()
+    return StepResults(plan, choices, scores, pooled, end)
+
+
+def take_outputs(input_ids: Tensor, plan: StepPlan, outputs: Tensor) -> None:
+    """Put in the tokens that the step before chose and that only the device knows.
+
+    Args:
+        input_ids: int64 `[T]`. Mutated.
+        outputs: of the step before.
+    """
+    places, sources, begin = [], [], 0
+    for row in plan.rows:
+        if row.follows is not None:
+            places.append(begin)
+            sources.append(row.follows)
+        begin += row.num_tokens
+    if places:
+        table = to_device(torch.tensor([places, sources]), input_ids.device)
+        input_ids.index_copy_(0, table[0], outputs.index_select(0, table[1]))
+
+
+def _pools(row: PlannedRow) -> bool:
+    return row.needs_logits and row.request.pools
+
+
+def _token_spans(rows: Sequence[PlannedRow]) -> list[tuple[int, int]]:
+    """Token rows [begin, end) of each planned row."""
+    spans, begin = [], 0
+    for row in rows:
+        spans.append((begin, begin + row.num_tokens))
+        begin += row.num_tokens
+    return spans
+
+
+def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[list[LogprobRows]]:
+    out: list[list[LogprobRows]] = []
+    for row, (begin, _) in zip(rows, _token_spans(rows), strict=True):
+        num_top, prompt = row.request.sampling.prompt_logprobs, row.request.prompt_ids
+        next_ids = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+        if num_top is None or not next_ids:
+            out.append([])
+            continue
+        token_rows = torch.arange(begin, begin + len(next_ids))
+        out.append(score_tokens(token_rows, next_ids, num_top, logits_of))
+    return out
