@@ -16,7 +16,7 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/test_metrics.py tests/worker/test_sessions.py tests/worker/test_status.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-long test-gpu test-torch-free lint type protos protos-check \
+.PHONY: help setup demo up test test-long test-gpu test-s3 test-torch-free lint type protos protos-check \
 	bench fmt clean images
 
 help: ## Show this list
@@ -44,6 +44,11 @@ test-long: ## Run the fuzzers, soaks and kill loops
 test-gpu: ## Run the tests that need a CUDA device
 	@GOAL=$@ scripts/setup.sh run test
 	@$(BIN)/pytest -m gpu $(ARGS)
+
+test-s3: ## Run the tests of the object store and the registry on real S3 servers
+	@GOAL=$@ scripts/setup.sh run test
+	@scripts/s3_server.sh ceph $(BIN)/pytest -m s3 $(ARGS)
+	@scripts/s3_server.sh s3rver $(BIN)/pytest -m s3 tests/registry/test_s3_servers.py
 
 test-torch-free: ## Run the tests of all parts that do without torch: make test-torch-free PYTHON=python3.13
 	@scripts/test_torch_free.sh $(TORCH_FREE)
