@@ -8,13 +8,18 @@ import sys
 
 from services.common import grpc_server
 from services.common.process import run_service
+from services.common.signals import stop_event
 from services.gateway.config import GatewayConfig, from_env
 from services.gateway.gateway import Gateway
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Run until SIGTERM, then let running requests end."""
-    gateway = Gateway(config)
+    """Run until SIGTERM, then let running requests end.
+
+    Raises: InvalidRequest, AlreadyExists: it cannot be started, or its base cannot be registered.
+    """
+    stopping = stop_event()
+    gateway = Gateway(config, give_up=stopping)
     await gateway.start()
     _calm_collector()
     try:
@@ -22,9 +27,12 @@ async def serve(config: GatewayConfig) -> None:
             gateway.grpc,
             drain=lambda: gateway.drain(config.drain_s),
             drain_s=config.drain_s,
+            stopping=stopping,
         )
     finally:
         await gateway.close()
+    if gateway.hopeless is not None:
+        raise gateway.hopeless
 
 
 def _calm_collector() -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp
 
+from loraplex.errors import LoraplexError
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -46,13 +47,19 @@ _SCALING_INTERVAL_S = 1.0
 class Gateway:
     """Starts, becomes ready, drains."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        """Binds the HTTP address. Raises: InvalidRequest when it is taken."""
+    def __init__(self, config: GatewayConfig, give_up: asyncio.Event | None = None) -> None:
+        """Binds the HTTP address. Raises: InvalidRequest when it is taken.
+
+        Args:
+            give_up: set when it can never become ready; `hopeless` says why.
+        """
         self._config = config
+        self._give_up = give_up or asyncio.Event()
+        self.hopeless: LoraplexError | None = None
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
         self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
-        self._registrar = BaseRegistrar(self._registry)
+        self._registrar = BaseRegistrar(self._registry, self._base_refused)
         self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
         self._fleet = Fleet(
             config.workers,
@@ -194,6 +201,12 @@ class Gateway:
     async def _become_ready(self) -> None:
         await self.readiness.wait()
         await self.grpc.set_ready(True)
+
+    def _base_refused(self, error: LoraplexError) -> None:
+        """A gateway that serves goes on; one that was never ready would wait for ever."""
+        if self.readiness.missing():
+            self.hopeless = error
+            self._give_up.set()
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():

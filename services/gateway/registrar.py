@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import AlreadyExists, InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2
 from services.gateway.registry_link import RegistryLink
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_WAY_OUT = "--served-model-name or LORAPLEX_SERVED_MODEL_NAME of the worker"
 
 
 class BaseRegistrar:
     """Knows which bases the registry has not taken yet, and why."""
 
-    def __init__(self, registry: RegistryLink) -> None:
+    def __init__(self, registry: RegistryLink, on_clash: Callable[[LoraplexError], None]) -> None:
+        """`on_clash` hears of every refusal that waiting alone does not change."""
         self._registry = registry
+        self._on_clash = on_clash
         self._pending: dict[str, worker_pb2.GetModelResponse] = {}
         self._wanted = asyncio.Event()
         self._refusal = ""
@@ -50,7 +54,9 @@ class BaseRegistrar:
             await self._registry.register_base(base_id, model.geometry, model.max_lora_rank)
         except LoraplexError as error:
             self._refusal = f"the registry does not take base {base_id!r}: {error.message}"
-            logger.warning("base not registered", extra={"base": base_id, "reason": error.reason})
+            logger.warning("base not registered", extra={"base": base_id, "why": error.message})
+            if isinstance(error, AlreadyExists | InvalidRequest):
+                self._on_clash(type(error)(f"{self._refusal} ({_WAY_OUT})"))
             return
         self._refusal = ""
         if self._pending.get(base_id) is model:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
+from loraplex.errors import AlreadyExists
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import start_registry
 from tests.gateway.scripted_worker import endless
@@ -90,6 +91,15 @@ async def test_taken_port_ends_the_start_naming_port_and_setting(neighbours: Sta
     assert process.returncode == 2
     assert "LORAPLEX_HTTP_LISTEN" in errors
     assert listen in errors
+
+
+async def test_base_whose_id_is_taken_ends_the_start_with_the_way_out(neighbours: Stack) -> None:
+    neighbours.registry.refuses_bases = AlreadyExists("'base' is the name of an adapter")
+    process = _start(neighbours, "127.0.0.1:0")
+    _, errors = await asyncio.to_thread(process.communicate, None, 30)
+    assert process.returncode == 4
+    assert "does not take base 'base': 'base' is the name of an adapter" in errors
+    assert "--served-model-name" in errors
 
 
 def _answers(port: int) -> bool:
