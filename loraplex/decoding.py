@@ -67,6 +67,8 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         deleted=message.deleted,
         task=message.pooling.task_type or "CAUSAL_LM",
         num_labels=message.pooling.num_labels,
+        rope_scaling=message.rope_scaling,
+        eos_token_ids=tuple(message.eos_token_ids),
     )
 
 

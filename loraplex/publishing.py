@@ -9,7 +9,7 @@ from pathlib import Path
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.folder import file_names, read_files, read_header_prefix
+from loraplex.adapter_format.folder import file_names, read_config, read_files, read_header_prefix
 from loraplex.errors import DataLoss, InvalidRequest
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
@@ -127,6 +127,6 @@ def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:
     where = {file.path: file.location for file in files}
     config, tensors = where.get(CONFIG_FILE), where.get(TENSOR_FILE)
     return (
-        config.read_bytes() if config else b"",
+        read_config(where) if config else b"",
         read_header_prefix(tensors) if tensors else b"",
     )

@@ -53,6 +53,10 @@ class AdapterVersion:
     """PEFT's task_type: "SEQ_CLS" scores, "FEATURE_EXTRACTION" embeds."""
     num_labels: int = 0
     """Outputs of its classification head; 0 without one."""
+    rope_scaling: str = ""
+    """A rotary embedding of its own, JSON as in config.json; "" = its base's."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output; empty: the base's."""
 
     @property
     def ref(self) -> str:

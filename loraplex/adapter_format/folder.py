@@ -13,6 +13,7 @@ from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapter_format.files import IGNORED, File, name_problem
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, TENSOR_FILE, prefix_bytes
+from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.errors import InvalidRequest
 
 CHUNK_BYTES = 1024 * 1024
@@ -24,6 +25,7 @@ class AdapterFolder:
 
     tensor_path: Path
     config_bytes: bytes
+    """As `read_config` gives it."""
     header_prefix: bytes
     tensor_file_size: int
     files: tuple[File, ...]
@@ -56,10 +58,23 @@ def read_files(locations: Mapping[str, Path]) -> AdapterFolder:
         findings.raise_if_refused()
     return AdapterFolder(
         tensor_path=tensors,
-        config_bytes=config.read_bytes(),
+        config_bytes=read_config(locations),
         header_prefix=read_header_prefix(tensors),
         tensor_file_size=tensors.stat().st_size,
         files=tuple(_hash_file(locations[name], name) for name in sorted(locations)),
+    )
+
+
+def read_config(locations: Mapping[str, Path]) -> bytes:
+    """adapter_config.json with what other files say of decoding: see `serving_fields`.
+
+    Raises:
+        InvalidAdapter: they contradict it, or are damaged.
+    """
+    generation = locations.get(GENERATION_FILE)
+    return complete_config(
+        locations[CONFIG_FILE].read_bytes(),
+        generation_config=None if generation is None else generation.read_bytes(),
     )
 
 

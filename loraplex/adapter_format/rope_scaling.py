@@ -18,7 +18,7 @@ FIELD = "rope_scaling"
 MAX_FACTOR = 1024.0
 MAX_CONTEXT = 1 << 24
 MAX_PAIRS = 1024
-MAX_BYTES = 32 * 1024
+MAX_BYTES = 8 * 1024
 
 Params = tuple[tuple[str, "float | bool | tuple[float, ...]"], ...]
 

@@ -131,6 +131,8 @@ async def _show(args: argparse.Namespace) -> None:
             "visibility": version.visibility,
             "labels": ", ".join(f"{key}={value}" for key, value in version.labels.items()),
             "parent": version.parent,
+            "rope scaling": version.rope_scaling,
+            "EOS ids": ", ".join(map(str, version.eos_token_ids)),
             "peft": version.peft_version,
             "signers": ", ".join(sha256[:12] for sha256 in version.signers),
         }

@@ -19,6 +19,7 @@ import numpy as np
 from loraplex.adapter_format import Geometry, Report
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
+from loraplex.adapter_format.serving_fields import EOS_FIELD, ROPE_FIELD
 from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
@@ -80,6 +81,7 @@ def merge(
     adapters = [open_adapter(folder, geometry) for folder, _ in folders]
     if geometry is None:
         _check_one_base(folders, adapters)
+    _check_one_serving(folders, adapters)
     return combine(adapters, [weight for _, weight in folders], out, recipe, geometry, dtype)
 
 
@@ -250,6 +252,18 @@ def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, 
     ):
         return {}
     return {**dict.fromkeys(fields), "target_modules": sorted(ranks)}
+
+
+def _check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
+    """What is no sum of matrices has to be the same in all."""
+    for name in (ROPE_FIELD, EOS_FIELD):
+        first = adapters[0].config.get(name)
+        for (folder, _), adapter in zip(folders, adapters, strict=True):
+            value = adapter.config.get(name)
+            if value != first:
+                description = f"is another than in {folders[0][0]}, and two cannot be merged"
+                violation = Violation.of(f"{folder}:{name}", value, description)
+                raise InvalidAdapter.of([violation])
 
 
 def _check_one_base(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:

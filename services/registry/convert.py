@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from loraplex.adapter_format import rope_scaling
 from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.convert import (
     files_to_proto,
@@ -15,7 +17,7 @@ from loraplex.convert import (
     pooling_to_proto,
     violation_to_proto,
 )
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from services.registry.lookup import Resolved
@@ -91,19 +93,19 @@ def check_labels(labels: Mapping[str, str], field: str) -> None:
     if len(labels) > MAX_LABELS:
         raise InvalidRequest.field(field, f"{len(labels)} labels", f"at most {MAX_LABELS}")
     for key, value in labels.items():
-        if not 0 < len(key) <= MAX_LABEL_KEY_CHARS or len(value) > MAX_LABEL_VALUE_CHARS:
-            description = (
-                f"keys have 1-{MAX_LABEL_KEY_CHARS} characters, values at most "
-                f"{MAX_LABEL_VALUE_CHARS}"
-            )
+        most = rope_scaling.MAX_BYTES if key == ROPE_FIELD else MAX_LABEL_VALUE_CHARS
+        if not 0 < len(key) <= MAX_LABEL_KEY_CHARS or len(value) > most:
+            description = f"keys have 1-{MAX_LABEL_KEY_CHARS} characters, values at most {most}"
             raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
-    if "rope_scaling" in labels:
-        raise InvalidRequest.field(
-            f"{field}[rope_scaling]",
-            labels["rope_scaling"],
-            "a rope scaling of the adapter's own is not served: put it into the config.json of the "
-            "base that the adapter was trained with, or leave the label out",
-        )
+    if ROPE_FIELD in labels:
+        _check_rope_label(labels[ROPE_FIELD], f"{field}[{ROPE_FIELD}]")
+
+
+def _check_rope_label(label: str, field: str) -> None:
+    try:
+        rope_scaling.parse(label)
+    except InvalidAdapter as error:
+        raise InvalidRequest.field(field, label, error.message) from None
 
 
 def progress_to_proto(state: FileState) -> pb.FileProgress:
@@ -136,6 +138,8 @@ def version_to_proto(
         size_bytes=record.size_bytes,
         peft_version=record.peft_version,
         signers=record.signers,
+        rope_scaling=record.rope_scaling,
+        eos_token_ids=record.eos_token_ids,
     )
     if record.task != CAUSAL_LM or record.pooling != PoolingFields():
         message.pooling.CopyFrom(pooling_to_proto(record.task, record.pooling))

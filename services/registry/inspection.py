@@ -19,6 +19,7 @@ from loraplex.adapter_format import (
     prefix_bytes,
     validate,
 )
+from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.adapter_format.tensor_scan import TensorScan
 from loraplex.errors import DataLoss, InvalidAdapter, Violation
 from services.common.objects import ObjectStore, Segment, read_chunks
@@ -69,9 +70,10 @@ async def inspect(
     sources: Sequence[Source],
     base_id: str,
     *,
+    rope_label: str = "",
     strict: bool,
 ) -> Inspected:
-    """Validate an adapter from its stored bytes.
+    """Validate an adapter from its stored bytes. `rope_label`: as `complete_config` takes it.
 
     Raises:
         InvalidAdapter: with every violation.
@@ -79,7 +81,8 @@ async def inspect(
         Unavailable: no base is known.
     """
     try:
-        return await _inspect(store, bases, scans, sources, base_id, strict=strict)
+        told = rope_label, strict
+        return await _inspect(store, bases, scans, sources, base_id, *told)
     except InvalidAdapter:
         # Damaged bytes look like a bad adapter; the cause comes before its effects.
         for source in sources:
@@ -93,11 +96,17 @@ async def _inspect(
     scans: Scans,
     sources: Sequence[Source],
     base_id: str,
-    *,
+    rope_label: str,
     strict: bool,
 ) -> Inspected:
     by_path = {source.file.path: source for source in sources}
-    config_bytes = await _read(store, by_path[CONFIG_FILE], 0, by_path[CONFIG_FILE].file.size)
+    config_bytes = await _whole(store, by_path[CONFIG_FILE])
+    generation = by_path.get(GENERATION_FILE)
+    config_bytes = complete_config(
+        config_bytes,
+        generation_config=None if generation is None else await _whole(store, generation),
+        rope_label=rope_label,
+    )
     tensors = by_path[TENSOR_FILE]
     first = await _read(store, tensors, 0, _LENGTH_WORD_BYTES)
     header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
@@ -187,6 +196,11 @@ async def _chunks(store: ObjectStore, source: Source) -> AsyncIterator[bytes]:
     for segment in source.segments:
         async for chunk in read_chunks(store, segment.key, segment.offset, segment.length):
             yield chunk
+
+
+async def _whole(store: ObjectStore, source: Source) -> bytes:
+    """A small file."""
+    return await _read(store, source, 0, source.file.size)
 
 
 async def _read(store: ObjectStore, source: Source, offset: int, length: int) -> bytes:

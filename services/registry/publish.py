@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from loraplex.adapter_format import File
+from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, LoraplexError
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
@@ -89,6 +90,7 @@ class Publisher:
                 self._scans,
                 sources,
                 options.base_id,
+                rope_label=(options.labels or {}).get(ROPE_FIELD, ""),
                 strict=options.strict,
             )
         except DamagedFile as error:
@@ -213,6 +215,7 @@ class Publisher:
         self, session: Session, inspected: Inspected, files: Sequence[File]
     ) -> VersionRecord:
         options = session.options
+        scaling = inspected.report.config.rope_scaling
         return VersionRecord(
             tenant=options.tenant,
             name=options.name,
@@ -233,6 +236,8 @@ class Publisher:
             upload_id=session.upload_id,
             task=inspected.report.config.task,
             pooling=inspected.report.pooling,
+            rope_scaling=scaling.to_json() if scaling else "",
+            eos_token_ids=inspected.report.config.eos_token_ids,
         )
 
     async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.convert import files_from_proto, violation_to_proto
 from loraplex.errors import InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
@@ -111,9 +112,11 @@ class RegistryService(AdminService):
             tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
             offered = convert.offered_from_proto(request.options.signatures)
             await self._registry.signatures.accepted(tenant, files, offered, access.actor)
+        labels = request.options.labels
+        convert.check_labels(labels, "options.labels")
         base, report, warnings = await check(
             self._registry.bases,
-            request.adapter_config_json,
+            complete_config(request.adapter_config_json, rope_label=labels.get(ROPE_FIELD, "")),
             request.safetensors_header,
             files,
             request.options.base_id,
