@@ -28,6 +28,8 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, auth: Auth | None) -> None:
         self._auth = auth
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        """Handlers of methods, made when first called."""
 
     async def intercept_service(
         self,
@@ -40,17 +42,16 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if handler is None or method.startswith(_OPEN_TO_ALL):
             return handler
-        metadata = _text_metadata(handler_call_details.invocation_metadata)
-        return _rewrapped(handler, method, metadata, self._auth)
+        if method not in self._wrapped:
+            self._wrapped[method] = _rewrapped(handler, method, self._auth)
+        return self._wrapped[method]
 
 
 def _text_metadata(entries: Any) -> dict[str, str]:
     return {key: value for key, value in entries or () if isinstance(value, str)}
 
 
-def _rewrapped(
-    handler: Any, method: str, metadata: Mapping[str, str], auth: Auth | None
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _rewrapped(handler: Any, method: str, auth: Auth | None) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler with its behaviour wrapped."""
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -63,18 +64,18 @@ def _rewrapped(
     )
     wrap = _wrapped_stream if handler.response_streaming else _wrapped_unary
     return make(
-        wrap(inner, method, metadata, auth),
+        wrap(inner, method, auth),
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
 
 
 def _wrapped_unary(
-    inner: Any, method: str, metadata: Mapping[str, str], auth: Auth | None
+    inner: Any, method: str, auth: Auth | None
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behaviour(request: Any, context: Context) -> Any:
         try:
-            await _identify(method, metadata, auth, context)
+            await _identify(method, auth, context)
             return await inner(request, context)
         except Exception as error:
             await _abort(error, method, context)
@@ -83,7 +84,7 @@ def _wrapped_unary(
 
 
 def _wrapped_stream(
-    inner: Any, method: str, metadata: Mapping[str, str], auth: Auth | None
+    inner: Any, method: str, auth: Auth | None
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     if not inspect.isasyncgenfunction(inner):
         raise TypeError(f"{method}: streaming handlers must be async generator functions")
@@ -91,7 +92,7 @@ def _wrapped_stream(
     async def behaviour(request: Any, context: Context) -> AsyncIterator[Any]:
         responses = inner(request, context)
         try:
-            await _identify(method, metadata, auth, context)
+            await _identify(method, auth, context)
             async for response in responses:
                 yield response
         except Exception as error:
@@ -102,12 +103,12 @@ def _wrapped_stream(
     return behaviour
 
 
-async def _identify(
-    method: str, metadata: Mapping[str, str], auth: Auth | None, context: Context
-) -> None:
+async def _identify(method: str, auth: Auth | None, context: Context) -> None:
     """Mutates the context variables that auth and handlers read, within the call's own task."""
     peer_names.set(_names_shown(context))
-    caller = LOCAL if auth is None else await auth.check(method, metadata)
+    caller = LOCAL
+    if auth is not None:
+        caller = await auth.check(method, _text_metadata(context.invocation_metadata()))
     current_caller.set(caller)
 
 

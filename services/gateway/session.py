@@ -42,6 +42,8 @@ class Session:
         self._streams: dict[str, TokenStream] = {}
         self._prompt_tokens: dict[str, int] = {}
         """Prompt length of each request that has no token yet."""
+        self.in_flight_tokens = 0
+        """Their sum."""
         self._numbers = itertools.count(1)
         self._pace = pace
         self._heard_step = 0
@@ -54,11 +56,6 @@ class Session:
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Prompt tokens of requests without a first token."""
-        return sum(self._prompt_tokens.values())
 
     async def open(self, gateway_id: str) -> None:
         """Greet the worker and await its welcome. Raises: LoraplexError."""
@@ -81,7 +78,8 @@ class Session:
         stream = TokenStream(lambda: self._cancel(wire_id), self._pace)
         self._streams[wire_id] = stream
         self._pace.num_streams += 1
-        self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
+        num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
+        self.in_flight_tokens += num_tokens
         submit = job_to_wire(job, wire_id, now_s())
         self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return stream
@@ -119,7 +117,7 @@ class Session:
             if stream is None:
                 continue
             if event.token_ids:
-                self._prompt_tokens.pop(event.request_id, None)
+                self.in_flight_tokens -= self._prompt_tokens.pop(event.request_id, 0)
             if event.finish_reason:
                 self._forget(event.request_id)
             stream.put(tokens_from_wire(event, self.worker_id))
@@ -149,7 +147,7 @@ class Session:
             self._up.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
 
     def _forget(self, wire_id: str) -> bool:
-        self._prompt_tokens.pop(wire_id, None)
+        self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)
         if self._streams.pop(wire_id, None) is None:
             return False
         self._pace.num_streams -= 1
@@ -161,3 +159,4 @@ class Session:
         self._pace.num_streams -= len(self._streams)
         self._streams.clear()
         self._prompt_tokens.clear()
+        self.in_flight_tokens = 0

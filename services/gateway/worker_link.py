@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -36,6 +36,15 @@ ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
 Metadata = tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The last view with our own requests in it: several are asked for on the way of a request."""
+
+    base: WorkerView
+    own: tuple[bool, int, int, bool] | None
+    view: WorkerView
+
+
 class WorkerLink:
     """Connection, view and session of one worker address."""
 
@@ -61,6 +70,7 @@ class WorkerLink:
         self._session: Session | None = None
         self._heard_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
+        self._shown = _Shown(self._view, None, self._view)
 
     def view(self) -> WorkerView:
         """The worker now, with our own requests counted."""
@@ -68,13 +78,24 @@ class WorkerLink:
         if session is None:
             return self._view
         silent_s = now_s() - self._heard_s
-        return replace(
-            self._view,
-            connected=session.is_open,
-            in_flight=session.in_flight,
-            in_flight_tokens=session.in_flight_tokens,
-            stale=session.in_flight > 0 and silent_s > STALE_S,
+        own = (
+            session.is_open,
+            session.in_flight,
+            session.in_flight_tokens,
+            session.in_flight > 0 and silent_s > STALE_S,
         )
+        known = self._shown
+        if known.base is not self._view or known.own != own:
+            connected, in_flight, in_flight_tokens, stale = own
+            view = replace(
+                self._view,
+                connected=connected,
+                in_flight=in_flight,
+                in_flight_tokens=in_flight_tokens,
+                stale=stale,
+            )
+            known = self._shown = _Shown(self._view, own, view)
+        return known.view
 
     def submit(self, job: Job) -> TokenStream:
         """Start a job there. Raises: Unavailable when it is not connected."""
