@@ -23,6 +23,8 @@ def run_service(
     service: str,
     serve: Callable[[], Coroutine[Any, Any, None]],
     argv: Sequence[str] | None = None,
+    *,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
     """Run one service until its coroutine ends.
 
@@ -30,6 +32,7 @@ def run_service(
         service: "registry", "gateway" or "worker".
         serve: called once logging is set up; may raise InvalidRequest for a bad setting.
         argv: arguments; those of the process by default. A service takes none but `--help`.
+        new_loop: makes the event loop; asyncio's own by default.
 
     Returns:
         The exit status.
@@ -45,7 +48,8 @@ def run_service(
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
         for warning in env.unknown_variables(os.environ):
             logging.getLogger(f"services.{service}").warning(warning)
-        asyncio.run(_serve(serve))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_serve(serve))
     except InvalidRequest as error:
         print(f"{service}: {error.message}", file=sys.stderr)
         return USAGE_STATUS

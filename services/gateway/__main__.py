@@ -11,6 +11,7 @@ from services.common.process import run_service
 from services.common.signals import stop_event
 from services.gateway.config import GatewayConfig, from_env
 from services.gateway.gateway import Gateway
+from services.gateway.loop import new_loop
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -45,7 +46,7 @@ def _calm_collector() -> None:
 
 def main() -> int:
     """Returns the exit status."""
-    return run_service("gateway", lambda: serve(from_env(os.environ)))
+    return run_service("gateway", lambda: serve(from_env(os.environ)), new_loop=new_loop)
 
 
 if __name__ == "__main__":
