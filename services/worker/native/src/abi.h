@@ -1,5 +1,5 @@
 // What every exported function has in common. Python calls them through ctypes with raw pointers
-// and 64-bit integers; `library.py` holds the signatures.
+// and 64-bit integers; `bindings.py` holds the signatures.
 #pragma once
 #include <cstdint>
 

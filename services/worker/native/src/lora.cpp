@@ -5,6 +5,7 @@
 // rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
 // from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
 // one order whatever the segments are, so a row's result does not depend on the batch.
+#include <algorithm>
 #include <vector>
 
 #include "pool.h"
@@ -89,6 +90,22 @@ void cut(Work& work) {
     }
 }
 
+// Bytes and arithmetic of a segment, roughly.
+int64_t cost_of(const Segment& segment, const Use* used) {
+    int64_t rank = 0;
+    for (int64_t i = 0; i < segment.count; ++i) rank += used[segment.first + i].entry->rank;
+    return rank * (kTaskRows + segment.end - segment.begin);
+}
+
+// Large ones first: a large one that began last would leave the other threads waiting.
+void sort(Work& work) {
+    const Use* used = work.used.data();
+    std::stable_sort(work.segments.begin(), work.segments.end(),
+                     [used](const Segment& a, const Segment& b) {
+                         return cost_of(a, used) > cost_of(b, used);
+                     });
+}
+
 // out[x row][A row] += x . A over n columns, for X rows of x and R rows of A.
 template <int X, int R, class W>
 void dot_block(const float* x, int64_t ldx, const W* a, int64_t lda, int64_t n, float* out,
@@ -104,7 +121,7 @@ void dot_block(const float* x, int64_t ldx, const W* a, int64_t lda, int64_t n, 
         for (int i = 0; i < X; ++i) inputs[i] = load_x(x + i * ldx);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            if (X == 1) prefetch(a + (R + r) * lda + k);
+            prefetch(a + (R + r) * lda + k);
             const Vec weights = load_a(a + r * lda);
 #pragma GCC unroll 8
             for (int i = 0; i < X; ++i) sums[i][r] = fma(inputs[i], weights, sums[i][r]);
@@ -156,9 +173,11 @@ void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n
                   const float* shrunk, int64_t ld) {
     const auto step = [&](int64_t column, auto load_at, auto store_at) {
         Vec weights[R];
+        // Past the ends of these rank rows, the beginnings of the next ones.
+        const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (R - 1) * n;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            prefetch(b + r * n + column + kAheadItems);
+            prefetch(b + r * n + column + ahead);
             weights[r] = load_at(b + r * n + column);
         }
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -292,6 +311,7 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
     }
     if (work.uses.empty()) return;
     cut(work);
+    sort(work);
     const Work& plan = work;
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
