@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.attention.backend import AttentionBackend, AttentionMetadata
 from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
-from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import ACTIVATIONS, Gate
@@ -65,13 +65,16 @@ class TorchOperators:
     make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
     rotate: Rotate = staticmethod(rotate_heads)
 
+    def __init__(self) -> None:
+        self._lora = StackedLora()
+
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
         return DenseLinear(weight)
 
     def add_lora(self, may_replace_rows: bool) -> AddLora:
         """See Operators."""
-        return portable.add_lora
+        return self._lora.add_lora
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""

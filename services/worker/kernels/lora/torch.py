@@ -31,7 +31,7 @@ def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
                 _replace_outputs(out, rows, delta.rows, delta.row_ids)
             if delta.a:
                 _expand(out, _shrink(rows, delta), delta, run.coef)
-            _apply_vectors(out, delta, run.coef)
+            apply_vectors(out, delta, run.coef)
 
 
 def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBatch) -> None:
@@ -49,7 +49,7 @@ def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBat
                 _replace_rows(out, ids, delta.rows, delta.row_ids)
             if delta.a:
                 _expand(out, _look_up(ids, delta), delta, run.coef)
-            _apply_vectors(out, delta, run.coef)
+            apply_vectors(out, delta, run.coef)
 
 
 def _replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
@@ -110,7 +110,8 @@ def _expand(y: Tensor, shrunk: Tensor, delta: SiteDelta, coef: float) -> None:
             out.add_(part @ tile.data.float())
 
 
-def _apply_vectors(y: Tensor, delta: SiteDelta, coef: float) -> None:
+def apply_vectors(y: Tensor, delta: SiteDelta, coef: float) -> None:
+    """y = gain * (y + coef * lora bias) + bias delta, where the adapter has them. Mutates y."""
     for tile in delta.lora_biases:
         y[:, tile.col_begin : tile.col_end].add_(tile.data, alpha=coef)
     for tile in delta.gains:
