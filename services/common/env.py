@@ -332,6 +332,13 @@ PREFIX_CACHE: Knob[bool] = Knob(
     "worker",
     "Keep the KV cache of ended requests for prompts that begin alike, while blocks are free.",
 )
+OVERLAP: Knob[str] = Knob(
+    "LORAPLEX_OVERLAP",
+    choice("auto", "on", "off"),
+    "auto",
+    "worker",
+    "Plan a step while the one before it runs; auto = on GPUs.",
+)
 STEP_TIMEOUT_S: Knob[float] = Knob(
     "LORAPLEX_STEP_TIMEOUT_S",
     parse_seconds,

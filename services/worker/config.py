@@ -48,6 +48,7 @@ class WorkerConfig:
     policy: str
     first_token_s: float | None
     prefix_cache: bool
+    overlap: str
 
     def engine(self, model_dir: Path) -> EngineConfig:
         """The part that the engine process gets."""
@@ -65,6 +66,7 @@ class WorkerConfig:
             policy=self.policy,
             first_token_s=self.first_token_s,
             prefix_cache=self.prefix_cache,
+            overlap=self.overlap,
         )
 
     @property
@@ -115,6 +117,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         policy=env.POLICY.read(environ),
         first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
+        overlap=env.OVERLAP.read(environ),
     )
 
 

@@ -152,6 +152,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_tokens=config.max_step_tokens,
         load_format=config.load_format,
         cpu_isa=CPU_ISA.read(os.environ),
+        overlap=config.overlap,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)

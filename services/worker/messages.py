@@ -39,6 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     policy: str
     """A key of `engine.POLICIES`."""
     prefix_cache: bool = True
+    overlap: str = "off"
+    """`auto`, `on` or `off`: see `steps`."""
     first_token_s: float | None = None
     """The longest that a first token may take; see `SchedulerLimits`."""
 

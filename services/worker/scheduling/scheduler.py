@@ -7,6 +7,7 @@ prefixes, and as the last resort those of the request that arrived last, which i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
@@ -70,9 +71,8 @@ class Scheduler:
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
-        self._num_in_flight = 0
-        self._awaits_tokens = False
-        """Whether a step in flight chooses a token that the next one cannot be planned without."""
+        self._in_flight: deque[bool] = deque()
+        """Of each step launched and not landed: whether no other can be planned without it."""
         self.times = self._deadlines.times
         self.num_preemptions = 0
 
@@ -151,7 +151,7 @@ class Scheduler:
                 already; called with the number of rows that the step has without them.
         """
         must_go = outgrown(self._running, self._limits.rope_switch_len)
-        if self._num_in_flight and (self._awaits_tokens or must_go):
+        if self._in_flight and (any(self._in_flight) or must_go):
             return self._number(())
         for request in must_go:
             self._preempt(request, now)
@@ -159,7 +159,7 @@ class Scheduler:
         wanted = self._placement.wanted(shares)
         has_preempted = False
         if not self._placement.grow_all(wanted, now):
-            if self._num_in_flight:
+            if self._in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
         decodes = self._running.decode_rows()
@@ -182,8 +182,7 @@ class Scheduler:
     def launched(self, plan: StepPlan) -> None:
         """The device has been given `plan`, which has rows: what is planned from now on comes
         after it, and finds its positions in the KV cache."""
-        self._num_in_flight += 1
-        num_outputs = 0
+        num_outputs, is_awaited = 0, False
         for row in plan.rows:
             request = row.request
             request.num_computed += row.num_tokens
@@ -195,12 +194,12 @@ class Scheduler:
                 num_outputs += 1
             if row.needs_logits:
                 self._running.caught_up(request)
-                self._awaits_tokens = self._awaits_tokens or request.constraint is not None
+                is_awaited = is_awaited or request.constraint is not None
+        self._in_flight.append(is_awaited)
 
     def landed(self, plan: StepPlan) -> None:
         """The step that was launched first of those in flight has ended."""
-        self._num_in_flight -= 1
-        self._awaits_tokens = False
+        self._in_flight.popleft()
         self._arena.retire(plan.step)
 
     def runs(self, request: Request) -> bool:
