@@ -88,6 +88,12 @@ class RegistryAdmin:
         answer = await self._channel.call(self._stub.CreateKey, request)
         return decoding.api_key(answer.key), answer.token
 
+    async def create_first_key(self) -> tuple[ApiKey, str]:
+        """The first admin key and its token. Raises AlreadyExists where there ever was one, and
+        PermissionDenied from another machine than the registry's."""
+        answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
+        return decoding.api_key(answer.key), answer.token
+
     async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
         """Keys of a tenant, without secrets."""
         answer = await self._channel.call(self._stub.ListKeys, pb.ListKeysRequest(tenant=tenant))

@@ -6,11 +6,14 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_json, print_table, sized
 from loraplex.cli.parsing import add_command, add_connection, add_group, count, num_bytes, seconds
 from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+
+if TYPE_CHECKING:
+    from loraplex.types import ApiKey
 
 _KEY_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
@@ -39,7 +42,8 @@ def _add_keys(commands: Any) -> None:
     parser.add_argument(
         "--bootstrap",
         action="store_true",
-        help="draw the first admin key here, for the file LORAPLEX_ADMIN_KEY_FILE names",
+        help="the first admin key: made once, by a registry on this machine; where none answers, "
+        "one for the file that LORAPLEX_ADMIN_KEY_FILE names",
     )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
     parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
@@ -89,8 +93,25 @@ def _add_tenants(commands: Any) -> None:
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
 
-def _print_first_admin_key(as_json: bool) -> None:
-    """No registry is asked: the first key must exist before anybody may talk to one."""
+async def _first_admin_key(args: argparse.Namespace) -> None:
+    """Made by the registry, or drawn here for a registry that is yet to start."""
+    from loraplex.errors import Unavailable
+
+    try:
+        async with client_of(args) as client:
+            key, token = await client.admin.create_first_key()
+    except Unavailable:
+        print(
+            f"no registry answers at {args.registry}: put this key into a file, name that in "
+            "LORAPLEX_ADMIN_KEY_FILE, and start the registry",
+            file=sys.stderr,
+        )
+        _print_drawn_key(args.json)
+        return
+    _print_key(key, token, args.json)
+
+
+def _print_drawn_key(as_json: bool) -> None:
     import secrets
 
     key_id = "".join(secrets.choice(_KEY_ID_ALPHABET) for _ in range(12))
@@ -99,24 +120,24 @@ def _print_first_admin_key(as_json: bool) -> None:
         print_json({"key_id": key_id, "token": token})
         return
     print(token)
-    print(
-        "put it into a file, name that in LORAPLEX_ADMIN_KEY_FILE, and start the registry",
-        file=sys.stderr,
-    )
+
+
+def _print_key(key: ApiKey, token: str, as_json: bool) -> None:
+    if as_json:
+        print_json({**dataclasses.asdict(key), "token": token})
+        return
+    print(token)
 
 
 async def _keys_create(args: argparse.Namespace) -> None:
     if args.bootstrap:
-        _print_first_admin_key(args.json)
+        await _first_admin_key(args)
         return
     async with client_of(args) as client:
         key, token = await client.admin.create_key(
             args.tenant, args.scope or ["reader"], args.ttl, args.description
         )
-    if args.json:
-        print_json({**dataclasses.asdict(key), "token": token})
-        return
-    print(token)
+    _print_key(key, token, args.json)
 
 
 async def _keys_list(args: argparse.Namespace) -> None:

@@ -125,6 +125,11 @@ class RegistryServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.CreateKeyRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_registry__pb2.CreateKeyResponse.FromString,
                 _registered_method=True)
+        self.CreateFirstKey = channel.unary_unary(
+                '/loraplex.v1.RegistryService/CreateFirstKey',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyResponse.FromString,
+                _registered_method=True)
         self.ListKeys = channel.unary_unary(
                 '/loraplex.v1.RegistryService/ListKeys',
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.ListKeysRequest.SerializeToString,
@@ -302,6 +307,14 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateFirstKey(self, request, context):
+        """CreateFirstKey makes the first admin key. It needs no key, only a call from the registry's own
+        machine, and works once: ALREADY_EXISTS where a first admin key was ever made or given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListKeys(self, request, context):
         """ListKeys lists the keys of a tenant, without secrets.
         """
@@ -457,6 +470,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.CreateKey,
                     request_deserializer=loraplex_dot_v1_dot_registry__pb2.CreateKeyRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_registry__pb2.CreateKeyResponse.SerializeToString,
+            ),
+            'CreateFirstKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateFirstKey,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyResponse.SerializeToString,
             ),
             'ListKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.ListKeys,
@@ -991,6 +1009,33 @@ class RegistryService(object):
             '/loraplex.v1.RegistryService/CreateKey',
             loraplex_dot_v1_dot_registry__pb2.CreateKeyRequest.SerializeToString,
             loraplex_dot_v1_dot_registry__pb2.CreateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateFirstKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/CreateFirstKey',
+            loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.CreateFirstKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

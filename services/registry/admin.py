@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -12,6 +12,7 @@ from services.common.callers import current_caller
 from services.registry import convert
 from services.registry.access import Access
 from services.registry.assembly import Registry
+from services.registry.auth import comes_from_here
 from services.registry.catalog import CatalogDown
 from services.registry.sharing import Wanted
 from services.registry.signatures import Offered
@@ -106,6 +107,18 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             details={"scopes": " ".join(record.scopes)},
         )
         return pb.CreateKeyResponse(key=convert.key_to_proto(record), token=token)
+
+    async def CreateFirstKey(
+        self, request: pb.CreateFirstKeyRequest, context: Any
+    ) -> pb.CreateFirstKeyResponse:
+        if not comes_from_here(context.peer()):
+            raise PermissionDenied(
+                "the first admin key is made on the registry's own machine; run the command "
+                "there, or name a file with one in LORAPLEX_ADMIN_KEY_FILE"
+            )
+        record, token = await self._registry.keys.create_first()
+        await self._registry.audit.write("", record.tenant, "key.bootstrap", record.key_id)
+        return pb.CreateFirstKeyResponse(key=convert.key_to_proto(record), token=token)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Any) -> pb.ListKeysResponse:
         access = caller_access()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
+from urllib.parse import unquote
 
 from loraplex.errors import InvalidRequest, Unauthenticated
 from services.common.callers import Auth, Caller, peer_names
@@ -14,6 +16,8 @@ from services.registry.config import RegistryConfig
 from services.registry.keys import Keys
 
 _BEARER = "bearer "
+FIRST_KEY_METHOD = "/loraplex.v1.RegistryService/CreateFirstKey"
+NOBODY = Caller("default", "nobody", frozenset())
 SERVICE_CALLER = Caller("default", "service", frozenset({"reader", SERVICE}))
 
 
@@ -30,6 +34,8 @@ class KeyAuth:
         """The caller of one method. Raises Unauthenticated."""
         if is_service(peer_names.get(), self._service_names):
             return SERVICE_CALLER
+        if method == FIRST_KEY_METHOD:  # its handler looks at where the call comes from
+            return NOBODY
         value = metadata.get("authorization", "")
         if not value.lower().startswith(_BEARER):
             raise Unauthenticated(
@@ -67,6 +73,19 @@ def is_private(address: str) -> bool:
     """Whether only this machine reaches an address, HOST:PORT or unix:/path."""
     host = address.rpartition(":")[0].strip("[]")
     return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def comes_from_here(peer: str) -> bool:
+    """Whether gRPC's name of a peer, such as `ipv4:127.0.0.1:4711`, is on this machine."""
+    kind, _, address = unquote(peer).partition(":")
+    if kind == "unix":
+        return True
+    try:
+        host = ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return (mapped or host).is_loopback
 
 
 def _service_token(path: Path | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import hmac
@@ -11,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex.errors import InvalidRequest, NotFound, Unauthenticated
+from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
+from loraplex.refs import DEFAULT_TENANT
 from services.common.callers import Caller
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
@@ -22,6 +24,8 @@ from services.registry.records import KeyRecord
 SCOPES = ("reader", "publisher", "admin")
 CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
+_FIRST_SCOPES = (*SCOPES, ROOT)
+_FIRST = "first admin key"
 _TOKEN = re.compile(r"lpx_([a-z0-9]{4,32})_([A-Za-z0-9]{16,128})")
 _ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
@@ -32,6 +36,7 @@ class Keys:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._creating_first = asyncio.Lock()
 
     async def create(
         self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
@@ -40,6 +45,26 @@ class Keys:
         _check_scopes(scopes)
         if ttl_s < 0:
             raise InvalidRequest.field("ttl_s", ttl_s, "must not be negative; 0 = never expires")
+        return await self._created(tenant, scopes, ttl_s, description)
+
+    async def create_first(self) -> tuple[KeyRecord, str]:
+        """The first admin key and its token; it may act for every tenant.
+
+        Raises:
+            AlreadyExists: there is one, or was: a revoked one counts.
+        """
+        async with self._creating_first:
+            if any(ROOT in record.scopes for record in await self.list("")):
+                raise AlreadyExists(
+                    "there is a first admin key; make others with it, or name a file with a new "
+                    "one in LORAPLEX_ADMIN_KEY_FILE and start the registry again",
+                    reason="ADMIN_KEY_EXISTS",
+                )
+            return await self._created(DEFAULT_TENANT, _FIRST_SCOPES, 0.0, _FIRST)
+
+    async def _created(
+        self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
+    ) -> tuple[KeyRecord, str]:
         created_s = now_s()
         key_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(12))
         secret = secrets.token_hex(24)
@@ -126,10 +151,9 @@ class Keys:
             if current is not None and current.secret_sha256 == hashed:
                 return None
             generation = current.generation + 1 if current is not None else 1
-            scopes = (*SCOPES, ROOT)
             return KeyRecord(
-                match[1], "default", scopes, hashed, now_s(), generation=generation,
-                description="first admin key",
+                match[1], DEFAULT_TENANT, _FIRST_SCOPES, hashed, now_s(), generation=generation,
+                description=_FIRST,
             )  # fmt: skip
 
         await documents.change(self._store, layout.key(match[1]), KeyRecord, step)
