@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from loraplex.adapter_format import File
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.rope_scaling import RopeScaling
+from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.refs import LATEST, Ref, split_choice
 
 Adapter = tuple[str, str]
@@ -28,6 +31,12 @@ class Version:
     shared_with: frozenset[str] = frozenset()
     text_files: tuple[File, ...] = ()
     """How the adapter writes text: its tokenizer and chat template, where it brings them."""
+    task: str = CAUSAL_LM
+    pooling: PoolingFields = field(default_factory=PoolingFields)
+    rope_scaling: RopeScaling | None = None
+    """A rotary embedding of the adapter's own, which may lengthen its context."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output; empty = the base's."""
 
     @property
     def label(self) -> str:

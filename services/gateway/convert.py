@@ -7,16 +7,24 @@ from typing import Any
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import TEXT_FILES
-from loraplex.v1 import common_pb2, registry_pb2, worker_pb2
+from loraplex.adapter_format.rope_scaling import RopeScaling, parse
+from loraplex.convert import pooling_from_proto
+from loraplex.errors import InvalidAdapter, InvalidRequest
+from loraplex.v1 import common_pb2, inference_pb2, registry_pb2, worker_pb2
 from services.gateway.catalog import Side, TagState, Version
 from services.gateway.request import (
     BaseModel,
+    ChatPrompt,
     FinishReason,
     Grammar,
     Job,
+    Pooling,
+    Prompt,
     Sampling,
+    TextPrompt,
     Timings,
     TokenLogprob,
+    TokenPrompt,
     Tokens,
 )
 from services.gateway.sampling import default_sampling
@@ -28,11 +36,18 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
 }
+_POOLINGS = {
+    Pooling.NONE: common_pb2.POOLING_UNSPECIFIED,
+    Pooling.LAST: common_pb2.POOLING_LAST,
+    Pooling.MEAN: common_pb2.POOLING_MEAN,
+    Pooling.HEAD: common_pb2.POOLING_HEAD,
+}
 FINISH_TO_WIRE = {ours: wire for wire, ours in _FINISH.items()}
 
 
 def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
     """A registry's version record."""
+    task, pooling = pooling_from_proto(message.pooling)
     return Version(
         tenant=message.tenant,
         name=message.name,
@@ -49,7 +64,19 @@ def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
             for file in message.files
             if file.path in TEXT_FILES
         ),
+        task=task,
+        pooling=pooling,
+        rope_scaling=_rope_scaling(message.rope_scaling),
+        eos_token_ids=tuple(message.eos_token_ids),
     )
+
+
+def _rope_scaling(text: str) -> RopeScaling | None:
+    """What a newer registry may say and this gateway does not know is left to the workers."""
+    try:
+        return parse(text) if text else None
+    except InvalidAdapter:
+        return None
 
 
 def tag_from_wire(message: registry_pb2.Tag) -> TagState:
@@ -88,6 +115,7 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> B
         vocab_size=message.vocab_size,
         max_model_len=message.max_model_len,
         eos_token_ids=tuple(message.eos_token_ids),
+        pad_token_id=message.pad_token_id if message.HasField("pad_token_id") else None,
         max_lora_rank=message.max_lora_rank,
         fingerprint=message.geometry.fingerprint,
         dtype=message.dtype,
@@ -140,7 +168,13 @@ def job_to_wire(job: Job, request_id: str, now_s: float) -> worker_pb2.WorkerReq
         sampling=_sampling_to_wire(job.sampling),
         sample_index=job.sample_index,
         grammar=None if job.grammar is None else _grammar_to_wire(job.grammar),
-        pools=job.pools,
+        grammar_tokens=[
+            worker_pb2.GrammarToken(token_id=t.token_id, content=t.content, special=t.special)
+            for t in job.grammar_tokens.added
+        ],
+        grammar_eos_ids=job.grammar_tokens.eos_ids,
+        pools=job.pooling is Pooling.LAST,
+        pooling=_POOLINGS[job.pooling],
     )
 
 
@@ -176,6 +210,29 @@ def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
     form = message.WhichOneof("form") or ""
     texts = message.choice.options if form == "choice" else [getattr(message, form)] if form else []
     return Grammar(form, tuple(texts))
+
+
+def prompt_from_wire(
+    message: inference_pb2.GenerateRequest | inference_pb2.Prompt,
+    field: str,
+    *,
+    generates: bool = True,
+) -> Prompt:
+    """A prompt in any form; `generates`: whether a chat ends where an answer begins.
+
+    Raises: InvalidRequest naming `field` without one.
+    """
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
+        case "chat" if message.chat.messages:
+            turns = tuple({"role": m.role, "content": m.content} for m in message.chat.messages)
+            return ChatPrompt(turns, add_generation_prompt=generates)
+        case "chat":
+            raise InvalidRequest.field("messages", "", "send at least one message")
+    raise InvalidRequest.field(field, "", "send text, token_ids or chat")
 
 
 def _grammar_to_wire(grammar: Grammar) -> common_pb2.Grammar:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import LoraplexError, Unavailable
 from services.gateway.adapter_text import AdapterText
 from services.gateway.admission import Ticket, too_late
@@ -25,6 +26,7 @@ from services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
+from services.gateway.pooling import choose_pooling, scored_ids
 from services.gateway.rates import Rates
 from services.gateway.relay import Relay
 from services.gateway.request import (
@@ -32,8 +34,10 @@ from services.gateway.request import (
     ChatPrompt,
     FinishReason,
     GenerateCall,
+    GrammarTokens,
     Job,
     Piece,
+    Pooling,
     RunningAdapter,
     Target,
     TextPrompt,
@@ -66,6 +70,8 @@ class Prepared:
     arrival_s: float
     deadline_s: float
     limits: TenantLimits
+    grammar_tokens: GrammarTokens
+    pooling: Pooling = Pooling.NONE
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
 
@@ -85,14 +91,15 @@ class Prepared:
             base_id=self.base.base_id,
             prompt_ids=self.prompt_ids,
             adapters=self.target.adapters,
-            sampling=replace(sampling, max_tokens=0) if call.pools else sampling,
+            sampling=replace(sampling, max_tokens=0) if self.pooling else sampling,
             sample_index=sample_index,
             deadline_s=self.deadline_s,
             cache_salt=call.cache_salt or call.tenant,
             priority=call.priority,
             trace=call.trace,
             grammar=call.sampling.grammar,
-            pools=call.pools,
+            grammar_tokens=self.grammar_tokens,
+            pooling=self.pooling,
             fairness_weight=self.limits.fairness_weight,
         )
 
@@ -162,10 +169,13 @@ class Generation:
             raise Unavailable("this gateway drains", reason="DRAINING", retry_after_s=1.0)
         arrival_s = now_s()
         target = await self._resolver.target(call)
+        pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
         tokenizer = await self._adapter_text.tokenizer(served, target)
         prompt_ids = await tokenizer.encode(call.prompt, model)
+        if pooling is Pooling.HEAD:
+            prompt_ids = scored_ids(prompt_ids, target.adapters, model)
         resolved = resolve(
             call.sampling,
             model,
@@ -185,6 +195,8 @@ class Generation:
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s,
             limits=await self._tenants.limits(call.tenant),
+            pooling=pooling,
+            grammar_tokens=_grammar_tokens(call, target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
         )
 
@@ -250,7 +262,7 @@ class Generation:
     async def _choice(self, prepared: Prepared, index: int) -> Pieces:
         sampling = prepared.resolved.sampling
         is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
-        if is_silent and not prepared.call.pools:
+        if is_silent and not prepared.pooling:
             yield Piece(index, finish_reason=FinishReason.LENGTH)
             return
         text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
@@ -316,3 +328,12 @@ def _count(usage: Usage, piece: Piece) -> None:
     """Mutates: usage."""
     usage.completion_tokens += len(piece.token_ids)
     usage.cached_tokens = max(usage.cached_tokens, piece.cached_tokens)
+
+
+def _grammar_tokens(
+    call: GenerateCall, target: Target, added: tuple[AddedToken, ...]
+) -> GrammarTokens:
+    """What a worker must know besides the base's tokenizer to keep output to a grammar."""
+    if call.sampling.grammar is None or len(target.adapters) != 1:
+        return GrammarTokens()
+    return GrammarTokens(added, target.adapters[0].eos_token_ids)

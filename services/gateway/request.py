@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import AddedToken
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.rope_scaling import RopeScaling
+from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 
 
@@ -20,6 +24,20 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+
+
+class Pooling(enum.StrEnum):
+    """What a call ends with instead of output: a vector of its prompt."""
+
+    NONE = ""
+    DEFAULT = "default"
+    """The adapter's own, else LAST; no job has it."""
+    LAST = "last"
+    """The last token's hidden state."""
+    MEAN = "mean"
+    """The mean over all tokens."""
+    HEAD = "head"
+    """The logits of the adapter's head on the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,15 @@ class Grammar:
     """Named as in the wire's oneof: json_schema, regex, ebnf or choice."""
     texts: tuple[str, ...]
     """The grammar's one text, or the options of a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """How the output of a request's adapter differs from the base's, as far as grammars go."""
+
+    added: tuple[AddedToken, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output; empty = the base's EOS ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +145,7 @@ class GenerateCall:
     """What is left of the client's deadline; None = the gateway's longest request."""
     trace: str = ""
     """W3C traceparent; may be empty."""
-    pools: bool = False
-    """Wants a vector of the prompt and no output."""
+    pooling: Pooling = Pooling.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +193,12 @@ class RunningAdapter:
     max_rank: int = 0
     text_files: tuple[File, ...] = ()
     """Its tokenizer and chat template."""
+    task: str = CAUSAL_LM
+    pooling: PoolingFields = field(default_factory=PoolingFields)
+    """How its vectors and scores are read; `num_labels` is that of its head."""
+    rope_scaling: RopeScaling | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output where it is alone; empty = the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +227,9 @@ class Job:
     trace: str = ""
     output_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    pools: bool = False
-    """Wants the last hidden state; its max_tokens is 0."""
+    grammar_tokens: GrammarTokens = GrammarTokens()
+    pooling: Pooling = Pooling.NONE
+    """With one its max_tokens is 0."""
     fairness_weight: float = 1.0
     """The tenant's, for the workers' own fair queue."""
 
@@ -235,7 +268,7 @@ class Tokens:
     timings: Timings | None = None
     worker_id: str = ""
     pooled: tuple[float, ...] = ()
-    """The last hidden state of a job that pools."""
+    """The vector of a job that pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +288,7 @@ class Piece:
     timings: Timings | None = None
     worker_id: str = ""
     pooled: tuple[float, ...] = ()
-    """The hidden state that a call for a vector ends with."""
+    """The vector that a call for one ends with."""
 
 
 @dataclass(slots=True)
@@ -275,6 +308,7 @@ class BaseModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
     max_lora_rank: int = 0
     fingerprint: str = ""
     dtype: str = ""
@@ -284,8 +318,12 @@ class BaseModel:
     created_unix_s: int = 0
 
     def under(self, adapters: Sequence[RunningAdapter]) -> BaseModel:
-        """The base as far as token ids go: adapters may add some, and only the worker knows how
-        many."""
+        """The base as far as token ids and lengths go: adapters may add tokens, and only the
+        worker knows how many; one alone may have a context of its own."""
         if not adapters:
             return self
-        return replace(self, vocab_size=self.vocab_size + MAX_ADDED_TOKENS)
+        context = self.max_model_len
+        if len(adapters) == 1 and adapters[0].rope_scaling is not None:
+            context = adapters[0].rope_scaling.context_tokens(context)
+        vocab_size = self.vocab_size + MAX_ADDED_TOKENS
+        return replace(self, vocab_size=vocab_size, max_model_len=context)

@@ -130,7 +130,15 @@ class Resolver:
 
 def _running(version: Version, weight: float) -> RunningAdapter:
     return RunningAdapter(
-        version.label, version.digest, weight, version.max_rank, version.text_files
+        version.label,
+        version.digest,
+        weight,
+        version.max_rank,
+        version.text_files,
+        version.task,
+        version.pooling,
+        version.rope_scaling,
+        version.eos_token_ids,
     )
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.common.callers import current_caller
 from services.gateway.catalog import Version
-from services.gateway.convert import FINISH_TO_WIRE, grammar_from_wire, logprob_to_wire
-from services.gateway.embedding import embed_all, embed_call
+from services.gateway.convert import (
+    FINISH_TO_WIRE,
+    grammar_from_wire,
+    logprob_to_wire,
+    prompt_from_wire,
+)
+from services.gateway.embedding import embed_all
 from services.gateway.generation import Generation, Prepared
 from services.gateway.metrics import REQUESTS
 from services.gateway.openai.calls import beginning_hash
@@ -24,14 +29,18 @@ from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
     BaseModel,
-    ChatPrompt,
     GenerateCall,
     Piece,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
 )
 from services.gateway.resolve import Resolver
+from services.gateway.scoring import score_all
+from services.gateway.vectors_wire import (
+    embed_calls,
+    embed_response,
+    field_names,
+    score_calls,
+    score_response,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -70,35 +79,18 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
-        """One vector per input: the last token's hidden state, of length 1."""
-        if not request.inputs:
-            raise InvalidRequest.field("inputs", "[]", "must hold at least one text")
-        request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
-        calls = [
-            embed_call(
-                f"{request_id}-{place}",
-                tenant,
-                request.model,
-                TextPrompt(text),
-                timeout_s=context.time_remaining(),
-                trace=_traceparent(context),
-            )
-            for place, text in enumerate(request.inputs)
-        ]
-        try:
-            prepared, vectors = await embed_all(self._generation, calls)
-        except LoraplexError as error:
-            raise with_names(error, {"prompt": "inputs"}) from None
-        return inference_pb2.EmbedResponse(
-            embeddings=[inference_pb2.Embedding(values=vector) for vector in vectors],
-            usage=common_pb2.Usage(prompt_tokens=sum(len(p.prompt_ids) for p in prepared)),
-        )
+        """One vector per input."""
+        calls, finish = embed_calls(request, context.time_remaining(), _traceparent(context))
+        async with _counted(field_names(request)):
+            return embed_response(await embed_all(self._generation, calls, finish))
 
     async def Score(
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
-        """Heads of reward and classification adapters are refused at upload, and so here."""
-        raise Unsupported("Score: reward and classification heads are not served by this build yet")
+        """The outputs of an adapter's head, per input."""
+        calls = score_calls(request, context.time_remaining(), _traceparent(context))
+        async with _counted(field_names(request)):
+            return score_response(*await score_all(self._generation, calls))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -120,6 +112,17 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(
             models=page, next_page_token=page[-1].id if page and more else ""
         )
+
+
+@asynccontextmanager
+async def _counted(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
+    """Counts the outcome of a call without a stream, and names fields as its caller does."""
+    try:
+        yield
+    except LoraplexError as error:
+        REQUESTS.labels("grpc", error.reason.lower()).inc()
+        raise with_names(error, field_names) from None
+    REQUESTS.labels("grpc", "ok").inc()
 
 
 class ResponseWriter:
@@ -187,7 +190,7 @@ def call_from_wire(
     request: inference_pb2.GenerateRequest, timeout_s: float | None, trace: str
 ) -> GenerateCall:
     """A gRPC request as a call of the current caller. Raises: InvalidRequest without a prompt."""
-    prompt = _prompt(request)
+    prompt = prompt_from_wire(request, "prompt")
     return GenerateCall(
         request_id=request.request_id or secrets.token_hex(12),
         tenant=current_caller.get().tenant,
@@ -204,20 +207,6 @@ def call_from_wire(
         timeout_s=timeout_s,
         trace=trace,
     )
-
-
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return TextPrompt(request.text)
-        case "token_ids":
-            return TokenPrompt(tuple(request.token_ids.ids))
-        case "chat" if request.chat.messages:
-            messages = request.chat.messages
-            return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in messages))
-        case "chat":
-            raise InvalidRequest.field("messages", "", "send at least one message")
-    raise InvalidRequest.field("prompt", "", "send text, token_ids or chat")
 
 
 def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:

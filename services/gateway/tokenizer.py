@@ -53,6 +53,8 @@ class BaseTokenizer:
         """About what it takes besides what it shares with the one it was made from."""
         self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         self.tokens = TokenBytes(self._tokenizer)
+        self.added: tuple[AddedToken, ...] = ()
+        """Tokens beyond the base's."""
         self.style = detected(self._chat.template if self._chat else "")
 
     def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
@@ -65,6 +67,7 @@ class BaseTokenizer:
         made = copy.copy(self)
         made._tokenizer = _sharing(self._tokenizer)
         _add(made._tokenizer, dict(sorted(tokens.items())))
+        made.added = tuple(added)
         made.num_own_bytes = _TOKEN_BYTES * len(tokens)
         made.tokens = TokenBytes(made._tokenizer)
         return made
@@ -136,6 +139,7 @@ class IdsOnly:
         empty = Tokenizer(models.WordLevel({}, unk_token=""))
         empty.decoder = decoders.ByteLevel()
         self.tokens = TokenBytes(empty)
+        self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
 
     async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:

@@ -112,11 +112,12 @@ async def test_refusals_are_typed(stack: Stack, stub: Stub) -> None:
     assert (await _refusal(stub, text=None, chat={})).violations[0].field == "messages"
 
 
-async def test_score_is_unimplemented(stack: Stack, stub: Stub) -> None:
+async def test_only_adapters_with_a_head_score(stack: Stack, stub: Stub) -> None:
     await stack.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Score(inference_pb2.ScoreRequest(model="base"))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await stub.Score(inference_pb2.ScoreRequest(model="base", inputs=["a"]))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert from_rpc_error(caught.value).violations[0].field == "model"
 
 
 async def test_cancelled_call_frees_the_worker(stack: Stack, stub: Stub) -> None:

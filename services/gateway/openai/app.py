@@ -28,16 +28,18 @@ from services.gateway.keyring import KeyRing, require_admin
 from services.gateway.metrics import REQUESTS
 from services.gateway.openai.calls import OpenAICall, Origin, parse_chat, parse_completion
 from services.gateway.openai.chat import ChatPrinter
+from services.gateway.openai.classify import parse_classify, print_classes
 from services.gateway.openai.completions import CompletionPrinter
 from services.gateway.openai.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
 from services.gateway.openai.errors import error_body, error_headers, with_names
 from services.gateway.openai.guard import Guard, HostRule, read_json
 from services.gateway.openai.idempotency import Idempotency
 from services.gateway.openai.models import list_models, show_model
-from services.gateway.openai.printing import Collected, Head, Printer
+from services.gateway.openai.printing import Collected, Head, Printer, headers_of
 from services.gateway.openai.sse import EventStream, until_gone
 from services.gateway.request import Piece
 from services.gateway.resolve import Resolver
+from services.gateway.scoring import score_all
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class OpenAIDoor:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/classify", self.classify, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{ref:path}", self.model, methods=["GET"]),
             Route("/healthz", self.healthz, methods=["GET"]),
@@ -111,13 +114,25 @@ class OpenAIDoor:
         caller = await self._around.caller(request)
         call = parse_embeddings(await read_json(request), _origin(request, caller.tenant))
         try:
-            embed = embed_all(self._generation, call.calls)
-            prepared, vectors = await until_gone(request.receive, embed)
+            embed = embed_all(self._generation, call.calls, call.finish)
+            pooled = await until_gone(request.receive, embed)
         except LoraplexError as error:
             raise with_names(error, FIELD_NAMES) from None
         REQUESTS.labels("http", "ok").inc()
-        num_tokens = sum(len(each.prompt_ids) for each in prepared)
-        return _json(print_embeddings(call, vectors, num_tokens))
+        return _json(print_embeddings(call, pooled), headers_of(pooled.prepared[0].target))
+
+    async def classify(self, request: Request) -> Any:
+        """POST /classify."""
+        caller = await self._around.caller(request)
+        call = parse_classify(await read_json(request), _origin(request, caller.tenant))
+        try:
+            score = score_all(self._generation, call.calls)
+            pooled, scores = await until_gone(request.receive, score)
+        except LoraplexError as error:
+            raise with_names(error, call.field_names) from None
+        REQUESTS.labels("http", "ok").inc()
+        body = print_classes(call, request.state.request_id, pooled, scores)
+        return _json(body, headers_of(pooled.prepared[0].target))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

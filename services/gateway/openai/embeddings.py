@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.errors import InvalidRequest, Unsupported
-from services.gateway.embedding import embed_call
+from loraplex.errors import InvalidRequest
+from services.gateway.embedding import Finish, Pooled, vector_call
 from services.gateway.openai.body import Body
 from services.gateway.openai.calls import Origin, parse_prompts, split_key_of
-from services.gateway.request import GenerateCall
+from services.gateway.request import GenerateCall, Pooling, Prompt
 
 FIELD_NAMES = {"prompt": "input"}
 """Our field names as the caller spells them."""
+POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +25,63 @@ class EmbeddingsCall:
 
     model: str
     calls: tuple[GenerateCall, ...]
+    finish: Finish
     is_base64: bool
 
 
 def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
     """Body of /v1/embeddings. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
-    model = body.text("model")
-    if not model:
-        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
+    model = model_of(body)
     special = body.flag("add_special_tokens", default=True)
     prompts = parse_prompts("input", body.raw("input"), special)
     encoding = body.text("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise InvalidRequest.field("encoding_format", encoding, "must be float or base64")
-    if (dimensions := body.whole("dimensions")) is not None:
-        raise Unsupported.field(
-            "dimensions", dimensions, "vectors have the model's hidden size; leave it out"
-        )
+    pooling = POOLINGS.get(asked := (body.text("pooling") or "").lower())
+    if pooling is None:
+        raise InvalidRequest.field("pooling", asked, "must be last or mean")
+    dimensions = body.whole("dimensions")
+    if dimensions is not None and dimensions < 1:
+        raise InvalidRequest.field("dimensions", dimensions, "must be at least 1")
+    normalize = body.flag("normalize") if fields.get("normalize") is not None else None
     body.finish()
-    calls = tuple(
-        embed_call(
+    calls = vector_calls(fields, origin, model, prompts, pooling)
+    return EmbeddingsCall(model, calls, Finish(normalize, dimensions or 0), encoding == "base64")
+
+
+def model_of(body: Body) -> str:
+    """The model of a body. Raises: InvalidRequest without one."""
+    model = body.text("model")
+    if not model:
+        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
+    return model
+
+
+def vector_calls(
+    fields: dict[str, Any],
+    origin: Origin,
+    model: str,
+    prompts: Sequence[Prompt],
+    pooling: Pooling,
+) -> tuple[GenerateCall, ...]:
+    """A call per prompt of one HTTP request."""
+    return tuple(
+        vector_call(
             origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{place}",
             origin.tenant,
             model,
             prompt,
+            pooling,
             split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
         )
         for place, prompt in enumerate(prompts)
     )
-    return EmbeddingsCall(model, calls, encoding == "base64")
 
 
-def print_embeddings(
-    call: EmbeddingsCall, vectors: Sequence[Sequence[float]], num_tokens: int
-) -> dict[str, Any]:
+def print_embeddings(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
     """The response body."""
     data = [
         {
@@ -68,10 +89,15 @@ def print_embeddings(
             "index": index,
             "embedding": _base64(vector) if call.is_base64 else list(vector),
         }
-        for index, vector in enumerate(vectors)
+        for index, vector in enumerate(pooled.vectors)
     ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": call.model, "usage": usage}
+    return {"object": "list", "data": data, "model": call.model, "usage": usage_of(pooled)}
+
+
+def usage_of(pooled: Pooled) -> dict[str, int]:
+    """The `usage` of calls for vectors."""
+    count = pooled.num_prompt_tokens
+    return {"prompt_tokens": count, "total_tokens": count}
 
 
 def _base64(vector: Sequence[float]) -> str:

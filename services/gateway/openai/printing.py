@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from services.gateway.generation import Prepared
 from services.gateway.openai.calls import OpenAICall
-from services.gateway.request import Piece
+from services.gateway.request import Piece, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,19 @@ class Head:
         }
 
     def headers(self) -> dict[str, str]:
-        """Headers that say what ran; none for the base alone."""
-        adapters = self.prepared[0].target.adapters
-        if not adapters:
-            return {}
-        return {
-            "x-loraplex-adapter": ", ".join(adapter.label for adapter in adapters),
-            "x-loraplex-digest": ", ".join(adapter.digest for adapter in adapters),
-        }
+        """Of the whole call."""
+        return headers_of(self.prepared[0].target)
+
+
+def headers_of(target: Target) -> dict[str, str]:
+    """Headers that say what ran; none for the base alone."""
+    adapters = target.adapters
+    if not adapters:
+        return {}
+    return {
+        "x-loraplex-adapter": ", ".join(adapter.label for adapter in adapters),
+        "x-loraplex-digest": ", ".join(adapter.digest for adapter in adapters),
+    }
 
 
 @dataclass(slots=True)
