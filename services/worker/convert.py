@@ -10,7 +10,7 @@ from loraplex.wire_errors import to_detail
 from services.worker.base_files import TokenizerBundle
 from services.worker.config import WorkerConfig
 from services.worker.messages import EngineLoad, Residency, Submit, TokenOutput
-from services.worker.request import AdapterSet, Grammar, Logprobs, SamplingParams
+from services.worker.request import AdapterSet, Grammar, GrammarTokens, Logprobs, SamplingParams
 from services.worker.runner_protocol import ModelInfo
 from services.worker.sessions import StepNews
 from services.worker.status import StatusNews
@@ -32,6 +32,10 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
         sample_index=message.sample_index,
         remaining_s=message.remaining_s or None,
         grammar=_grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
+        grammar_tokens=GrammarTokens(
+            tuple((t.token_id, t.content) for t in message.grammar_tokens if not t.special),
+            tuple(message.grammar_eos_ids),
+        ),
         pools=message.pools,
     )
 

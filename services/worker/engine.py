@@ -255,7 +255,7 @@ class Engine:
         if command.grammar is None:
             self._queue(request, now)
         else:
-            self._grammars.open(request, command.grammar)
+            self._grammars.open(request, command.grammar, command.grammar_tokens)
 
     def _queue(self, request: Request, now: float) -> None:
         self.scheduler.submit(request)

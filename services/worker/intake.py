@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
 from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
 from services.worker.adapters.source import check_digest
 from services.worker.messages import Submit
-from services.worker.request import SamplingParams
+from services.worker.request import GrammarTokens, SamplingParams
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
@@ -39,6 +40,7 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
     if submit.adapters.adapters:  # which may add tokens and context: `facts.admit` knows how many
         vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
         limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
+    _check_grammar_tokens(submit.grammar_tokens, limits)
     _check_ids("prompt_ids", submit.prompt_ids, limits.vocab_size)
     _check_ids("output_ids", submit.output_ids, limits.vocab_size)
     _check_lengths(submit, limits)
@@ -46,6 +48,16 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
     _check_sampling(submit.sampling, limits)
     if not (math.isfinite(submit.fairness_weight) and submit.fairness_weight > 0):
         _refuse("fairness_weight", submit.fairness_weight, "must be above 0")
+
+
+def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
+    if len(tokens.added) > MAX_ADDED_TOKENS or any(
+        not 0 < len(text) <= MAX_TOKEN_CHARS for _, text in tokens.added
+    ):
+        why = f"at most {MAX_ADDED_TOKENS} tokens of 1 to {MAX_TOKEN_CHARS} characters"
+        _refuse("grammar_tokens", f"{len(tokens.added)} tokens", why)
+    _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits.vocab_size)
+    _check_ids("grammar_eos_ids", tokens.eos_ids, limits.vocab_size)
 
 
 def _check_lengths(submit: Submit, limits: IntakeLimits) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from services.worker.adapters.layout import AdapterLayout
-from services.worker.request import AdapterSet, Grammar, Logprobs, SamplingParams
+from services.worker.request import AdapterSet, Grammar, GrammarTokens, Logprobs, SamplingParams
 from services.worker.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20
@@ -84,8 +84,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     remaining_s: float | None
     """Until the deadline; None = no deadline."""
     grammar: Grammar | None = None
-    pools: bool = False
-    """Wants the last hidden state of the prompt and no output."""
+    grammar_tokens: GrammarTokens = GrammarTokens()
+    pooling: Pooling = Pooling.NONE
+    """With one: a vector and no output."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

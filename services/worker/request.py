@@ -24,6 +24,18 @@ class FinishReason(enum.IntEnum):
     CANCELLED = 3
 
 
+class Pooling(enum.StrEnum):
+    """What a request ends with instead of output."""
+
+    NONE = ""
+    LAST = "last"
+    """The last prompt token's hidden state after the last norm."""
+    MEAN = "mean"
+    """The mean of these over the prompt."""
+    HEAD = "head"
+    """The logits of its adapter's head on the last token."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, every default resolved. All counts are in tokens of the output."""
@@ -87,6 +99,16 @@ class Grammar:
     """The grammar's one text, or the options of a choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """How the output of a request's adapter differs from the base's, as far as grammars go."""
+
+    added: tuple[tuple[int, str], ...] = ()
+    """Tokens beyond the base's tokenizer and their text, special ones left out."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output; empty = the base's EOS ids."""
+
+
 class Constraint(Protocol):
     """A grammar that has followed a request's output so far; a pure function of both."""
 
@@ -130,8 +152,7 @@ class Request:
     """Absolute, on the engine's clock."""
     arrival_s: float = 0.0
     output_ids: list[int] = field(default_factory=list)
-    pools: bool = False
-    """Ends with the hidden state of its last prompt token instead of output."""
+    pooling: Pooling = Pooling.NONE
     constraint: Constraint | None = None
     """Set where the request has a grammar, before it is scheduled."""
     rope: OwnRope | None = None
@@ -233,7 +254,7 @@ class PlannedRow(NamedTuple):
     @property
     def chooses(self) -> bool:
         """True when the step chooses a token for it."""
-        return self.needs_logits and not self.request.pools
+        return self.needs_logits and not self.request.pooling
 
     def input_ids(self) -> list[int]:
         """Its tokens; 0 stands for one that only the device knows."""
@@ -297,4 +318,4 @@ class SampledRow:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     """One entry per prompt position computed in this step, when asked for."""
     pooled: tuple[float, ...] = ()
-    """Hidden state of the last token, after the last norm, where the request pools."""
+    """Where the request pools: its vector, or the sum over this step's tokens for a mean."""

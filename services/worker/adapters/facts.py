@@ -61,7 +61,8 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> N
             raise InvalidRequest.field("adapters.weight", f"{weight} of {digest}", why)
     own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
     _check_ids(request, own_sizes[0] if own_sizes else base.vocab_size)
-    _check_length(request, max([base.context_tokens, *(f.context_tokens for f in facts)]))
+    own_context = facts[0].context_tokens if len(facts) == 1 else 0
+    _check_length(request, own_context or base.context_tokens)
     invoked = [fact.invocation_tokens for fact in facts if fact.invocation_tokens]
     if invoked:
         request.adapters_from = last_place(request.prompt_ids, invoked[0])

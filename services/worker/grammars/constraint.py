@@ -2,31 +2,86 @@
 
 A place is a pure function of the output: a request that was preempted keeps it, one that comes
 from another worker finds it again by following the tokens already emitted.
+
+Matchers speak the base's tokens. A token that only an adapter has stands for the base's tokens
+that write the same bytes: it may come where all of them may, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.errors import InvalidRequest
 from services.worker.grammars.compiling import bad_grammar
-from services.worker.request import Grammar
+from services.worker.request import Grammar, GrammarTokens
+
+
+class Follower:
+    """A matcher under an adapter's own tokens."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: LLTokenizer,
+        own: GrammarTokens,
+        base_eos_ids: Sequence[int],
+    ) -> None:
+        """`matcher` is the follower's own from here on."""
+        self._matcher = matcher
+        self._spelled = _spelled(own, vocabulary)
+        self._own_eos_ids = frozenset(own.eos_ids)
+        self._base_eos_ids = frozenset(base_eos_ids)
+        self._has_ended = False
+
+    @property
+    def is_finished(self) -> bool:
+        """True when nothing but the end may follow, or the end has been there."""
+        return self._has_ended or self._matcher.is_stopped()
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Follow output tokens; False where they leave the grammar, or it is too costly."""
+        for token_id in token_ids:
+            if self._has_ended:
+                return False
+            if token_id in self._own_eos_ids:
+                self._has_ended = self._matcher.is_accepting()
+                if not self._has_ended:
+                    return False
+            elif not self._matcher.consume_tokens(self._spelled.get(token_id, [token_id])):
+                return False
+        return True
+
+    def bitmask(self) -> bytes:
+        """The tokens that may come next, one bit each."""
+        mask = self._matcher.compute_bitmask()
+        if not self._spelled and not self._own_eos_ids:
+            return mask
+        bits = bytearray(mask)
+        if self._own_eos_ids:
+            ends = self._matcher.is_accepting()
+            for token_id in self._base_eos_ids | self._own_eos_ids:
+                _set(bits, token_id, ends and token_id in self._own_eos_ids)
+        for token_id, base_ids in self._spelled.items():
+            may_begin = mask[base_ids[0] // 8] >> base_ids[0] % 8 & 1
+            if may_begin and self._matcher.validate_tokens(base_ids) == len(base_ids):
+                _set(bits, token_id, True)
+        return bytes(bits)
 
 
 class GrammarConstraint:
     """Implements `request.Constraint`. Masks are computed on `executor` while steps run."""
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, executor: Executor) -> None:
-        """`matcher` is the constraint's own from here on."""
+    def __init__(self, grammar: Grammar, follower: Follower, executor: Executor) -> None:
+        """`follower` is the constraint's own from here on."""
         self._grammar = grammar
-        self._matcher = matcher
+        self._follower = follower
         self._executor = executor
         self.is_finished = False
         """True when nothing but the end may follow, or the end has been there."""
-        self.mask: Future[bytes] = executor.submit(matcher.compute_bitmask)
+        self.mask: Future[bytes] = executor.submit(follower.bitmask)
 
     @property
     def is_ready(self) -> bool:
@@ -44,25 +99,40 @@ class GrammarConstraint:
             InvalidRequest: the tokens leave the grammar, or it is too costly to follow.
         """
         self.mask.result()
-        if not self._matcher.consume_tokens(list(token_ids)):
+        if not self._follower.consume(token_ids):
             reason = "it cannot be followed further with this output: simplify it"
             raise bad_grammar(self._grammar, reason)
-        self.is_finished = self._matcher.is_stopped()
+        self.is_finished = self._follower.is_finished
         if not self.is_finished:  # from here on the matcher belongs to the thread until it is done
-            self.mask = self._executor.submit(self._matcher.compute_bitmask)
+            self.mask = self._executor.submit(self._follower.bitmask)
 
 
-def resumed(matcher: LLMatcher, grammar: Grammar, output_ids: Sequence[int]) -> LLMatcher:
-    """A copy of `matcher`, which is at the start, that has followed `output_ids`.
+def resume(follower: Follower, grammar: Grammar, output_ids: Sequence[int]) -> None:
+    """Let `follower`, which is at the start, follow the output so far.
 
     Raises:
         InvalidRequest: the output is not a beginning of the grammar, or is complete already.
     """
-    copy = matcher.deep_copy()
-    if output_ids and not (copy.consume_tokens(list(output_ids)) and not copy.is_stopped()):
+    if output_ids and not (follower.consume(output_ids) and not follower.is_finished):
         raise InvalidRequest.field(
             "output_ids",
             f"{len(output_ids)} tokens",
             f"they must begin what the {grammar.form} allows, and leave something to generate",
         )
-    return copy
+
+
+def _spelled(own: GrammarTokens, vocabulary: LLTokenizer) -> Mapping[int, list[int]]:
+    """Added tokens in tokens of the base; those that it cannot write are left out."""
+    spelled = {}
+    for token_id, text in own.added:
+        base_ids = vocabulary.greedy_tokenize(text)
+        if base_ids and vocabulary.decode_bytes(base_ids) == text.encode():
+            spelled[token_id] = base_ids
+    return spelled
+
+
+def _set(bits: bytearray, token_id: int, value: bool) -> None:
+    place, bit = divmod(token_id, 8)
+    if place >= len(bits):
+        bits.extend(bytes(place + 1 - len(bits)))
+    bits[place] = bits[place] | 1 << bit if value else bits[place] & ~(1 << bit)

@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.grammars.constraint import GrammarConstraint, resumed
-from services.worker.request import Grammar, Request
+from services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from services.worker.request import Grammar, GrammarTokens, Request
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Grammars:
             self._vocabulary = read_vocabulary(tokenizer_json, vocab_size, eos_ids)
         except Unsupported as error:
             self._vocabulary = error
+        self._eos_ids = tuple(eos_ids)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._opening: dict[str, tuple[Request, Future[GrammarConstraint]]] = {}
         self._followed: dict[str, tuple[Request, GrammarConstraint]] = {}
@@ -53,9 +54,9 @@ class Grammars:
         """True while a request waits for its next mask."""
         return any(request.is_held for request, _ in self._followed.values())
 
-    def open(self, request: Request, grammar: Grammar) -> None:
-        """Begin to compile; `opened` returns the request later."""
-        future = self._compilers.submit(self._constraint, grammar, tuple(request.output_ids))
+    def open(self, request: Request, grammar: Grammar, own: GrammarTokens) -> None:
+        """Begin to compile; `opened` returns the request later. `own`: of its adapter."""
+        future = self._compilers.submit(self._constraint, grammar, own, tuple(request.output_ids))
         self._opening[request.request_id] = (request, future)
 
     def opened(self) -> list[tuple[Request, LoraplexError | None]]:
@@ -97,19 +98,21 @@ class Grammars:
         self._followed[request.request_id] = (request, constraint)
         return None
 
-    def _constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> GrammarConstraint:
+    def _constraint(
+        self, grammar: Grammar, own: GrammarTokens, output_ids: Sequence[int]
+    ) -> GrammarConstraint:
         """On the compiling thread, which alone touches `_compiled`."""
+        if isinstance(self._vocabulary, Unsupported):
+            raise self._vocabulary
         matcher = self._compiled.get(grammar)
         if matcher is None:
-            if isinstance(self._vocabulary, Unsupported):
-                raise self._vocabulary
             matcher = self._compiled[grammar] = compile_grammar(grammar, self._vocabulary)
         self._compiled.move_to_end(grammar)
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        constraint = GrammarConstraint(
-            grammar, resumed(matcher, grammar, output_ids), self._maskers
-        )
+        follower = Follower(matcher.deep_copy(), self._vocabulary, own, self._eos_ids)
+        resume(follower, grammar, output_ids)
+        constraint = GrammarConstraint(grammar, follower, self._maskers)
         constraint.bitmask()
         return constraint
 
