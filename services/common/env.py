@@ -1,6 +1,6 @@
 """Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
 
-A service reads its knobs in its `config.py`, calls `warn_unknown` once, and touches the
+A service reads its knobs in its `config.py`, and touches the
 environment nowhere else. No name ends in _PORT or _HOST: Kubernetes injects such names.
 """
 
@@ -8,99 +8,40 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
 
-from loraplex.errors import InvalidRequest
 from loraplex.units import parse_bytes, parse_seconds
+from services.common.knob import Knob, listen_knob, path_knob, text_knob
 from services.common.units import (
     choice,
     parse_bool,
     parse_list,
-    parse_listen,
     parse_text,
     whole,
 )
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Knob(Generic[T]):
-    """One variable."""
-
-    name: str
-    parse: Callable[[str], T]
-    """Text to value; raises ValueError saying what is accepted."""
-    default: T
-    readers: str
-    """Which of "up", "registry", "gateway", "worker", "tools" read it; "all" = every server."""
-    doc: str
-    secret: bool = False
-    """Never shown; also read from the file named by `<name>_FILE`."""
-
-    def read(self, environ: Mapping[str, str]) -> T:
-        """The value, or the default where unset or empty.
-
-        Raises:
-            InvalidRequest: naming the variable.
-        """
-        text = environ.get(self.name, "")
-        if self.secret and not text:
-            text = self._from_file(environ)
-        if not text:
-            return self.default
-        try:
-            return self.parse(text)
-        except ValueError as error:
-            shown = "(secret)" if self.secret else text
-            raise InvalidRequest.field(self.name, shown, str(error)) from None
-
-    def _from_file(self, environ: Mapping[str, str]) -> str:
-        path = environ.get(f"{self.name}_FILE", "")
-        try:
-            return Path(path).read_text().strip() if path else ""
-        except OSError as error:
-            raise InvalidRequest.field(
-                f"{self.name}_FILE", path, f"cannot be read: {error.strerror}"
-            ) from None
-
-
-def _text(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
-    return Knob(name, parse_text, default, readers, doc)
-
-
-def _path(name: str, readers: str, doc: str) -> Knob[Path | None]:
-    return Knob(name, Path, None, readers, doc)
-
-
-def _listen(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
-    return Knob(name, parse_listen, default, readers, doc)
-
-
 # Tools
-REGISTRY_ADDRESS = _text(
+REGISTRY_ADDRESS = text_knob(
     "LORAPLEX_REGISTRY_ADDRESS", "tools gateway", "Registry to talk to.", "127.0.0.1:50052"
 )
-GATEWAY_ADDRESS = _text(
+GATEWAY_ADDRESS = text_knob(
     "LORAPLEX_GATEWAY_ADDRESS", "tools", "Gateway (gRPC) to talk to.", "127.0.0.1:50051"
 )
 API_KEY: Knob[str] = Knob(
     "LORAPLEX_API_KEY", parse_text, "", "tools", "Key sent with every call.", secret=True
 )
-CA = _path("LORAPLEX_CA", "tools all", "PEM file of the CA that peers are checked against.")
-CERT = _path("LORAPLEX_CERT", "tools all", "PEM certificate shown to peers.")
-KEY = _path("LORAPLEX_KEY", "tools all", "PEM private key of the certificate.")
+CA = path_knob("LORAPLEX_CA", "tools all", "PEM file of the CA that peers are checked against.")
+CERT = path_knob("LORAPLEX_CERT", "tools all", "PEM certificate shown to peers.")
+KEY = path_knob("LORAPLEX_KEY", "tools all", "PEM private key of the certificate.")
 
 # Every server
-STATE_DIR = _path(
+STATE_DIR = path_knob(
     "LORAPLEX_STATE_DIR",
     "up registry",
     "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex.",
 )
-METRICS_LISTEN = _listen(
+METRICS_LISTEN = listen_knob(
     "LORAPLEX_METRICS_LISTEN",
     "up all",
     "Also serve /metrics, /healthz and /readyz here; `loraplex up`: one port for each child.",
@@ -132,7 +73,7 @@ INSECURE: Knob[bool] = Knob(
     "up all",
     "Allow a bind beyond loopback without auth.",
 )
-SERVICE_TOKEN_FILE = _path(
+SERVICE_TOKEN_FILE = path_knob(
     "LORAPLEX_SERVICE_TOKEN_FILE", "all", "Secret that services show to each other."
 )
 
@@ -143,31 +84,31 @@ SERVICE_NAMES: Knob[tuple[str, ...]] = Knob(
     "registry worker",
     "Names in certificates of services; unset = whoever has one of LORAPLEX_CA is a service.",
 )
-TLS_SERVER_NAME = _text(
+TLS_SERVER_NAME = text_knob(
     "LORAPLEX_TLS_SERVER_NAME",
     "gateway",
     "Name in the certificates of workers, where it is not their address.",
 )
 
 # Registry
-REGISTRY_SERVICE_LISTEN = _listen(
+REGISTRY_SERVICE_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
     "A second gRPC door, for services: callers must show a certificate of LORAPLEX_CA.",
 )
-REGISTRY_LISTEN = _listen(
+REGISTRY_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC door.", "127.0.0.1:50052"
 )
-OBJECTS = _text(
+OBJECTS = text_knob(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
 )
-METADATA = _text(
+METADATA = text_knob(
     "LORAPLEX_METADATA",
     "registry gateway",
     "Redis: redis://, rediss://, redis+sentinel://, or embedded for a private server.",
     "embedded",
 )
-ADMIN_KEY_FILE = _path(
+ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
 )
 GC_INTERVAL_S: Knob[float] = Knob(
@@ -177,15 +118,15 @@ GC_INTERVAL_S: Knob[float] = Knob(
     "registry",
     "Collect unreferenced bytes once in so many seconds; 0 = only by `registry gc`.",
 )
-FAILPOINTS = _text(
+FAILPOINTS = text_knob(
     "LORAPLEX_FAILPOINTS", "registry", "Tests only: steps at which the process dies."
 )
 
 # Gateway
-GATEWAY_LISTEN = _listen(
+GATEWAY_LISTEN = listen_knob(
     "LORAPLEX_GATEWAY_LISTEN", "up gateway", "Address of the gRPC door.", "127.0.0.1:50051"
 )
-HTTP_LISTEN = _listen(
+HTTP_LISTEN = listen_knob(
     "LORAPLEX_HTTP_LISTEN", "up gateway", "Address of the HTTP door.", "127.0.0.1:8080"
 )
 WORKERS: Knob[tuple[str, ...]] = Knob(
@@ -245,22 +186,22 @@ REASONING: Knob[str] = Knob(
     "gateway",
     "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
 )
-LORA_ROOT = _path(
+LORA_ROOT = path_knob(
     "LORAPLEX_LORA_ROOT",
     "gateway",
     "Folder that `/v1/load_lora_adapter` may publish from; unset = the call is not served.",
 )
 
 # Worker
-WORKER_LISTEN = _listen(
+WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC door.", "127.0.0.1:50053"
 )
-WORKER_ID = _text("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
-MODEL = _text("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
-SERVED_MODEL_NAME = _text(
+WORKER_ID = text_knob("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
+MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
+SERVED_MODEL_NAME = text_knob(
     "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
 )
-CACHE_DIR = _path("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
+CACHE_DIR = path_knob("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
 CACHE_BYTES: Knob[int] = Knob(
     "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
 )
@@ -346,7 +287,7 @@ STEP_TIMEOUT_S: Knob[float] = Knob(
     "worker",
     "An engine silent for longer is restarted.",
 )
-STEP_TRACE: Knob[Path | None] = _path(
+STEP_TRACE: Knob[Path | None] = path_knob(
     "LORAPLEX_STEP_TRACE", "worker", "File that gets a line for each step, to fit a simulation."
 )
 TENSOR_PARALLEL: Knob[int] = Knob(

@@ -13,6 +13,7 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.knob import Knob
 from services.common.units import whole
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -72,7 +73,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     """
     args = _parser().parse_args(argv)
 
-    def given(flag: str, knob: env.Knob[Any]) -> Any:
+    def given(flag: str, knob: Knob[Any]) -> Any:
         text = getattr(args, flag)
         if text is None:
             return knob.read(environ)
@@ -129,7 +130,7 @@ def _door(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Do
     )
 
 
-def _no_socket(knob: env.Knob[str], environ: Mapping[str, str]) -> str:
+def _no_socket(knob: Knob[str], environ: Mapping[str, str]) -> str:
     listen = knob.read(environ)
     if listen.startswith("unix:"):
         raise InvalidRequest.field(knob.name, listen, "loraplex up needs HOST:PORT")

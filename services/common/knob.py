@@ -1,0 +1,66 @@
+"""One LORAPLEX_* variable: its name, how its text is read, its default and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from loraplex.errors import InvalidRequest
+from services.common.units import parse_listen, parse_text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Knob(Generic[T]):
+    """One variable."""
+
+    name: str
+    parse: Callable[[str], T]
+    """Text to value; raises ValueError saying what is accepted."""
+    default: T
+    readers: str
+    """Which of "up", "registry", "gateway", "worker", "tools" read it; "all" = every server."""
+    doc: str
+    secret: bool = False
+    """Never shown; also read from the file named by `<name>_FILE`."""
+
+    def read(self, environ: Mapping[str, str]) -> T:
+        """The value, or the default where unset or empty.
+
+        Raises:
+            InvalidRequest: naming the variable.
+        """
+        text = environ.get(self.name, "")
+        if self.secret and not text:
+            text = self._from_file(environ)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            shown = "(secret)" if self.secret else text
+            raise InvalidRequest.field(self.name, shown, str(error)) from None
+
+    def _from_file(self, environ: Mapping[str, str]) -> str:
+        path = environ.get(f"{self.name}_FILE", "")
+        try:
+            return Path(path).read_text().strip() if path else ""
+        except OSError as error:
+            raise InvalidRequest.field(
+                f"{self.name}_FILE", path, f"cannot be read: {error.strerror}"
+            ) from None
+
+
+def text_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
+    return Knob(name, parse_text, default, readers, doc)
+
+
+def path_knob(name: str, readers: str, doc: str) -> Knob[Path | None]:
+    return Knob(name, Path, None, readers, doc)
+
+
+def listen_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
+    return Knob(name, parse_listen, default, readers, doc)
