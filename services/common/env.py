@@ -1,7 +1,7 @@
 """Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
 
-A service reads its knobs in its `config.py`, and touches the
-environment nowhere else. No name ends in _PORT or _HOST: Kubernetes injects such names.
+A service reads its knobs in its `config.py` and touches the environment nowhere else. No name ends
+in _PORT or _HOST: Kubernetes injects such names.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.knob import Knob
 
 
 def test_no_name_looks_like_what_kubernetes_injects() -> None:
@@ -20,7 +21,7 @@ def test_unset_and_empty_mean_the_default() -> None:
 
 
 @pytest.mark.parametrize("knob", env.ALL_KNOBS, ids=lambda knob: knob.name)
-def test_documented_default_is_what_the_parser_would_accept(knob: env.Knob[object]) -> None:
+def test_documented_default_is_what_the_parser_would_accept(knob: Knob[object]) -> None:
     assert knob.doc.endswith(".")
     if isinstance(knob.default, str) and knob.default:
         assert knob.parse(knob.default) == knob.default
@@ -38,7 +39,7 @@ def test_documented_default_is_what_the_parser_would_accept(knob: env.Knob[objec
         (env.MAX_LORA_RANK, "64", 64),
     ],
 )
-def test_reads_typed_values(knob: env.Knob[object], text: str, value: object) -> None:
+def test_reads_typed_values(knob: Knob[object], text: str, value: object) -> None:
     assert knob.read({knob.name: text}) == value
 
 
@@ -55,7 +56,7 @@ def test_reads_typed_values(knob: env.Knob[object], text: str, value: object) ->
         (env.OBJECTS, "  "),
     ],
 )
-def test_bad_value_names_the_variable(knob: env.Knob[object], text: str) -> None:
+def test_bad_value_names_the_variable(knob: Knob[object], text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         knob.read({knob.name: text})
     assert caught.value.violations[0].field == knob.name
