@@ -1,7 +1,8 @@
-"""Attention in plain torch: the truth that other backends are compared with.
+"""Attention in plain torch: what other backends are compared with.
 
 Contexts run one by one over exactly the keys they see; generations run together, padded to the
-longest. Scores and softmax are float32.
+longest. Scores and softmax are float32 inside torch's fused attention, which adds masks to scores:
+places that nothing was written to are made zero before they are read, since they could be NaN.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.attention.backend import AttentionMask, AttentionMetadata
@@ -24,14 +26,17 @@ class GroupTables:
 
     write_blocks: Tensor
     """int64 `[num_tokens]`: block of each new token."""
+    fresh_blocks: Tensor
+    """int64: blocks whose first token is new."""
     context_blocks: tuple[Tensor, ...]
     """Per context: int64 blocks from the first visible one on."""
     context_begins: tuple[int, ...]
     """Per context: position of its first visible block's first token."""
     decode_blocks: Tensor
-    """int64 `[num_generations, N]`: blocks from each sequence's first visible one on, padded."""
-    decode_hidden: Tensor
-    """bool `[num_generations, N * T]`: keys that a generation must not see."""
+    """int64 `[num_generations, N]`: blocks from each sequence's first visible one on, padded with
+    that one."""
+    decode_visible: Tensor
+    """bool `[num_generations, 1, 1, N * T]`: keys that a generation sees."""
 
 
 @dataclass(slots=True)
@@ -89,14 +94,16 @@ class VanillaAttentionMetadata(AttentionMetadata):
         keys = torch.arange(decode.shape[1] * num_slots, device=device)
         keys = keys + first_of_row[self.num_contexts :, None] * num_slots
         now = self.position_ids[self.num_ctx_tokens :, None]
-        hidden = keys > now if window is None else (keys > now) | (keys <= now - window)
+        visible_keys = keys <= now if window is None else (keys <= now) & (keys > now - window)
         contexts = range(self.num_contexts)
+        write_blocks = padded[row_of_token, index]
         return GroupTables(
-            write_blocks=padded[row_of_token, index],
+            write_blocks=write_blocks,
+            fresh_blocks=write_blocks[self.position_ids % num_slots == 0],
             context_blocks=tuple(padded[i, : len(visible[i])] for i in contexts),
             context_begins=tuple(firsts[i] * num_slots for i in contexts),
             decode_blocks=decode,
-            decode_hidden=hidden,
+            decode_visible=visible_keys[:, None, None],
         )
 
 
@@ -113,9 +120,9 @@ def _first_visible_block(start: int, window: int | None, num_slots: int) -> int:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 `[len(rows), longest]`, padded with block 0, whose keys are masked."""
+    """int64 `[len(rows), longest]`, padded with each row's first block, whose keys are masked."""
     width = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows]).view(
+    return torch.tensor([[*row, *(list(row[:1]) * (width - len(row)))] for row in rows]).view(
         len(rows), width
     )
 
@@ -188,6 +195,9 @@ class VanillaAttention:
         assert metadata.kv_cache_manager is not None
         k_plane, v_plane = metadata.kv_cache_manager.planes(self._layer)
         group = metadata.groups[metadata.kv_cache_manager.group_of(self._layer)]
+        if len(group.fresh_blocks):
+            k_plane[group.fresh_blocks] = 0
+            v_plane[group.fresh_blocks] = 0
         k_plane[group.write_blocks, :, metadata.write_offsets] = k
         v_plane[group.write_blocks, :, metadata.write_offsets] = v
         out = []
@@ -210,36 +220,33 @@ class VanillaAttention:
         pieces = []
         for row in range(0, len(q), num_rows):
             piece = q[row : row + num_rows]
-            hidden = None
+            visible = None
             if start is not None:
                 now = torch.arange(start + row, start + row + len(piece), device=q.device)[:, None]
                 at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
-                hidden = at > now
+                visible = at <= now
                 if self._window is not None:
-                    hidden |= at <= now - self._window
-            scores = torch.matmul(piece.permute(1, 2, 0, 3).float(), keys[:, None].mT.float())
-            weights = self._softmax(scores, hidden)
-            pieces.append(torch.matmul(weights, values[:, None].float()).permute(2, 0, 1, 3))
-        return torch.cat(pieces).reshape(len(q), -1).to(q.dtype)
+                    visible &= at > now - self._window
+            out = self._attend(piece.permute(1, 2, 0, 3), keys[:, None], values[:, None], visible)
+            pieces.append(out.permute(2, 0, 1, 3))
+        return torch.cat(pieces).reshape(len(q), -1)
 
     def _decode(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, group: GroupTables) -> Tensor:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
-        hidden = group.decode_hidden
         keys = _sequences(k_plane, group.decode_blocks)
         values = _sequences(v_plane, group.decode_blocks)
-        # Hidden places may hold any bytes, NaN included, and 0 * NaN is NaN.
-        values.masked_fill_(hidden[:, None, :, None], 0.0)
-        scores = torch.matmul(q.float(), keys.mT.float())
-        weights = self._softmax(scores, hidden[:, None, None])
-        return torch.matmul(weights, values.float()).reshape(len(q), -1).to(q.dtype)
+        return self._attend(q, keys, values, group.decode_visible).reshape(len(q), -1)
 
-    def _softmax(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
-        scores = scores.mul_(self._scale)
-        if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
-        if hidden is not None:
-            scores = scores.masked_fill_(hidden, float("-inf"))
-        return scores.softmax(dim=-1)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
+        if self._softcap is None:
+            k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale)
+        scores = torch.matmul(q.float(), k.mT.float()).mul_(self._scale)
+        scores = torch.tanh(scores / self._softcap) * self._softcap
+        if visible is not None:
+            scores = scores.masked_fill_(~visible, float("-inf"))
+        return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
 
 
 def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:
@@ -248,5 +255,14 @@ def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:
-    """Gather blocks `[R, N]` of `[num_blocks, Hkv, T, D]` as a fresh `[R, Hkv, N * T, D]`."""
-    return plane[blocks].transpose(1, 2).flatten(2, 3)
+    """Gather blocks `[R, N]` of `[num_blocks, Hkv, T, D]` as `[R, Hkv, N * T, D]`."""
+    num_blocks, num_heads, num_slots, width = plane.shape
+    items = num_slots * width
+    # Each head's part of a block as one row to copy: an index of elements costs five times as much.
+    heads_apart = plane.stride(0) // items
+    assert plane.stride(0) % items == 0 and plane[0].is_contiguous(), plane.stride()
+    num_rows = (num_blocks - 1) * heads_apart + num_heads
+    rows = plane.as_strided((num_rows, items), (items, 1))
+    heads = torch.arange(num_heads, device=blocks.device)[:, None]
+    ids = blocks[:, None] * heads_apart + heads
+    return rows.index_select(0, ids.flatten()).view(len(blocks), num_heads, -1, width)
