@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 from services.worker.adapters.cache import AdapterCache
 from services.worker.adapters.residency import Load
@@ -24,6 +26,8 @@ from services.worker.scheduling.policies import Policy, ServiceCounters, first_c
 from services.worker.scheduling.scheduler import Scheduler
 
 STEP_S = 1.0
+TOKEN = 7
+"""What every step chooses."""
 SIZES = {f"sha256:{name}": size for name, size in zip("abcde", (1, 2, 3, 4, 6), strict=True)}
 
 
@@ -40,8 +44,27 @@ def make_request(
     return Request(request_id, prompt_ids, sampling, adapters, **fields)
 
 
+class AnyToken:
+    """A grammar's place, for requests whose next step depends on what the last one chose."""
+
+    is_ready = True
+    is_finished = False
+
+    def bitmask(self) -> bytes:
+        return b""
+
+
+class InFlight(NamedTuple):
+    plan: StepPlan
+    blocks: dict[str, set[int]]
+    """What each request reads or writes, its adapters included."""
+
+
 class Stage:
-    """A scheduler with its arena and cache, and the engine's part of a step without a model."""
+    """A scheduler with its arena and cache, and the engine's part of a step without a model.
+
+    With `overlaps`, a step lands when the next one has been planned and launched.
+    """
 
     def __init__(
         self,
@@ -50,6 +73,7 @@ class Stage:
         policy: Policy = first_come,
         counters: ServiceCounters | None = None,
         prefix_cache: bool = True,
+        overlaps: bool = False,
         **limits: int,
     ) -> None:
         bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
@@ -78,6 +102,10 @@ class Stage:
         self.lost: list[str] = []
         self.reasons: dict[str, str] = {}
         self.is_measuring = True
+        self.overlaps = overlaps
+        self.in_flight: deque[InFlight] = deque()
+        self.stopping: set[str] = set()
+        """Requests whose next token ends them."""
 
     def fetch(self, *digests: str) -> None:
         for digest in digests:
@@ -89,7 +117,7 @@ class Stage:
             self.scheduler.submit(request)
 
     def step(self) -> StepPlan:
-        """Plan at `now`; what is planned has run at `now` + STEP_S."""
+        """Plan at `now`; what is planned, or the step before it, has run at `now` + STEP_S."""
         self.now += STEP_S
         for request, error in self.scheduler.hopeless(self.now):
             self.scheduler.remove(request.request_id, self.now)
@@ -98,22 +126,39 @@ class Stage:
         plan = self.scheduler.plan(self.now)
         for action in self.cache.take_actions():
             if isinstance(action, Load):
+                for step in self.in_flight:
+                    assert not set(action.blocks) & set().union(*step.blocks.values()), "in use"
                 self.cache.loaded(action.digest)
         self.check(plan)
         if plan.rows:
+            self.in_flight.append(
+                InFlight(plan, {r.request.request_id: self.used(r) for r in plan.rows})
+            )
             self.scheduler.launched(plan)
-            self.scheduler.landed(plan)
-        for row in plan.rows:
-            self.advance(row.request, row)
+        if len(self.in_flight) > (self.overlaps and bool(plan.rows)):
+            self.land()
         self.scheduler.check_integrity()
         return plan
+
+    def land(self) -> None:
+        plan, _ = self.in_flight.popleft()
+        self.scheduler.landed(plan)
+        for row in plan.rows:
+            if self.scheduler.runs(row.request):
+                self.advance(row.request, row)
+
+    def used(self, row: PlannedRow) -> set[int]:
+        tables = {block for table in row.request.block_tables for block in table}
+        adapters = (self.cache.get(digest).blocks for digest in row.request.adapters.digests)
+        return tables.union(*adapters)
 
     def advance(self, request: Request, row: PlannedRow) -> None:
         if row.needs_logits:
             self.measure(request)
-            request.take(7)
+            request.take(TOKEN)
             self.scheduler.took(request)
-            if len(request.output_ids) >= request.sampling.max_tokens:
+            is_stopped = request.request_id in self.stopping
+            if is_stopped or len(request.output_ids) >= request.sampling.max_tokens:
                 self.scheduler.remove(request.request_id, self.now)
                 self.finished.append(request.request_id)
 
@@ -134,6 +179,7 @@ class Stage:
             assert plan.num_distinct_adapters <= self.limits.max_loras
         written: list[int] = []
         for row in plan.rows:
+            self.check_input(row)
             contents = contents_of(row.request)
             assert row.start == row.request.num_computed and row.num_tokens > 0
             assert len(row.slots) == len(row.request.adapters.digests)
@@ -148,26 +194,43 @@ class Stage:
                 for position in range(row.start, last + 1):
                     block = self.content.setdefault(table[position // 4], [None] * 4)
                     block[position % 4] = (group, contents[position])
-                written += set(table[row.start // 4 : last // 4 + 1])
+                own = set(table[row.start // 4 : last // 4 + 1])
+                for step in self.in_flight:
+                    others = (
+                        b for name, b in step.blocks.items() if name != row.request.request_id
+                    )
+                    assert not own & set().union(*others), "a step in flight has the block"
+                written += own
                 for position in range(first, last + 1):
                     found = self.content[table[position // 4]][position % 4]
                     assert found == (group, contents[position]), "another's KV is read"
         assert len(written) == len(set(written)), "two rows write to a block"
         assert not any(self.prefixes.is_cached(block) for block in written)
 
+    def check_input(self, row: PlannedRow) -> None:
+        """A token that nobody knows yet is an output of the step before."""
+        request, end = row.request, row.start + row.num_tokens
+        assert end <= len(request.prompt_ids) + request.sampling.max_tokens
+        assert (row.follows is None) == (end <= request.num_tokens)
+        if row.follows is not None:
+            assert request.constraint is None and row.num_tokens == 1
+            choosing = [r.request for r in self.in_flight[-1].plan.rows if r.chooses]
+            assert choosing[row.follows] is request
+
     def run_dry(self, max_steps: int = 2000) -> None:
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.in_flight:
             max_steps -= 1
             assert max_steps, "requests wait for ever"
             self.step()
 
 
 def contents_of(request: Request) -> list[int]:
-    """For each known position, a hash of what its KV depends on."""
+    """For each foreseen position, a hash of what its KV depends on."""
     own = request.adapters if request.adapters_from == 0 else AdapterSet()
     chain = hash((own, request.tenant, request.cache_salt, request.is_long))
     contents = []
-    for position, token_id in enumerate(request.prompt_ids + request.output_ids):
+    promised = [TOKEN] * request.num_promised
+    for position, token_id in enumerate(request.prompt_ids + request.output_ids + promised):
         if 0 < position == request.adapters_from:
             chain = hash((chain, request.adapters))
         chain = hash((chain, token_id))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from services.worker.request import RELEASED_BLOCK, Request
@@ -16,7 +22,7 @@ from services.worker.scheduling.policies import (
     fair,
     first_come,
 )
-from tests.worker.scheduling.stage import SIZES, Stage, make_request
+from tests.worker.scheduling.stage import SIZES, TOKEN, AnyToken, Stage, make_request
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -33,6 +39,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_stage(self) -> Stage:
         return Stage(max_loras=3)
 
+    @initialize(overlaps=st.booleans())
+    def choose(self, overlaps: bool) -> None:
+        self.stage.overlaps = overlaps
+
     @rule(
         num_prompt=st.integers(1, 40),
         branch=st.integers(0, 40),
@@ -41,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(4, 30),
         digests=st.sets(st.sampled_from(sorted(SIZES)), max_size=2),
         priority=st.integers(0, 1),
+        has_grammar=st.booleans(),
     )
     def submit(
         self,
@@ -51,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         digests: set[str],
         priority: int,
+        has_grammar: bool,
     ) -> None:
         """Prompts are ones, and twos from `branch` on: they begin alike."""
         self.count += 1
@@ -62,7 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_ids=[1 if position < branch else 2 for position in range(num_prompt)],
             cache_salt=salt,
             priority=priority,
-            output_ids=[7] * num_done,
+            output_ids=[TOKEN] * num_done,
+            constraint=AnyToken() if has_grammar and self.count % 3 == 0 else None,
             tenant=f"t{self.count % 2}",
         )
         self.live[request.request_id] = request
@@ -79,6 +92,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.live.pop(request_id)
         self.stage.scheduler.remove(request_id, self.stage.now)
         assert request.block_tables == []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        self.stage.stopping.add(data.draw(st.sampled_from(sorted(self.live))))
 
     @rule(digest=st.sampled_from(sorted(SIZES)), pinned=st.booleans())
     def pin(self, digest: str, pinned: bool) -> None:
