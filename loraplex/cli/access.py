@@ -100,12 +100,9 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
     try:
         async with client_of(args) as client:
             key, token = await client.admin.create_first_key()
-    except Unavailable:
-        print(
-            f"no registry answers at {args.registry}: put this key into a file, name that in "
-            "LORAPLEX_ADMIN_KEY_FILE, and start the registry",
-            file=sys.stderr,
-        )
+    except Unavailable as error:
+        way_on = "put this key into a file, name that in LORAPLEX_ADMIN_KEY_FILE, start it"
+        print(f"{error.message}\n{way_on}", file=sys.stderr)
         _print_drawn_key(args.json)
         return
     _print_key(key, token, args.json)

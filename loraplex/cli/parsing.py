@@ -83,6 +83,12 @@ def add_connection(parser: argparse.ArgumentParser, server: str, default: str) -
     add_json(parser)
 
 
+def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
+    """Scripts give one `--registry` or `--gateway` to all commands: those that ask nobody take it
+    too."""
+    parser.add_argument(f"--{server}", metavar="HOST:PORT", help="not needed: nobody is asked")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_json
-from loraplex.cli.parsing import Run, add_command, add_json, count
+from loraplex.cli.parsing import Run, add_command, add_json, add_unused_server, count
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry, Report
@@ -83,6 +83,7 @@ def _add_convert(commands: Any) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check shapes against")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as the first adapter")
+    add_unused_server(parser, "registry")
     add_json(parser)
 
 

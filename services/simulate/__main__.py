@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from loraplex.cli.running import main_of
+from loraplex.errors import LoraplexError
+from services.simulate.flags import make_parser
+
+
+async def _run(args: argparse.Namespace) -> None:
+    """Loads the worker's scheduler only now: `--help` does without."""
+    try:
+        from services.simulate.command import run
+    except ModuleNotFoundError as missing:
+        raise LoraplexError(
+            f"simulating needs the worker's scheduler, and {missing.name} is not installed: "
+            "pip install 'loraplex[worker-core]'",
+            reason="NOT_INSTALLED",
+        ) from None
+    await run(args)
 
 
 def main() -> int:
     """Process entry; exit codes as those of `loraplex`."""
-    try:
-        from services.simulate.command import make_parser, run
-    except ModuleNotFoundError as missing:
-        print(
-            f"error: simulating needs the worker's scheduler, and {missing.name} is not installed: "
-            "pip install 'loraplex[worker-core]'",
-            file=sys.stderr,
-        )
-        return 1
     parser = make_parser()
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
     return main_of(parser, sys.argv[1:])
 
 

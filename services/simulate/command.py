@@ -11,10 +11,8 @@ from loraplex.cli.workload_flags import print_summary, workload_of
 from loraplex.workload import generate, ranks_of, summarize
 from services.simulate.costs import Costs, read_costs
 from services.simulate.fitting import Fitted, fit_trace
-from services.simulate.flags import fleet_of, make_parser, rank_mix
+from services.simulate.flags import fleet_of, rank_mix
 from services.simulate.simulation import Simulation
-
-__all__ = ["make_parser", "run"]
 
 
 async def run(args: argparse.Namespace) -> None:

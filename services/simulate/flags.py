@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from loraplex.cli.parsing import Parser, add_json, count, num_bytes, seconds
+from loraplex.cli.parsing import Parser, add_json, add_unused_server, count, num_bytes, seconds
 from loraplex.cli.workload_flags import add_workload
 from loraplex.errors import InvalidRequest
 from loraplex.workload import RANK_MIXES
-from services.simulate.costs import Costs
-from services.simulate.simulation import Fleet
-from services.worker.engine import POLICIES
-from services.worker.messages import EngineConfig
 
+if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
+    from services.simulate.costs import Costs
+    from services.simulate.simulation import Fleet
+
+POLICY_NAMES = ("clustered", "fair", "fcfs")
 EPILOG = """example:
   LORAPLEX_STEP_TRACE=/tmp/steps.jsonl loraplex up --model ./llama-3-8b     # a real run, with work
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
@@ -38,6 +40,7 @@ def make_parser() -> Parser:
     parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write what was fitted")
     add_workload(parser)
     _add_fleet(parser)
+    add_unused_server(parser, "gateway")
     add_json(parser)
     return parser
 
@@ -51,7 +54,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-memory", type=num_bytes, default=64 << 20, metavar="BYTES", help="arena (64MiB)"
     )
-    group.add_argument("--policy", choices=sorted(POLICIES), default="fcfs", help="(fcfs)")
+    group.add_argument("--policy", choices=POLICY_NAMES, default="fcfs", help="(fcfs)")
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
     group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
     group.add_argument(
@@ -75,6 +78,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
 
 def fleet_of(args: argparse.Namespace, costs: Costs) -> Fleet:
     """The fleet that the flags describe. Raises InvalidRequest."""
+    from services.simulate.simulation import Fleet
+    from services.worker.messages import EngineConfig
+
     for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
         if getattr(args, name) < 1:
             raise InvalidRequest.field(f"--{name.replace('_', '-')}", 0, "must be 1 or more")

@@ -159,6 +159,16 @@ def test_every_help_has_an_example(parser: Any) -> None:
     assert "example:\n  " in parser.format_help()
 
 
+def test_one_server_flag_fits_all_commands_that_do_anything() -> None:
+    for make, flag in (
+        (registry_command.make_parser, "--registry"),
+        (loraplex_command.make_parser, "--gateway"),
+    ):
+        leaves = [p for p in _parsers(make()) if p._subparsers is None and p.add_help]
+        without = {p.prog.split()[1] for p in leaves if flag not in p.format_help()}
+        assert without <= {"validate", "completion"}
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from services.simulate.flags import POLICY_NAMES
+from services.worker.engine import POLICIES
 from tests.simulate.fleets import COSTS
 
 SHORT = ("--adapters", "5", "--rate", "20", "--duration", "2", "--lengths", "8-32,2-8")
@@ -66,3 +68,15 @@ def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_pat
     done = simulate("--costs", costs, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "msgspec is not installed" in done.stderr and "worker-core" in done.stderr
+
+
+def test_help_loads_no_engine_and_knows_every_policy() -> None:
+    code = (
+        "import sys, services.simulate.__main__ as m\n"
+        "parser = m.make_parser()\n"
+        "assert 'services.worker.engine' not in sys.modules\n"
+        "print(parser.format_help())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "--gateway" in shown.stdout, shown.stderr
+    assert sorted(POLICIES) == list(POLICY_NAMES)
