@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -210,39 +210,23 @@ def call_from_wire(
 
 
 def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:
-    """Numbers without presence mean their default when 0."""
+    """What is set; numbers without presence mean their default when 0."""
+    given: dict[str, Any] = {}
+    for field, value in wire.ListFields():
+        take = _TAKEN.get(field.name)
+        given[field.name] = take(value) if take is not None else value
+    return AskedSampling(**given)
 
-    def given(name: str) -> Any:
-        return getattr(wire, name) if wire.HasField(name) else None
 
-    return AskedSampling(
-        max_tokens=given("max_tokens"),
-        min_tokens=wire.min_tokens,
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        top_k=wire.top_k or None,
-        min_p=wire.min_p or None,
-        seed=given("seed"),
-        stop=tuple(wire.stop),
-        stop_token_ids=tuple(wire.stop_token_ids),
-        ignore_eos=wire.ignore_eos,
-        repetition_penalty=given("repetition_penalty"),
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        logit_bias=tuple(wire.logit_bias.items()),
-        logprobs=given("logprobs"),
-        prompt_logprobs=given("prompt_logprobs"),
-        n=wire.n or None,
-        echo=wire.echo,
-        grammar=grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None,
-        allowed_token_ids=tuple(wire.allowed_token_ids),
-        bad_token_ids=tuple(wire.bad_token_ids),
-        include_stop_str_in_output=wire.include_stop_str_in_output,
-        skip_special_tokens=wire.skip_special_tokens
-        if given("skip_special_tokens") is not None
-        else True,
-        scale=given("scale"),
-    )
+_TAKEN: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": lambda biases: tuple(biases.items()),
+    "grammar": grammar_from_wire,
+    "allowed_token_ids": tuple,
+    "bad_token_ids": tuple,
+}
+"""How fields are taken that are no plain values."""
 
 
 def _model(model: BaseModel | Version, tenant: str) -> inference_pb2.Model:

@@ -3,8 +3,8 @@
 A reader that is slower than the engine finds several steps waiting and takes them as one. Where
 many stream at once, or the whole gateway is late, readers are woken less often, so that each finds
 more: a message to a client costs nearly the same whether it carries one token or ten. A step wakes
-its readers a few at a time, so that a new request need not wait for all of them. First and last
-tokens never wait.
+its readers one after another, each in a turn of the event loop, so that a new request need not wait
+for all of them. First and last tokens never wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _FREE_LAG_S = 0.002
 _GATHER_PER_LAG = 4.0
 _MESSAGE_S = 8e-5
 """Processor time of one message to a client, roughly."""
-_WOKEN_AT_ONCE = 8
 _MOST_GATHER_S = 0.05
 
 
@@ -57,14 +56,13 @@ class Pace:
     def wake_soon(self, stream: TokenStream) -> None:
         """Wake a reader when those before it had their turn."""
         if not self._due:
-            asyncio.get_running_loop().call_soon(self._wake_some)
+            asyncio.get_running_loop().call_soon(self._wake_one)
         self._due.append(stream)
 
-    def _wake_some(self) -> None:
-        for _ in range(min(_WOKEN_AT_ONCE, len(self._due))):
-            self._due.popleft().wake()
+    def _wake_one(self) -> None:
+        self._due.popleft().wake()
         if self._due:
-            asyncio.get_running_loop().call_soon(self._wake_some)
+            asyncio.get_running_loop().call_soon(self._wake_one)
 
 
 class TokenStream:
