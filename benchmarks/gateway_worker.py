@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from loraplex.v1 import common_pb2, worker_pb2
 from tests.gateway.scripted_worker import ScriptedWorker, endless, start_worker
 
 PROBE_ID = 1
+HELD_S = 0.001
 
 
 class TimedWorker(ScriptedWorker):
@@ -29,16 +31,27 @@ class TimedWorker(ScriptedWorker):
 
         def answer() -> None:
             self._step += 1
-            us = str(round((time.monotonic() - arrival_s) * 1e6)).encode()
-            event = worker_pb2.TokenEvent(
-                request_id=request.request_id,
-                token_ids=us,
-                finish_reason=common_pb2.FINISH_REASON_LENGTH,
-            )
-            events = worker_pb2.StepEvents(step=self._step, tokens=[event])
+            events = worker_pb2.StepEvents(step=self._step, tokens=[_time(request, arrival_s)])
             peer.outbox.put_nowait(worker_pb2.SessionResponse(events=events))
 
-        asyncio.get_running_loop().call_later(0.001, answer)
+        asyncio.get_running_loop().call_later(HELD_S, answer)
+
+    async def Generate(
+        self, request: Any, context: Any
+    ) -> AsyncGenerator[worker_pb2.WorkerServiceGenerateResponse]:
+        """A probe's call of its own, as a gateway gets it."""
+        arrival_s = time.monotonic()
+        await asyncio.sleep(HELD_S)
+        yield worker_pb2.WorkerServiceGenerateResponse(event=_time(request.request, arrival_s))
+
+
+def _time(request: worker_pb2.WorkerRequest, arrival_s: float) -> worker_pb2.TokenEvent:
+    """The answer to a probe."""
+    return worker_pb2.TokenEvent(
+        request_id=request.request_id,
+        token_ids=str(round((time.monotonic() - arrival_s) * 1e6)).encode(),
+        finish_reason=common_pb2.FINISH_REASON_LENGTH,
+    )
 
 
 async def serve(listen: str, step_s: float) -> None:
