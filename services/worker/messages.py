@@ -15,7 +15,14 @@ import msgspec
 
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from services.worker.adapters.layout import AdapterLayout
-from services.worker.request import AdapterSet, Grammar, GrammarTokens, Logprobs, SamplingParams
+from services.worker.request import (
+    AdapterSet,
+    Grammar,
+    GrammarTokens,
+    Logprobs,
+    Pooling,
+    SamplingParams,
+)
 from services.worker.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20
