@@ -1,5 +1,7 @@
 """A whole model over the kernels against the same model in torch, adapters mixed in one batch."""
 
+import json
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.worker.tiny import write_adapter, write_base
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 18, [3, 2]]
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 SLOTS = [((0, 1.0),), ((1, 0.5),), ()]
 
 
@@ -26,6 +29,8 @@ def folders(tmp_path_factory):
         write_adapter(root / "attention", seed=1),
         write_adapter(root / "all", seed=2, rank=17, targets=ALL_LINEAR),
     ]
+    config = adapters[1] / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_scaling": YARN}))
     return base, adapters
 
 
@@ -89,6 +94,7 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
         eager = plain._model.forward(plain._batches.make(plain_plan))
         inputs = gpu.decode_inputs(runner._batches.kv)
         assert inputs.accepts(plan, runs_of(plan))
+        assert runner._batches.make(plan).rope_rows is not None
         size = 4  # one row of padding
         inputs.fill(plan, runs_of(plan), size)
         sites = inputs.touched_sites(runs_of(plan))
