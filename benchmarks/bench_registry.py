@@ -5,6 +5,8 @@
 Prints a table and writes results/<machine kind>/registry.json. What is compared alternates within
 one run, and ratios are medians over rounds, so that a busy machine blurs them and does not tilt
 them. All of it is real: the registry's process, its embedded metadata server, the file store.
+Beside an S3 server (scripts/s3_server.sh ceph python benchmarks/bench_registry.py --only
+reindexing_bucket) rebuilding from a bucket is measured too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import write_results
-from registry_index import reindexing, resolving
+from registry_index import reindexing, reindexing_bucket, resolving
 from registry_transfers import memory, transfers
 
 
@@ -30,8 +32,11 @@ async def _run(args: argparse.Namespace) -> None:
             "transfers": lambda: transfers(work, args.rounds),
             "memory": lambda: memory(work, 1),
             "reindexing": lambda: reindexing(work, args.rounds),
+            "reindexing_bucket": lambda: reindexing_bucket(work, args.rounds),
             "resolving": lambda: resolving(work, args.rounds, args.adapters),
         }
+        if "AWS_ENDPOINT_URL_S3" not in os.environ:
+            del parts["reindexing_bucket"]
         for name in args.only or parts:
             results[name] = await parts[name]()
             for key, value in results[name].items():

@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import boto3
 import registry_load as load
 from measuring import median_ratio, timed
 from registry_process import RegistryProcess
 
 from loraplex.v1 import registry_pb2 as pb
-from services.common.objects import open_store
+from services.common.objects import ObjectStore, open_store
+from services.common.objects.probe import probe
 from services.common.redis_url import connect_redis
-from services.registry.assembly import assemble
+from services.registry import layout
+from services.registry.assembly import Registry, assemble
 from services.registry.catalog import Catalog
 from services.registry.metadata_server import MetadataServer
 
 _RESOLVES = 3000
 _IN_FLIGHT = 32
 _REINDEX_ADAPTERS = 20_000
+_BUCKET_ADAPTERS = 2000
 _SMALL = 1000
 
 
@@ -53,6 +58,54 @@ async def reindexing(work: Path, rounds: int) -> dict[str, Any]:
         "adapters_per_registry_cpu_s": round(statistics.median(cpu)),
         "rounds": [round(rate) for rate in wall],
     }
+
+
+async def reindexing_bucket(work: Path, rounds: int) -> dict[str, Any]:
+    """Adapters a second that a rebuild reads from an S3 server: each document singly, and from a
+    snapshot that has all but one in a hundred. The server of the environment, in turns."""
+    state = work / "bucket-metadata"
+    state.mkdir()
+    server = MetadataServer(state)
+    await server.start()
+    bucket = f"bench-{secrets.token_hex(6)}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    store, catalog = open_store(f"s3://{bucket}"), Catalog(connect_redis(server.url))
+    await probe(store)
+    await load.fill_bucket(store, _BUCKET_ADAPTERS)
+    registry = assemble(store, catalog)
+    await registry.indexer.start()
+    plain, copied, plain_cpu, copied_cpu = [], [], [], []
+    for _ in range(rounds):
+        await _empty_snapshots(store)
+        plain.append(await _rebuilt_per_s(registry, plain_cpu))
+        await registry.snapshots.write()
+        await load.fill_bucket(store, _BUCKET_ADAPTERS // 100)
+        copied.append(await _rebuilt_per_s(registry, copied_cpu))
+    await catalog.close()
+    await server.stop()
+    return {
+        "adapters": _BUCKET_ADAPTERS,
+        "singly_per_s": round(statistics.median(plain)),
+        "singly_per_registry_cpu_s": round(statistics.median(plain_cpu)),
+        "by_snapshot_per_s": round(statistics.median(copied)),
+        "by_snapshot_per_registry_cpu_s": round(statistics.median(copied_cpu)),
+        "snapshot_to_singly_ratio": median_ratio(copied, plain),
+        "rounds": {"singly": [round(r) for r in plain], "by_snapshot": [round(r) for r in copied]},
+    }
+
+
+async def _rebuilt_per_s(registry: Registry, per_cpu_s: list[float]) -> float:
+    before_s = time.process_time()
+    with timed() as elapsed:
+        _, versions, _, _ = await registry.indexer.rebuild()
+    assert versions == _BUCKET_ADAPTERS
+    per_cpu_s.append(versions / (time.process_time() - before_s))
+    return versions / elapsed[0]
+
+
+async def _empty_snapshots(store: ObjectStore) -> None:
+    async for info in store.list_objects(layout.SNAPSHOTS):
+        await store.delete(info.key)
 
 
 async def resolving(work: Path, rounds: int, many: int) -> dict[str, Any]:

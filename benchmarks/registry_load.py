@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 from pathlib import Path
 
 from loraplex.adapter_format import File, Geometry, Module
+from services.common.objects import ObjectStore
 from services.registry import layout
 from services.registry.records import BaseRecord, Move, TagRecord, Target, VersionRecord, encode
 
@@ -96,6 +98,17 @@ def fill_store(root: Path, first: int, last: int) -> None:
         version, tag = _documents(number)
         _write(root / layout.version(TENANT, version.name, 1), version)
         _write(root / layout.tag(TENANT, version.name, tag.tag), tag)
+
+
+async def fill_bucket(store: ObjectStore, last: int) -> None:
+    """Write the documents of adapters 0 to `last - 1` into any store."""
+    for first in range(0, last, 500):
+        puts = []
+        for number in range(first, min(first + 500, last)):
+            version, tag = _documents(number)
+            puts.append(store.put(layout.version(TENANT, version.name, 1), encode(version)))
+            puts.append(store.put(layout.tag(TENANT, version.name, tag.tag), encode(tag)))
+        await asyncio.gather(*puts)
 
 
 def name_of(number: int) -> str:

@@ -26,8 +26,9 @@ def moto() -> Iterator[dict[str, str]]:
     host, port = server.get_host_and_port()
     yield {
         "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
+        # Any will do here, and boto3 keeps those that it found first.
+        "AWS_ACCESS_KEY_ID": os.environ.get("AWS_ACCESS_KEY_ID", "test"),
+        "AWS_SECRET_ACCESS_KEY": os.environ.get("AWS_SECRET_ACCESS_KEY", "test"),
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     server.stop()

@@ -17,6 +17,7 @@ from services.registry.publish import Publisher
 from services.registry.scanning import Scans
 from services.registry.sharing import Sharing
 from services.registry.signatures import Signatures
+from services.registry.snapshots import Snapshots
 from services.registry.staging import Staging
 from services.registry.tags import Tags
 from services.registry.tenants import Tenants
@@ -43,6 +44,7 @@ class Registry:
     staging: Staging
     lookup: Lookup
     indexer: Indexer
+    snapshots: Snapshots
     collector: Collector
     keys: Keys
 
@@ -61,7 +63,8 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     publisher = Publisher(
         store, catalog, uploads, bases, tags, staging, versions, tenants, audit, scans
     )
-    indexer = Indexer(store, catalog, uploads, publisher)
+    snapshots = Snapshots(store)
+    indexer = Indexer(store, catalog, uploads, publisher, snapshots)
     catalog.make_index = indexer.ensure
     return Registry(
         store=store,
@@ -79,6 +82,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         sharing=Sharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),
         indexer=indexer,
+        snapshots=snapshots,
         collector=Collector(store),
         keys=Keys(store),
     )

@@ -6,6 +6,7 @@ from the objects when it is found empty or behind. All keys, with their prefix `
     epoch                    id of the current index; absent = no index
     rebuild                  lease of a rebuild, its value the epoch being built
     turn:<work>              held for an interval by the process that does periodic work
+    snapshot                 "<epoch> <number of its last event>" when the objects were last copied
     dirty                    SET of scopes that changed while a rebuild was reading
     pending                  HASH operation id -> "<unix ms> <scope>", noted before objects change
     <epoch>:seq              number of the last event
@@ -246,6 +247,19 @@ class Catalog:
         interval_ms = max(1, int(interval_s * 1000))
         async with _translated():
             return bool(await self._redis.set(f"{PREFIX}turn:{work}", 1, nx=True, px=interval_ms))
+
+    async def changes_since_snapshot(self) -> int | None:
+        """Events since `note_snapshot`; None where that was never, or of another index."""
+        epoch, sequence = await self.position()
+        async with _translated():
+            noted = await self._redis.get(f"{PREFIX}snapshot")
+        then_epoch, _, then = _text(noted or b" 0").partition(" ")
+        return sequence - int(then) if then_epoch == epoch else None
+
+    async def note_snapshot(self, epoch: str, sequence: int) -> None:
+        """Note that the objects are copied as they were at this position."""
+        async with _translated():
+            await self._redis.set(f"{PREFIX}snapshot", f"{epoch} {sequence}")
 
     async def close(self) -> None:
         """Close the connections."""

@@ -1,4 +1,4 @@
-"""Collecting garbage regularly, by one registry of all."""
+"""What is done regularly, by one registry of all: collecting garbage, copying documents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 ACTOR = "registry"
 """Who the audit log says it was."""
 _CHECK_S = 600.0
+_SNAPSHOT_CHECK_S = 60.0
+SNAPSHOT_CHANGES = 1000
+"""What a rebuild reads singly costs a few seconds: not worth another copy yet."""
 
 
 async def collect_regularly(registry: Registry, interval_s: float) -> None:
@@ -38,3 +41,30 @@ async def collect_once(registry: Registry) -> None:
     if collected.deleted_objects:
         details = {"objects": str(collected.deleted_objects)}
         await registry.audit.write(ACTOR, "", "gc", "blobs", details=details)
+
+
+async def copy_regularly(registry: Registry) -> None:
+    """Write a snapshot for ever, when enough has changed; where snapshots are of no use, never.
+
+    Whose turn it is is told as for collections, and matters as little.
+    """
+    while registry.snapshots.are_useful:
+        await asyncio.sleep(_SNAPSHOT_CHECK_S)
+        try:
+            if await registry.catalog.take_turn("snapshot", _SNAPSHOT_CHECK_S):
+                await copy_if_due(registry)
+        except LoraplexError as error:
+            logger.warning("no snapshot written", extra={"problem": error.message})
+        except Exception:
+            logger.exception("snapshot failed")
+
+
+async def copy_if_due(registry: Registry) -> bool:
+    """Write a snapshot where the index is new, or much changed since the last one."""
+    changes = await registry.catalog.changes_since_snapshot()
+    if changes is not None and changes < SNAPSHOT_CHANGES:
+        return False
+    position = await registry.catalog.position()
+    await registry.snapshots.write()
+    await registry.catalog.note_snapshot(*position)
+    return True

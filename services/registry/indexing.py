@@ -27,11 +27,11 @@ from services.registry.records import (
     VersionRecord,
     decode,
 )
+from services.registry.snapshots import Snapshots
 from services.registry.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
-_BATCH_KEYS = 500
 _MAX_TRIES = 3
 _PENDING_AGE_S = 60.0
 """A change that was noted this long ago and is not applied belongs to a process that died."""
@@ -41,9 +41,15 @@ class Indexer:
     """Repairs and rebuilds."""
 
     def __init__(
-        self, store: ObjectStore, catalog: Catalog, uploads: Uploads, publisher: Publisher
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        uploads: Uploads,
+        publisher: Publisher,
+        snapshots: Snapshots,
     ) -> None:
         self._store = store
+        self._snapshots = snapshots
         self._catalog = catalog
         self._uploads = uploads
         self._publisher = publisher
@@ -163,30 +169,25 @@ class Indexer:
         base_items = [base_item(base) for base in bases]
         await self._catalog.apply(BASES_SCOPE, base_items, into_epoch=epoch)
         versions = tags = 0
-        keys: list[str] = []
-        async for info in self._store.list_objects(layout.ADAPTERS):
-            if len(keys) >= _BATCH_KEYS and _folder(info.key) != _folder(keys[-1]):
-                more = await self._fill_batch(epoch, keys)
-                versions, tags, keys = versions + more[0], tags + more[1], []
-            keys.append(info.key)
-        more = await self._fill_batch(epoch, keys)
-        return versions + more[0], tags + more[1], len(bases)
+        applying: asyncio.Task[None] | None = None
+        try:
+            async for batch in self._snapshots.documents():
+                changes = _changes(batch)
+                versions += sum("/versions/" in key for key, _ in batch)
+                tags += sum("/tags/" in key for key, _ in batch)
+                # The next documents are read while Redis takes these.
+                if applying is not None:
+                    await applying
+                applying = asyncio.create_task(self._fill_batch(epoch, changes))
+        finally:
+            if applying is not None:
+                await applying
+        return versions, tags, len(bases)
 
-    async def _fill_batch(self, epoch: str, keys: Sequence[str]) -> tuple[int, int]:
+    async def _fill_batch(self, epoch: str, changes: Sequence[tuple[str, list[Item]]]) -> None:
         """Index the documents of whole adapters."""
-        documents_ = await self._store.get_many(keys)
-        scopes: dict[str, dict[str, bytes]] = {}
-        for key, data in zip(keys, documents_, strict=True):
-            place = layout.adapter_of(key)
-            if place is not None and data is not None:
-                scopes.setdefault(scope_of(*place), {})[key] = data
-        changes = [(scope, _items(scope, found)) for scope, found in scopes.items()]
         await self._catalog.apply_many(epoch, changes)
         await self._catalog.extend_rebuild()
-        return (
-            sum("/versions/" in key for found in scopes.values() for key in found),
-            sum("/tags/" in key for found in scopes.values() for key in found),
-        )
 
     async def _items_of(self, scope: str) -> list[Item]:
         if scope == BASES_SCOPE:
@@ -198,8 +199,14 @@ class Indexer:
         return _items(scope, {key: data for key, data in found if data is not None})
 
 
-def _folder(key: str) -> str:
-    return "/".join(key.split("/")[:3])
+def _changes(documents_: Sequence[tuple[str, bytes]]) -> list[tuple[str, list[Item]]]:
+    """The documents of whole adapters as items of their scopes."""
+    scopes: dict[str, dict[str, bytes]] = {}
+    for key, data in documents_:
+        place = layout.adapter_of(key)
+        if place is not None:
+            scopes.setdefault(scope_of(*place), {})[key] = data
+    return [(scope, _items(scope, found)) for scope, found in scopes.items()]
 
 
 def _items(scope: str, found: dict[str, bytes]) -> list[Item]:

@@ -14,7 +14,7 @@ uploads/<upload id>/session.json                what will be sent
 uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
 uploads/<upload id>/intent.json                 written before anything becomes visible
 uploads/<upload id>/finished.json               the acknowledgement
-index/snapshot-<ulid>.json.gz                   a copy of the index, to rebuild from faster
+index/snapshot-<ulid>-<sha256>.gz               copies of all of adapters/, see snapshots.py
 """
 
 from __future__ import annotations
@@ -112,6 +112,15 @@ def upload_intent(upload_id: str) -> str:
 
 def upload_finished(upload_id: str) -> str:
     return f"{upload_folder(upload_id)}finished.json"
+
+
+def snapshot(ulid: str, sha256: str) -> str:
+    return f"{SNAPSHOTS}{ulid}-{sha256}.gz"
+
+
+def sha256_of_snapshot(key_: str) -> str:
+    """What its content must have."""
+    return key_.rpartition("-")[2].removesuffix(".gz")
 
 
 def adapter_of(key_: str) -> tuple[str, str] | None:

@@ -46,6 +46,8 @@ T = TypeVar("T")
 class FileStore:
     """An ObjectStore in a folder, which is created with its parents."""
 
+    lists_etags = False
+
     def __init__(self, root: Path) -> None:
         self._root = root
         self._temporary = root / ".tmp"

@@ -62,6 +62,8 @@ class ObjectInfo:
     size: int
     modified_s: float
     """Unix time of the last write by the store's own clock."""
+    etag: str = ""
+    """As `get` tells it, in listings of stores that say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,9 @@ class BlobWriter(Protocol):
 class ObjectStore(Protocol):
     """Keys are '/'-separated, ASCII, without '.' or '..' parts. Every method may raise
     ObjectStoreError; a write that returned is durable and visible to every reader."""
+
+    lists_etags: bool
+    """Whether listings tell etags."""
 
     @property
     def url(self) -> str:
