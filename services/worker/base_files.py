@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class TokenizerBundle:
     generation_config_json: str
     """"" where the base has none."""
     bos_token_id: int | None
+    pad_token_id: int | None = None
+    """Of config.json, whose heads pool before it."""
 
 
 async def fetch_model(store: ObjectStore, folder: Path) -> Path:
@@ -95,17 +98,20 @@ def read_tokenizer(model_dir: Path) -> TokenizerBundle:
         hasher.update(f"{name} {len(content)}\n".encode())
         hasher.update(content)
     generation = dict(files).get("generation_config.json", b"").decode()
-    bos_token_id = _bos_token_id(dict(files))
-    return TokenizerBundle(files, f"sha256:{hasher.hexdigest()}", generation, bos_token_id)
+    bos_token_id = _token_id(dict(files), "bos_token_id", ("generation_config.json", "config.json"))
+    pad_token_id = _token_id(dict(files), "pad_token_id", ("config.json",))
+    digest = f"sha256:{hasher.hexdigest()}"
+    return TokenizerBundle(files, digest, generation, bos_token_id, pad_token_id)
 
 
-def _bos_token_id(files: dict[str, bytes]) -> int | None:
-    for name in ("generation_config.json", "config.json"):
+def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | None:
+    """The first that one of the files says."""
+    for name in names:
         try:
-            value = json.loads(files.get(name, b"{}")).get("bos_token_id")
+            value = json.loads(files.get(name, b"{}")).get(key)
         except (ValueError, AttributeError) as error:
             raise InvalidRequest.field("LORAPLEX_MODEL", name, "must hold a JSON object") from error
-        if isinstance(value, int):
+        if type(value) is int and value >= 0:
             return value
     return None
 

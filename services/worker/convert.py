@@ -10,7 +10,14 @@ from loraplex.wire_errors import to_detail
 from services.worker.base_files import TokenizerBundle
 from services.worker.config import WorkerConfig
 from services.worker.messages import EngineLoad, Residency, Submit, TokenOutput
-from services.worker.request import AdapterSet, Grammar, GrammarTokens, Logprobs, SamplingParams
+from services.worker.request import (
+    AdapterSet,
+    Grammar,
+    GrammarTokens,
+    Logprobs,
+    Pooling,
+    SamplingParams,
+)
 from services.worker.runner_protocol import ModelInfo
 from services.worker.sessions import StepNews
 from services.worker.status import StatusNews
@@ -36,8 +43,21 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
             tuple((t.token_id, t.content) for t in message.grammar_tokens if not t.special),
             tuple(message.grammar_eos_ids),
         ),
-        pools=message.pools,
+        pooling=_pooling_from_wire(message),
     )
+
+
+_POOLINGS = {
+    common_pb2.POOLING_LAST: Pooling.LAST,
+    common_pb2.POOLING_MEAN: Pooling.MEAN,
+    common_pb2.POOLING_HEAD: Pooling.HEAD,
+}
+
+
+def _pooling_from_wire(message: worker_pb2.WorkerRequest) -> Pooling:
+    """Gateways before `pooling` say `pools`."""
+    unsaid = Pooling.LAST if message.pools else Pooling.NONE
+    return _POOLINGS.get(message.pooling, unsaid)
 
 
 def _grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
@@ -176,4 +196,5 @@ def model_to_wire(
         tokenizer_files=[worker_pb2.TokenizerFile(name=n, content=c) for n, c in files],
         generation_config_json=bundle.generation_config_json,
         worker_id=config.worker_id,
+        pad_token_id=bundle.pad_token_id,
     )

@@ -12,7 +12,7 @@ from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
 from services.worker.adapters.source import check_digest
 from services.worker.messages import Submit
-from services.worker.request import GrammarTokens, SamplingParams
+from services.worker.request import GrammarTokens, Pooling, SamplingParams
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
@@ -35,8 +35,11 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
         _refuse("request_id", submit.request_id, f"must have 1 to {MAX_ID_CHARS} characters")
     if not submit.prompt_ids:
         _refuse("prompt_ids", "[]", "must hold at least one token")
-    if submit.pools and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
-        _refuse("pools", "true", "goes with max_tokens 0, and without output_ids and grammar")
+    if submit.pooling and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
+        why = "goes with max_tokens 0, and without output_ids and grammar"
+        _refuse("pooling", submit.pooling, why)
+    if submit.pooling is Pooling.HEAD and not submit.adapters.adapters:
+        _refuse("pooling", submit.pooling, "needs an adapter with a head: the base has none")
     if submit.adapters.adapters:  # which may add tokens and context: `facts.admit` knows how many
         vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
         limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)

@@ -8,7 +8,14 @@ from loraplex.errors import LoraplexError
 from services.worker.grammars.opening import Grammars, no_way_on
 from services.worker.messages import Failure, TokenOutput, WireError
 from services.worker.outputs import finish_reason, stop_token, timings
-from services.worker.request import Logprobs, PlannedRow, Request, SampledRow, StepPlan
+from services.worker.request import (
+    Logprobs,
+    PlannedRow,
+    Pooling,
+    Request,
+    SampledRow,
+    StepPlan,
+)
 from services.worker.scheduling.scheduler import Scheduler
 
 
@@ -22,6 +29,8 @@ class Outcomes:
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._prompt_logprobs: dict[str, list[Logprobs]] = {}
+        self._sums: dict[str, list[float]] = {}
+        """Of the hidden states of prompts whose mean is wanted, as far as they are computed."""
         self._failures: list[Failure] = []
 
     def take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
@@ -35,6 +44,7 @@ class Outcomes:
             if not self._scheduler.runs(row.request):
                 continue
             self._keep_prompt_logprobs(row, sampled)
+            self._add_up(row, sampled)
             if row.needs_logits and self._follow(row.request, sampled, now):
                 outputs.append(self._append(row.request, sampled, now))
         return outputs
@@ -53,6 +63,7 @@ class Outcomes:
         self._scheduler.remove(request_id, now)
         self._grammars.forget(request_id)
         self._prompt_logprobs.pop(request_id, None)
+        self._sums.pop(request_id, None)
 
     def take_failures(self) -> list[Failure]:
         """Since the last call."""
@@ -80,6 +91,19 @@ class Outcomes:
             self._prompt_logprobs[request.request_id] = []
         self._prompt_logprobs[request.request_id].extend(sampled.prompt_logprobs)
 
+    def _add_up(self, row: PlannedRow, sampled: SampledRow) -> None:
+        if row.request.pooling is not Pooling.MEAN:
+            return
+        before = self._sums.get(row.request.request_id) if row.start else None
+        sums = map(sum, zip(before, sampled.pooled, strict=True)) if before else sampled.pooled
+        self._sums[row.request.request_id] = list(sums)
+
+    def _vector(self, request: Request, sampled: SampledRow) -> list[float]:
+        if request.pooling is not Pooling.MEAN:
+            return list(sampled.pooled)
+        num_tokens = len(request.prompt_ids)
+        return [value / num_tokens for value in self._sums[request.request_id]]
+
     def _append(self, request: Request, sampled: SampledRow, now: float) -> TokenOutput:
         is_first = request.first_token_s is None
         if is_first:
@@ -91,9 +115,10 @@ class Outcomes:
         token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
         for token_id in token_ids:
             request.take(token_id)
-        self._scheduler.took(request)
+            self._scheduler.took(request)
         reason = finish_reason(request, self._eos_token_ids)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
+        vector = self._vector(request, sampled)
         if reason:
             self.drop(request.request_id, now)
         queue_s, load_s, prefill_s = timings(request) if reason else (0.0, 0.0, 0.0)
@@ -109,5 +134,5 @@ class Outcomes:
             queue_s=queue_s,
             load_s=load_s,
             prefill_s=prefill_s,
-            pooled=list(sampled.pooled),
+            pooled=vector,
         )

@@ -26,7 +26,7 @@ def to_request(command: Submit, now: float) -> Request:
         deadline_s=deadline_s,
         arrival_s=now,
         output_ids=list(command.output_ids),
-        pools=command.pools,
+        pooling=command.pooling,
     )
 
 

@@ -168,7 +168,7 @@ class TorchRunner:
             take_outputs(batch.input_ids, plan, before)
             hidden, lora = self._model.forward(batch), batch.lora
         eos_ids = self._info.eos_token_ids
-        results = choose(plan, hidden, lora, self._model.logits, eos_ids, before)
+        results = choose(plan, hidden, lora, self._model, eos_ids, before)
         self._outputs = results.outputs
         return results
 

@@ -6,21 +6,33 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.pooling import PooledRows, pool
 from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from services.worker.sampling.turn import next_turn
-from services.worker.transfers import to_device, to_host
+from services.worker.transfers import to_device
 
-Head = Callable[[Tensor, LoraBatch], Tensor]
-"""Hidden rows `[n, H]` and their adapters -> fresh logits, float32 `[n, V]`."""
+
+class Heads(Protocol):
+    """What a model makes of hidden rows `[n, H]` and their adapters."""
+
+    def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
+        """Fresh logits of tokens, float32 `[n, V]`."""
+        ...
+
+    def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
+        """Logits of each row's adapter's own head, float32 `[labels]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +43,7 @@ class StepResults:
     choices: Choices
     scores: Sequence[Sequence[LogprobRows]]
     """Of each row's prompt."""
-    pooled: Tensor | None
-    """float32 `[n, H]` of the rows that pool."""
+    pooled: PooledRows | None
     end: torch.cuda.Event | None
 
     @property
@@ -45,13 +56,12 @@ class StepResults:
         if self.end is not None:
             self.end.synchronize()
         sampled = iter(self.choices.read())
-        pooled = iter(() if self.pooled is None else self.pooled.tolist())
+        pooled = repeat(()) if self.pooled is None else self.pooled.read()
         out = []
-        for row, parts in zip(self.plan.rows, self.scores, strict=True):
+        for row, parts, vector in zip(self.plan.rows, self.scores, pooled, strict=False):
             scores: list[Logprobs] = [entry for part in parts for entry in part.read()]
             choice = next(sampled) if row.chooses else None
             token_id, logprobs = (choice.token_id, choice.logprobs) if choice else (None, None)
-            vector = tuple(next(pooled)) if _pools(row) else ()
             out.append(
                 SampledRow(row.request.request_id, token_id, logprobs, tuple(scores), vector)
             )
@@ -62,7 +72,7 @@ def choose(
     plan: StepPlan,
     hidden: Tensor,
     lora: LoraBatch,
-    head: Head,
+    heads: Heads,
     eos_ids: Sequence[int],
     before: Tensor,
 ) -> StepResults:
@@ -79,7 +89,7 @@ def choose(
 
     def logits_of(token_rows: Tensor) -> Tensor:
         chosen = lora.select(token_rows.tolist())
-        return head(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
+        return heads.logits(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
 
     ends = [end for _, end in _token_spans(plan.rows)]
     turns = [
@@ -90,11 +100,7 @@ def choose(
     last_rows = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.chooses]
     scores = _score_prompts(plan.rows, logits_of)
     choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids)
-    pooling = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if _pools(row)]
-    pooled = None
-    if pooling:
-        vectors = hidden.index_select(0, to_device(torch.tensor(pooling), hidden.device))
-        pooled = to_host(vectors.float())
+    pooled = pool(plan.rows, hidden, lora, heads.scores)
     end = None
     if hidden.is_cuda:
         end = torch.cuda.Event()
@@ -118,10 +124,6 @@ def take_outputs(input_ids: Tensor, plan: StepPlan, outputs: Tensor) -> None:
     if places:
         table = to_device(torch.tensor([places, sources]), input_ids.device)
         input_ids.index_copy_(0, table[0], outputs.index_select(0, table[1]))
-
-
-def _pools(row: PlannedRow) -> bool:
-    return row.needs_logits and row.request.pools
 
 
 def _token_spans(rows: Sequence[PlannedRow]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
 from services.worker.intake import IntakeLimits, check_submit
 from services.worker.messages import Submit
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.request import AdapterSet, Pooling, SamplingParams
 
 LIMITS = IntakeLimits(vocab_size=50, max_model_len=20, max_adapters=2)
 DIGESTS = ["sha256:" + letter * 64 for letter in "abc"]
@@ -68,7 +68,11 @@ BAD = [
     (with_sampling(logprobs=129), "sampling.logprobs"),
     (with_sampling(prompt_logprobs=129), "sampling.prompt_logprobs"),
     (with_sampling(stop_token_ids=(50,)), "sampling.stop_token_ids[0]"),
-    (with_fields(pools=True), "pools"),
+    (with_fields(pooling=Pooling.LAST), "pooling"),
+    (
+        with_fields(pooling=Pooling.HEAD, sampling=SamplingParams(max_tokens=0, seed=0)),
+        "pooling",
+    ),
     (with_sampling(allowed_token_ids=(1, 99)), "sampling.allowed_token_ids[1]"),
     (with_sampling(bad_token_ids=(50,)), "sampling.bad_token_ids[0]"),
     (with_sampling(logit_bias=((50, 1.0),)), "sampling.logit_bias[0]"),

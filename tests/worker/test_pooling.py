@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 import torch
 
 from services.worker.engine import Engine
 from services.worker.messages import EngineConfig, Submit, TokenOutput
-from services.worker.request import AdapterSet, FinishReason, SamplingParams
+from services.worker.request import AdapterSet, FinishReason, Pooling, SamplingParams
 from services.worker.runner import build_runner
 from tests.worker import tiny
 
@@ -37,12 +38,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(runner, config, time.monotonic)
 
 
-def submit(request_id: str, num_prompt: int, *, pools: bool) -> Submit:
+def submit(request_id: str, num_prompt: int, pooling: Pooling = Pooling.NONE) -> Submit:
     return Submit(
         request_id=request_id,
         prompt_ids=[(7 * i + num_prompt) % 90 for i in range(num_prompt)],
         output_ids=[],
-        sampling=SamplingParams(max_tokens=0 if pools else 6, seed=0, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=0 if pooling else 6, seed=0, ignore_eos=True),
         adapters=AdapterSet(),
         tenant="t",
         priority=0,
@@ -50,7 +51,7 @@ def submit(request_id: str, num_prompt: int, *, pools: bool) -> Submit:
         cache_salt="",
         sample_index=0,
         remaining_s=None,
-        pools=pools,
+        pooling=pooling,
     )
 
 
@@ -67,16 +68,29 @@ def run(engine: Engine, *commands: Submit) -> dict[str, list[TokenOutput]]:
 
 
 def test_a_vector_comes_once_with_the_end_and_without_tokens(engine: Engine) -> None:
-    [last] = run(engine, submit("v", 3 * CHUNK + 5, pools=True))["v"]
+    [last] = run(engine, submit("v", 3 * CHUNK + 5, Pooling.LAST))["v"]
     assert len(last.pooled) == tiny.HIDDEN and any(last.pooled)
     assert (last.token_ids, last.finish_reason) == ([], FinishReason.LENGTH)
 
 
-def test_neighbours_chunks_and_cached_prefixes_change_no_vector(engine: Engine) -> None:
-    alone = {n: run(engine, submit("v", n, pools=True))["v"][0].pooled for n in (3, 40, 70)}
-    requests = [submit(f"v{n}", n, pools=True) for n in alone]
-    together = run(engine, submit("text", 9, pools=False), *requests)
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_neighbours_chunks_and_cached_prefixes_change_no_vector(
+    engine: Engine, pooling: Pooling
+) -> None:
+    alone = {n: run(engine, submit("v", n, pooling))["v"][0].pooled for n in (3, 40, 70)}
+    requests = [submit(f"v{n}", n, pooling) for n in alone]
+    together = run(engine, submit("text", 9), *requests)
     assert sum(len(output.token_ids) for output in together["text"]) == 6
     assert not any(output.pooled for output in together["text"])
     for n, vector in alone.items():
         assert together[f"v{n}"][0].pooled == pytest.approx(vector, abs=1e-5)
+
+
+def test_the_mean_is_that_of_the_last_states_of_all_beginnings(engine: Engine) -> None:
+    ids = submit("", 20).prompt_ids
+    states = []
+    for end in range(1, len(ids) + 1):
+        beginning = msgspec.structs.replace(submit("v", 20, Pooling.LAST), prompt_ids=ids[:end])
+        states.append(run(engine, beginning)["v"][0].pooled)
+    [mean] = run(engine, submit("v", 20, Pooling.MEAN))["v"]
+    assert mean.pooled == pytest.approx(torch.tensor(states).mean(dim=0).tolist(), abs=1e-5)

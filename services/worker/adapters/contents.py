@@ -12,7 +12,7 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.adapter_format.validate import validate
 from loraplex.errors import InvalidAdapter, Violation
 from services.worker.model.config import ModelConfig
-from services.worker.model.sites import SiteTable
+from services.worker.model.sites import HEAD, SiteTable
 
 
 class ModuleReader:
@@ -62,6 +62,7 @@ def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geomet
         Module(name, site.kind, site.in_features, place.out_features, has_bias=False)
         for name, place in sorted(sites.places.items())
         for site in [sites.sites[place.site_id]]
+        if site.kind != HEAD
     )
     return Geometry(
         config.model_type,

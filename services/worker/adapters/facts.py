@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
 from loraplex.errors import InvalidRequest
-from services.worker.request import OwnRope, Request
+from services.worker.request import OwnRope, Pooling, Request
 
 NEVER = sys.maxsize
 """Position from which on an adapter acts that is never invoked."""
@@ -34,6 +35,8 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     """Prompt and output together under its own rotary embedding; 0 = the base's."""
     rope_switch_len: int | None = None
     """See `own_rope.switch_len_of`, of its own."""
+    task: str = CAUSAL_LM
+    """What it was trained for: others than this one do not generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> N
         if weight != 1.0 and fact.has_gain:
             why = f"{digest} uses DoRA, whose gains are trained for weight 1; leave the weight out"
             raise InvalidRequest.field("adapters.weight", f"{weight} of {digest}", why)
+    _check_task(request, facts)
     own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
     _check_ids(request, own_sizes[0] if own_sizes else base.vocab_size)
     own_context = facts[0].context_tokens if len(facts) == 1 else 0
@@ -71,6 +75,17 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> N
         request.own_eos_ids = tuple(facts[0].eos_token_ids)
         if facts[0].rope_scaling:
             request.rope = OwnRope(facts[0].rope_scaling, facts[0].rope_switch_len)
+
+
+def _check_task(request: Request, facts: Sequence[AdapterFacts]) -> None:
+    tasks = {fact.task for fact in facts}
+    if request.pooling is Pooling.HEAD and SEQ_CLS not in tasks:
+        why = f"the request's adapter has no head: scores take one of task_type {SEQ_CLS}"
+        raise InvalidRequest.field("pooling", request.pooling, why)
+    if request.pooling is Pooling.NONE and tasks - {CAUSAL_LM}:
+        task = sorted(tasks - {CAUSAL_LM})[0]
+        why = f"an adapter of task_type {task} does not generate"
+        raise InvalidRequest.field("adapters", task, why)
 
 
 def last_place(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.tasks import SEQ_CLS
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.image import (
@@ -32,7 +33,7 @@ from services.worker.adapters.site_plan import ItemBytes, Part, Role, SitePlan, 
 from services.worker.adapters.tiles import Packing, TileLayout, TilePlace
 from services.worker.adapters.values import Read, TensorFile, Values, check_finite, itemsize
 from services.worker.model.own_rope import BaseRopes, own_ropes, switch_len_of
-from services.worker.model.sites import EMBEDDING
+from services.worker.model.sites import EMBEDDING, HEAD
 
 PLAIN_ROLES = frozenset({Role.A, Role.B, Role.LORA_BIAS})
 """What the file alone decides."""
@@ -85,7 +86,7 @@ class Packer:
         """
         report = self._reader(folder)
         modules = report.modules
-        if self._base is None and any(map(_needs_base, modules)):
+        if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
             raise NeedsBase
         file = TensorFile(folder)
         changed = self._changed(modules, file.read)
@@ -98,10 +99,19 @@ class Packer:
         return packed.told(_facts_of(packed.index.sites, report.config, self._layout.ropes))
 
     def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
-        if self._base is None:
-            return {}
-        found = ((module.name, self._base.changed_rows(module, read)) for module in modules)
-        return {name: rows for name, rows in found if rows is not None}
+        found: dict[str, ChangedRows] = {}
+        for module in modules:
+            if self._is_head(module):
+                rows: ChangedRows | None = _head_rows(module, read)
+            else:
+                rows = self._base.changed_rows(module, read) if self._base else None
+            if rows is not None:
+                found[module.name] = rows
+        return found
+
+    def _is_head(self, module: AdapterModule) -> bool:
+        sites = self._layout.sites
+        return sites.sites[sites.places[module.name].site_id].kind == HEAD
 
     def _fill(
         self,
@@ -189,6 +199,13 @@ _ALONE = {
 """Why an adapter with such a part combines with no other."""
 
 
+def _head_rows(module: AdapterModule, read: Read) -> ChangedRows:
+    """All rows of a head, which no base has."""
+    assert module.full is not None, "a head is its weight"
+    weight = read(module.full)
+    return ChangedRows(tuple(range(len(weight.data))), weight)
+
+
 def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRopes) -> AdapterFacts:
     """Raises InvalidAdapter for a rotary embedding that the base cannot have."""
     roles = {Role(role.role) for site in sites for role in site.roles}
@@ -196,6 +213,8 @@ def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRop
     vocab_size = max((site.num_rows for site in sites), default=0)
     if vocab_size:
         reasons.insert(0, "has a vocabulary of its own")
+    if config.task == SEQ_CLS:
+        reasons.insert(0, "has a classification head")
     scaling = config.rope_scaling
     if scaling is not None:
         reasons.insert(0, "has a rope scaling of its own")
@@ -206,6 +225,7 @@ def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRop
         invocation_tokens=list(config.alora_invocation_tokens or ()),
         alone_because=reasons[0] if reasons else "",
         has_gain=Role.GAIN in roles,
+        task=config.task,
         eos_token_ids=list(config.eos_token_ids),
         rope_scaling=scaling.to_json() if scaling else "",
         context_tokens=scaling.context_tokens(ropes.max_position_embeddings) if scaling else 0,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import KvLayout, kv_owner
 from services.worker.memory.reclaimer import Offer, reuse_probability
-from services.worker.request import RELEASED_BLOCK, AdapterSet, Request
+from services.worker.request import RELEASED_BLOCK, AdapterSet, Pooling, Request
 
 PREFIX_OWNER = "prefix cache"
 """Owner name of all cached blocks in the arena, used or idle."""
@@ -77,7 +77,8 @@ class PrefixCache:
 
         Full groups need every block; windowed ones those that the next token can still see.
         """
-        if not self._enabled or request.sampling.prompt_logprobs is not None:
+        needs_all = request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
+        if not self._enabled or needs_all:
             return 0
         windows, size = self._layout.windows, self._layout.tokens_per_block
         runs = [0] * len(windows)

@@ -16,10 +16,19 @@ from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.mlp import GatedMlp
 from services.worker.layers.norm import Norm, NormWeight
 from services.worker.layers.operators import Operators
+from services.worker.layers.score import ScoreHead
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from services.worker.model.load import Weights, take_rows
-from services.worker.model.sites import EMBEDDING, EXPERT, LINEAR, LM_HEAD, NORM, SiteTableBuilder
+from services.worker.model.sites import (
+    EMBEDDING,
+    EXPERT,
+    HEAD,
+    LINEAR,
+    LM_HEAD,
+    NORM,
+    SiteTableBuilder,
+)
 
 Modules = Sequence[tuple[str, int]]
 """(Hugging Face name, out_features) of projections that share an input."""
@@ -58,9 +67,10 @@ class Builder:
         layers = [self._layer(i, make_mlp or dense_mlp) for i in range(config.num_layers)]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
+        score = ScoreHead(self.sites.add(-1, HEAD, config.hidden_size, [("score", 0)]))
         weights.finish()
         sites = SiteWeights(self.sites.build(), self.linears, self.biases, config.norm_offset)
-        return Decoder(config, embedding, layers, norm, head, sites)
+        return Decoder(config, embedding, layers, norm, head, score, sites)
 
     def _embedding_site(self, table: Tensor) -> int:
         vocab_size, width = table.shape

@@ -18,6 +18,7 @@ from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.norm import Norm
 from services.worker.layers.ropes import Ropes
 from services.worker.layers.rotary import CosSin
+from services.worker.layers.score import ScoreHead
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.config import ModelConfig
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
@@ -89,6 +90,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: Norm,
         head: LoraLinear,
+        score: ScoreHead,
         site_weights: SiteWeights,
     ) -> None:
         self.config = config
@@ -97,6 +99,7 @@ class Decoder:
         self._layers = layers
         self._norm = norm
         self._head = head
+        self._score = score
         self.ropes = Ropes(config.ropes, embedding.weight.device)
 
     @property
@@ -117,6 +120,10 @@ class Decoder:
         for layer, cos_sin in zip(self._layers, turns, strict=True):
             update = layer.forward(x, update, cos_sin, batch)
         return self._norm.forward(x, batch.lora, update)
+
+    def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
+        """Logits of each row's adapter's own head: see `ScoreHead`."""
+        return self._score.forward(hidden, lora)
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.

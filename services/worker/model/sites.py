@@ -13,6 +13,8 @@ LINEAR = "linear"
 EMBEDDING = "embedding"
 LM_HEAD = "lm_head"
 NORM = "norm"
+HEAD = "head"
+"""What an adapter brings beyond the base: a site of no outputs of its own."""
 EXPERT = "expert"
 """A linear of one expert: it sees only the rows that the router sends there."""
 

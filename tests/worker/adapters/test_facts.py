@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from services.worker.adapters.facts import NEVER, AdapterFacts, BaseFacts, admit, last_place
-from services.worker.request import AdapterSet, OwnRope, Request, SamplingParams
+from services.worker.request import AdapterSet, OwnRope, Pooling, Request, SamplingParams
 
 FIRST, SECOND = (f"sha256:{digit * 64}" for digit in "ab")
 VOCAB = 100
@@ -81,3 +81,26 @@ def test_the_context_is_the_adapters_own_where_it_has_one():
     assert refused.value.violations[0].field == "sampling.max_tokens"
     with pytest.raises(InvalidRequest):
         admit(long, [AdapterFacts()], BASE)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "task", "is_served"),
+    [
+        (Pooling.NONE, "CAUSAL_LM", True),
+        (Pooling.NONE, "SEQ_CLS", False),
+        (Pooling.NONE, "FEATURE_EXTRACTION", False),
+        (Pooling.HEAD, "SEQ_CLS", True),
+        (Pooling.HEAD, "CAUSAL_LM", False),
+        (Pooling.MEAN, "FEATURE_EXTRACTION", True),
+        (Pooling.LAST, "SEQ_CLS", True),
+    ],
+)
+def test_an_adapter_answers_what_it_was_trained_for(pooling, task, is_served):
+    request = request_of((FIRST, 1.0))
+    request.pooling = pooling
+    if is_served:
+        admit(request, [AdapterFacts(task=task)], BASE)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        admit(request, [AdapterFacts(task=task)], BASE)
+    assert caught.value.violations[0].field == ("pooling" if pooling else "adapters")

@@ -114,4 +114,6 @@ class Driver:
 
 
 def _done(job: Job) -> bool:
+    if job.request.pooling:
+        return job.request.num_computed == job.request.num_tokens
     return len(job.request.output_ids) >= job.request.sampling.max_tokens

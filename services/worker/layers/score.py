@@ -1,0 +1,31 @@
+"""The classification heads of adapters, on the last hidden state: no base has one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.kernels.lora.torch import add_lora
+from services.worker.kernels.lora.worklist import LoraBatch
+
+
+class ScoreHead:
+    """A site of no outputs of its own: an adapter's rows are all that it has."""
+
+    def __init__(self, site_id: int) -> None:
+        self.site_id = site_id
+
+    def forward(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
+        """Logits of each hidden row of `[n, H]`: float32 `[labels]` of its adapter, none without.
+
+        `lora` runs over these rows.
+        """
+        counts = [0] * len(hidden)
+        for run in lora.runs:
+            delta = lora.table.get((run.slot, self.site_id))
+            if delta is not None and delta.row_ids is not None:
+                counts[run.begin : run.end] = [len(delta.row_ids)] * (run.end - run.begin)
+        shape = len(hidden), max(counts, default=0)
+        logits = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        add_lora(logits, hidden, self.site_id, lora)
+        return [row[:count] for row, count in zip(logits, counts, strict=True)]
