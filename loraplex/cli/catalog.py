@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
@@ -30,7 +31,7 @@ def add(commands: Any) -> None:
         "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
     )
     parser.add_argument("--base", default="", metavar="ID", help="only adapters of this base")
-    parser.add_argument("--all", action="store_true", help="every version, not only the latest")
+    parser.add_argument("--all", action="store_true", help="every version, not only the newest")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
     parser = add_command(
@@ -67,7 +68,7 @@ def add(commands: Any) -> None:
         "watch",
         _watch,
         "Print every change as it happens.",
-        "registry watch --json | jq .version.digest",
+        "registry watch --json | jq .digest",
     )
     parser.add_argument("--resume", default="", metavar="TOKEN", help="continue after this token")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
@@ -112,8 +113,6 @@ async def _show(args: argparse.Namespace) -> None:
         # By number: a tag may have moved since.
         version = (await client.signatures(found.version.ref)).version
     if args.json:
-        import dataclasses
-
         tags = [dataclasses.asdict(tag) for tag in found.tags]
         print_json({**dataclasses.asdict(version), "adapter_tags": tags})
         return
@@ -232,9 +231,28 @@ async def _watch(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         async for change in client.watch(args.resume):
             if args.json:
-                print_json(change)
+                print_json(_change_object(change))
             else:
                 print(_change_line(change), flush=True)
+
+
+def _change_object(change: Change) -> dict[str, Any]:
+    """Name, version and digest on top, as everywhere; of a split, those of its first side."""
+    about = change.version or change.tag
+    target = change.version or (
+        change.tag.targets[0] if change.tag and change.tag.targets else None
+    )
+    return {
+        "kind": change.kind,
+        "tenant": about.tenant if about else None,
+        "name": about.name if about else None,
+        "version": target.version if target else None,
+        "digest": target.digest if target else None,
+        "base_id": change.base_id,
+        "adapter": dataclasses.asdict(change.version) if change.version else None,
+        "tag": dataclasses.asdict(change.tag) if change.tag else None,
+        "resume_token": change.resume_token,
+    }
 
 
 def _change_line(change: Change) -> str:

@@ -76,6 +76,20 @@ def test_tag_moves_by_compare_and_set_and_rolls_back(registry: Any, adapter: Pat
     assert [side["weight"] for side in split["targets"]] == [90, 10]
 
 
+def test_staged_move_that_no_gateway_takes_up_exits_6_and_leaves_the_tag(
+    registry: Any, adapter: Path
+) -> None:
+    registry.json("upload", str(adapter), "--name", "staged", "--tag", "prod")
+    registry.json("upload", _other(registry), "--name", "staged", "--no-latest")
+    code, error = registry.error("tag", "staged:v2", "prod", "--when-loaded=1s")
+    assert (code, error["reason"]) == (6, "NOT_LOADED")
+    shown = registry.json("show", "staged:v1")
+    prod = next(tag for tag in shown["adapter_tags"] if tag["tag"] == "prod")
+    assert [target["version"] for target in prod["targets"]] == [1]
+    assert "not loaded in time" in prod["pending_reason"]
+    assert "not loaded in time" in registry("show", "staged:v1").stdout
+
+
 def test_delete_refuses_a_tagged_version_and_never_the_number_again(
     registry: Any, adapter: Path
 ) -> None:
@@ -131,17 +145,18 @@ def test_watch_reports_an_upload_and_an_interrupt_exits_130(registry: Any, adapt
         seen: list[dict[str, Any]] = []
         for line in watch.stdout:
             seen.append(json.loads(line))
-            version = seen[-1]["version"]
-            if version and version["name"] == "seen-before":
+            if seen[-1]["name"] == "seen-before":
                 break
         registry.json("upload", str(adapter), "--name", "seen-live")
         for line in watch.stdout:
-            version = json.loads(line)["version"]
-            if version and version["name"] == "seen-live":
+            live = json.loads(line)
+            if live["name"] == "seen-live":
                 break
         watch.send_signal(signal.SIGINT)
         assert watch.wait(30) == 130
     assert seen[0]["kind"] == "snapshot"
+    assert (live["kind"], live["version"]) == ("version", 1)
+    assert live["digest"] == live["adapter"]["digest"] == seen[-1]["digest"]
 
 
 def test_progress_bar_is_drawn_on_a_terminal_only(registry: Any, adapter: Path) -> None:
