@@ -4,9 +4,10 @@
 
 Random weights; adapters of ranks 8, 16, 32, 64 on every linear; 64 to 128 prompt tokens, fresh in
 every repetition; greedy; all requests at once. The sides take turns. Prints ratios and writes
-`results/<machine>/cpu_decode.json`. Numbers of one run compare with each other only. On a machine
-that other processes use, too, set OMP_NUM_THREADS=1: OpenMP, which the peer computes with, waits
-for threads that the system has taken away, and one thread for each side is the fairer race.
+`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those that are in it. Numbers of
+one run compare with each other only. On a machine that other processes use, too, set
+OMP_NUM_THREADS=1: OpenMP, which the peer computes with, waits for threads that the system has taken
+away, and one thread for each side is the fairer race.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.cpu_model import (
     rank_of,
 )
 from benchmarks.cpu_sides import OurEngine, PeftMixed, Run
-from benchmarks.machine import write_results
+from benchmarks.machine import read_results, write_results
 from services.worker.native.isa import choose_isa, has_amx
 
 NUM_THREADS = torch.get_num_threads()
@@ -53,10 +54,12 @@ def main() -> None:
         base = make_base(shape, root)
         folders = [make_adapter(shape, root, i) for i in range(args.adapters)]
         limits = measure_limits()
+        results: Results = {}
+        if args.join:
+            results, limits = joined(args, limits)
         ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
-        results: Results = {}
         if args.peer:
             sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
         cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
@@ -84,7 +87,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--peer-dtype", default="bfloat16" if has_amx() else "float32")
     parser.add_argument("--arena-bytes", type=int, default=2_000_000_000)
     parser.add_argument("--name", default="cpu_decode", help="of the results file")
+    parser.add_argument("--join", action="store_true", help="add to the runs of the results file")
     return parser.parse_args()
+
+
+def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results, dict[str, float]]:
+    """The runs of the results file, and the machine's best limits in that file and now.
+
+    Raises:
+        SystemExit: naming an option that was another when the file was made.
+    """
+    found = read_results(args.name)
+    for key in ("model", "new_tokens", "dtype", "cpu_isa", "peer_dtype"):
+        if found["options"][key] != getattr(args, key):
+            raise SystemExit(f"--join: {key} was {found['options'][key]} before")
+    runs = {
+        case: {name: [Run(**run) for run in runs] for name, runs in sides.items()}
+        for case, sides in found["runs"].items()
+    }
+    return runs, {key: max(value, found["limits"][key]) for key, value in limits.items()}
 
 
 def measure(
@@ -97,9 +118,10 @@ def measure(
     """Run every case on every side in turns. Mutates: results."""
     for count, num_adapters in cases:
         runs = results.setdefault(f"{count}x{num_adapters}", {name: [] for name in sides})
+        num_before = len(runs["loraplex"])
         for side in sides.values():
             side.run(make_prompts(count, shape.vocab_size, seed=-1), num_adapters, 2)
-        for repetition in range(args.repetitions):
+        for repetition in range(num_before, num_before + args.repetitions):
             prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
             for name, side in sides.items():
                 run = side.run(prompts, num_adapters, args.new_tokens)
@@ -148,7 +170,8 @@ def report(
         print("| " + " | ".join(str(row.get(column, "")) for column in columns) + " |")
     load_ms = {name: round(statistics.median(s) * 1e3, 1) for name, s in loads.items()}
     print(f"adapter load, median ms: {load_ms}; limits: {limits}")
-    options = {key: v for key, v in vars(args).items() if key != "work_dir"}
+    options = {key: v for key, v in vars(args).items() if key not in ("work_dir", "join")}
+    options["repetitions"] = max(len(sides["loraplex"]) for sides in results.values())
     facts = {
         "options": options,
         "isa": choose_isa(args.cpu_isa),

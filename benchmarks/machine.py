@@ -43,3 +43,10 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": facts, **results}, indent=2) + "\n")
     return path
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """What `write_results` wrote on a machine of this kind."""
+    path = RESULTS / machine_kind(cpu_facts()) / f"{name}.json"
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
