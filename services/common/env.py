@@ -156,6 +156,12 @@ MAX_IN_FLIGHT_PER_TENANT: Knob[int] = Knob(
     "gateway",
     "Sequences of one tenant relayed at once; 0 = no limit.",
 )
+HTTP_CERT = path_knob(
+    "LORAPLEX_HTTP_CERT",
+    "up gateway",
+    "PEM certificate chain of the HTTP door; unset = plain HTTP.",
+)
+HTTP_KEY = path_knob("LORAPLEX_HTTP_KEY", "up gateway", "PEM private key of that certificate.")
 ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
     "LORAPLEX_ALLOWED_HOSTS",
     parse_list,

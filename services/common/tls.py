@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import grpc
 from loraplex.errors import InvalidRequest
 from services.common import env
 from services.common.grpc_server import ServerTls
+from services.common.knob import Knob
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,43 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
     Raises:
         InvalidRequest: a file is missing, or one of certificate and key is.
     """
-    ca, cert, key = (knob.read(environ) for knob in (env.CA, env.CERT, env.KEY))
-    for knob, path in ((env.CA, ca), (env.CERT, cert), (env.KEY, key)):
-        if path is not None and not path.is_file():
-            raise InvalidRequest.field(knob.name, str(path), "is no file")
+    return TlsFiles(_file(environ, env.CA), *_pair(environ, env.CERT, env.KEY))
+
+
+def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
+    """From LORAPLEX_HTTP_CERT and LORAPLEX_HTTP_KEY.
+
+    Raises:
+        InvalidRequest: a file is missing, one of the two is, or they do not belong together.
+    """
+    cert, key = _pair(environ, env.HTTP_CERT, env.HTTP_KEY)
+    if cert is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+        except ssl.SSLError as error:
+            raise InvalidRequest.field(
+                env.HTTP_CERT.name,
+                str(cert),
+                f"is no PEM certificate of the key in {env.HTTP_KEY.name} ({error.reason})",
+            ) from None
+    return TlsFiles(cert=cert, key=key)
+
+
+def _pair(
+    environ: Mapping[str, str], of_cert: Knob[Path | None], of_key: Knob[Path | None]
+) -> tuple[Path | None, Path | None]:
+    cert, key = _file(environ, of_cert), _file(environ, of_key)
     if (cert is None) != (key is None):
-        missing = env.CERT if cert is None else env.KEY
+        missing = of_cert if cert is None else of_key
         raise InvalidRequest.field(missing.name, "", "certificate and key go together; name both")
-    return TlsFiles(ca, cert, key)
+    return cert, key
+
+
+def _file(environ: Mapping[str, str], knob: Knob[Path | None]) -> Path | None:
+    path = knob.read(environ)
+    if path is not None and not path.is_file():
+        raise InvalidRequest.field(knob.name, str(path), "is no file")
+    return path
 
 
 def is_service(peer_names: Collection[str], allowed: Collection[str]) -> bool:

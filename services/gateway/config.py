@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from services.common import env
-from services.common.tls import PLAIN, TlsFiles, tls_files
+from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from services.gateway.admission import AdmissionLimits
 from services.gateway.openai.guard import is_loopback
 
@@ -39,6 +39,8 @@ class GatewayConfig:
     service_token: str = ""
     tls: TlsFiles = PLAIN
     """Of the gRPC door, and for calls to registry and workers."""
+    http_tls: TlsFiles = PLAIN
+    """Of the HTTP door."""
     tls_server_name: str = ""
     """Name in the certificates of workers, where it is not their address."""
     gateway_id: str = ""
@@ -75,6 +77,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
             max_running_per_tenant=env.MAX_IN_FLIGHT_PER_TENANT.read(environ),
         ),
         tls=tls_files(environ),
+        http_tls=http_tls_files(environ),
         tls_server_name=env.TLS_SERVER_NAME.read(environ),
         service_token=_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",

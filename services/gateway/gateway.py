@@ -90,7 +90,9 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc_server.RunningServer | None = None
         self._metrics: MetricsServer | None = None
-        self._http = HttpServer(self._http_app(), config.http_listen, setting=HTTP_LISTEN.name)
+        self._http = HttpServer(
+            self._http_app(), config.http_listen, setting=HTTP_LISTEN.name, tls=config.http_tls
+        )
 
     @property
     def http_port(self) -> int:

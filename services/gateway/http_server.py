@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from loraplex.errors import InvalidRequest
+from services.common.tls import PLAIN, TlsFiles
 
 logger = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -28,7 +29,7 @@ class _QuietServer(uvicorn.Server):
 class HttpServer:
     """One listening socket and the server behind it."""
 
-    def __init__(self, app: ASGIApp, listen: str, *, setting: str) -> None:
+    def __init__(self, app: ASGIApp, listen: str, *, setting: str, tls: TlsFiles = PLAIN) -> None:
         """Binds at once. Raises: InvalidRequest naming `setting` when the address is taken."""
         self._socket = _bound(listen, setting)
         self.port: int = self._socket.getsockname()[1]
@@ -39,6 +40,8 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,
+            ssl_certfile=tls.cert,
+            ssl_keyfile=tls.key,
         )
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None

@@ -33,8 +33,9 @@ def _run(config: flags.UpConfig) -> int:
     state = StateDir(config.state_dir)
     addresses = addresses_of(choose_ports(config.doors))
     specs = child_specs(config, addresses, state, os.environ)
+    scheme = "http" if env.HTTP_CERT.read(os.environ) is None else "https"
     line = (
-        f"loraplex ready http://{addresses.http} grpc {addresses.grpc} "
+        f"loraplex ready {scheme}://{addresses.http} grpc {addresses.grpc} "
         f"registry {addresses.registry}"
     )
 

@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
+from services.common.tls import PLAIN, TlsFiles
 from services.gateway.admission import AdmissionLimits
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
@@ -31,6 +32,7 @@ class Stack:
     servers: dict[str, grpc.aio.Server] = field(default_factory=dict)
     max_request_s: float = 60.0
     wants_keys: bool = False
+    http_tls: TlsFiles = PLAIN
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     client: AsyncOpenAI | None = None
 
@@ -82,6 +84,7 @@ class Stack:
                 insecure=False,
                 admission=self.admission,
                 wants_keys=self.wants_keys,
+                http_tls=self.http_tls,
                 service_token="scripted" if self.wants_keys else "",
                 gateway_id="g0",
             )
@@ -112,7 +115,8 @@ class Stack:
     @property
     def url(self) -> str:
         """Root of the HTTP door."""
-        return f"http://127.0.0.1:{self.running.http_port}"
+        scheme = "https" if self.http_tls.cert else "http"
+        return f"{scheme}://127.0.0.1:{self.running.http_port}"
 
     @property
     def grpc_address(self) -> str:

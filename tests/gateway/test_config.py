@@ -8,6 +8,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from services.gateway.config import from_env
+from tests.certificates import Authority
 
 GOOD = {"LORAPLEX_WORKERS": "unix:/run/w0.sock,127.0.0.1:50053,dns:workers:50053"}
 
@@ -58,3 +59,17 @@ def test_keys_open_the_door_to_other_machines(tmp_path: Path) -> None:
     config = from_env(GOOD | keys)
     assert config.wants_keys
     assert config.service_token == "s" * 32
+
+
+def test_files_of_the_http_door_must_be_a_pair(tmp_path: Path) -> None:
+    one, other = Authority(tmp_path / "a").issue("one"), Authority(tmp_path / "b").issue("other")
+    pair = {"LORAPLEX_HTTP_CERT": str(one.cert), "LORAPLEX_HTTP_KEY": str(one.key)}
+    assert from_env(GOOD | pair).http_tls.cert == one.cert
+    for changes, variable in (
+        ({"LORAPLEX_HTTP_KEY": ""}, "LORAPLEX_HTTP_KEY"),
+        ({"LORAPLEX_HTTP_CERT": str(tmp_path)}, "LORAPLEX_HTTP_CERT"),
+        ({"LORAPLEX_HTTP_KEY": str(other.key)}, "LORAPLEX_HTTP_CERT"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            from_env(GOOD | pair | changes)
+        assert caught.value.violations[0].field == variable

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
+
 import openai
 import pytest
 
+from services.common.tls import http_tls_files
+from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import endless
 from tests.gateway.text import EOS_ID
@@ -274,3 +278,26 @@ async def test_fields_without_meaning_here_are_ignored(stack: Stack) -> None:
         response_format={"type": "text"},
     )
     assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_door_speaks_tls_with_a_certificate_of_its_own(stack: Stack) -> None:
+    house = Authority(stack.folder / "ca")
+    pair = house.issue("gateway")
+    files = {"LORAPLEX_HTTP_CERT": str(pair.cert), "LORAPLEX_HTTP_KEY": str(pair.key)}
+    stack.http_tls = http_tls_files(files)
+    await stack.start()
+    assert stack.url.startswith("https://")
+    trusting = openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=house.ca))
+    stack.client = openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=trusting
+    )
+    whole = await stack.client.completions.create(model="base", prompt="abc", max_tokens=8)
+    stream = await stack.client.completions.create(
+        model="base", prompt="abc", max_tokens=8, stream=True
+    )
+    parts = [choice.text async for chunk in stream for choice in chunk.choices]
+    assert "".join(parts) == whole.choices[0].text
+    stranger = openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIConnectionError):
+        await stranger.models.list()
+    await stranger.close()
