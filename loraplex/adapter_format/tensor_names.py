@@ -67,7 +67,16 @@ def split_tensor_name(name: str) -> TensorName:
             "carries an adapter name or a part that PEFT does not write to files; load the adapter "
             "with PEFT and save it with save_pretrained"
         )
+    if inner.endswith(_WHOLE_EXPERTS):
+        raise BadTensorName(
+            "is the whole weight of a layer's experts, which is not served; take the experts out "
+            "of modules_to_save and train LoRA on them (target_parameters)"
+        )
     raise BadTensorName("is not a part of a LoRA adapter; remove it and save the adapter again")
+
+
+_WHOLE_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+"""What PEFT writes for experts in modules_to_save with transformers 5: all experts in one."""
 
 
 def _is_odd(module: str) -> bool:

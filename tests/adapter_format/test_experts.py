@@ -82,3 +82,13 @@ def test_parameters_go_with_no_variant(field: str) -> None:
         sparse_adapter(BOTH).with_config(**{field: True}).validate(sparse_geometry())
     fields = {violation.field for violation in caught.value.violations}
     assert f"adapter_config.json:{field}" in fields
+
+
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
+def test_whole_experts_in_modules_to_save_are_refused_with_the_way_out(parameter: str) -> None:
+    name = f"{CONTAINER}.{parameter}"
+    shape = (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
+    adapter = Adapter().with_config(modules_to_save=["experts"])
+    with pytest.raises(InvalidAdapter, match="target_parameters") as refused:
+        adapter.with_tensors({name: Tensor("F32", shape)}).validate(sparse_geometry())
+    assert name in refused.value.violations[0].field
