@@ -8,6 +8,7 @@ import hashlib
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -21,6 +22,8 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 """Before each new attempt after the first."""
 FINISH_TIMEOUT_S = 600.0
 """Validation reads every tensor of a large adapter."""
+
+_READ_AHEAD_CHUNKS = 2
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, bytes done, bytes in all); phase is "hash", "upload" or "download"."""
@@ -159,18 +162,19 @@ async def _parts(
 
 
 async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:
-    """(chunk, its crc32) from `offset` on. The next chunk is read while one is in use."""
+    """(chunk, its crc32) from `offset` on. The next ones are read while some are in use."""
 
-    def read() -> tuple[bytes, int]:
-        chunk = file.read(CHUNK_BYTES)
-        return chunk, zlib.crc32(chunk)
+    def read() -> list[tuple[bytes, int]]:
+        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        return [(chunk, zlib.crc32(chunk)) for chunk in islice(chunks, _READ_AHEAD_CHUNKS)]
 
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         reading = asyncio.ensure_future(asyncio.to_thread(read))
         try:
-            while (current := await reading)[0]:
+            while current := await reading:
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
-                yield current
+                for chunk in current:
+                    yield chunk
         finally:
             await asyncio.wait([reading])

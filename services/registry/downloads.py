@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
@@ -41,31 +41,28 @@ async def chunks_of(
         digest = hashlib.sha256()
         offset = 0
         try:
-            async for data in _hashed(store, file, digest):
-                for begin in range(0, len(data), CHUNK_BYTES):
-                    piece = data[begin : begin + CHUNK_BYTES]
-                    yield Chunk(file.path, offset, piece)
-                    offset += len(piece)
+            async with contextlib.aclosing(_blob(store, file)) as blocks:
+                async for block in blocks:
+                    for begin in range(0, len(block), CHUNK_BYTES):
+                        piece = block[begin : begin + CHUNK_BYTES]
+                        # Not on a thread: getting Python's lock back would take as long again.
+                        digest.update(piece)
+                        yield Chunk(file.path, offset, piece)
+                        offset += len(piece)
         except ObjectMissing:
             raise DataLoss(f"{file.path} of {version.digest} is gone from the store") from None
         if digest.hexdigest() != file.sha256:
             raise DataLoss(f"{file.path} of {version.digest} is damaged in the store")
 
 
-async def _hashed(store: ObjectStore, file: File, digest: hashlib._Hash) -> AsyncIterator[bytes]:
-    """The bytes of a blob. While some are in use, they are hashed and the next are read."""
-    data = b""
-    async with contextlib.aclosing(
-        read_chunks(store, layout.blob(file.sha256), 0, file.size)
-    ) as chunks:
-        while True:
-            hashing = asyncio.ensure_future(asyncio.to_thread(digest.update, data))
-            reading = asyncio.ensure_future(anext(chunks, b""))
-            try:
-                if data:
-                    yield data
-            finally:
-                await asyncio.wait([hashing, reading])
-            data = reading.result()
-            if not data:
-                return
+async def _blob(store: ObjectStore, file: File) -> AsyncGenerator[bytes, None]:
+    """The bytes of a file. While some are in use, the next are read."""
+    blocks = read_chunks(store, layout.blob(file.sha256), 0, file.size)
+    async with contextlib.aclosing(blocks):
+        reading = asyncio.ensure_future(anext(blocks, b""))
+        try:
+            while block := await reading:
+                reading = asyncio.ensure_future(anext(blocks, b""))
+                yield block
+        finally:
+            await asyncio.wait([reading])

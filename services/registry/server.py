@@ -242,8 +242,11 @@ class RegistryService(AdminService):
         access.require_pull(found.version.tenant, found.adapter)
         yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
         async for chunk in chunks_of(self._registry.store, found.version, request.paths):
-            part = pb.FileChunk(path=chunk.path, offset=chunk.offset, data=chunk.data)
-            yield pb.DownloadAdapterResponse(chunk=part)
+            # A chunk made first and passed in would be copied.
+            response = pb.DownloadAdapterResponse()
+            part = response.chunk
+            part.path, part.offset, part.data = chunk.path, chunk.offset, chunk.data
+            yield response
 
     async def WatchAdapters(
         self, request: pb.WatchAdaptersRequest, context: Any
