@@ -67,11 +67,13 @@ class Resolver:
         yield from (v for v in visible if v.tenant != tenant)
 
     async def model(self, model: str, tenant: str) -> BaseModel | Version:
-        """One entry of `models`. Raises: NotFound."""
+        """A base or an adapter of a served one. Raises: NotFound."""
         base = self._bases().get(model)
         if base is not None:
             return base
-        return await self._find(parse_ref(model, tenant, field="model"), tenant, "")
+        version = await self._find(parse_ref(model, tenant, field="model"), tenant, "")
+        self._check_served(version, model)
+        return version
 
     async def _on_base(self, call: GenerateCall) -> Target:
         if len(call.adapters) > MAX_ADAPTERS:
@@ -93,12 +95,15 @@ class Resolver:
         ref = parse_ref(text, call.tenant, field=field)
         try:
             version = await self._find(ref, call.tenant, call.split_key)
-            if version.base_id not in self._bases():
-                raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
+            self._check_served(version, text)
         except AdapterNotFound as error:
             error.violations = (Violation.of(field, text, "no such adapter is served here"),)
             raise
         return version
+
+    def _check_served(self, version: Version, text: str) -> None:
+        if version.base_id not in self._bases():
+            raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
 
     async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
         """Others' private adapters look exactly like missing ones."""

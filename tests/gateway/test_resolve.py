@@ -127,6 +127,8 @@ async def test_adapter_of_a_base_that_is_not_served_is_not_found(resolver: Resol
     with pytest.raises(AdapterNotFound, match="other"):
         await _label(resolver, "upper")
     assert [m.base_id for m in resolver.models("default")] == ["base"]
+    with pytest.raises(AdapterNotFound, match="not served here"):
+        await resolver.model("upper", "default")
 
 
 async def test_split_sticks_to_its_key_in_proportion(resolver: Resolver) -> None:
