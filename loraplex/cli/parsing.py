@@ -144,7 +144,7 @@ def add_when_loaded(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         type=seconds,
         default=0.0,
-        help="move the tags only once workers have loaded the version; bare: within 5m",
+        help="move the tags only once workers have loaded the version, and wait for it; bare: 5m",
     )
 
 

@@ -15,11 +15,13 @@ from loraplex.cli.parsing import (
     credentials_of,
     key_value,
 )
+from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry
     from loraplex.publishing import Publication
     from loraplex.registry_client import RegistryClient
+    from loraplex.types import Published
 
 DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
 DEFAULT_REGISTRY = "127.0.0.1:50052"
@@ -99,9 +101,17 @@ async def _upload(args: argparse.Namespace) -> None:
             return
         with ProgressBar(args.name) as bar:
             published = await client.upload(args.dir, publication, bar)
-    print_warnings(published.warnings)
+        print_warnings(published.warnings)
+        _print_published(published, args.json)
+        if args.when_loaded:
+            version = published.version
+            for tag in [*args.tag, *([] if args.no_latest else ["latest"])]:
+                await until_moved(client, version.ref, tag, {version.version: 1})
+
+
+def _print_published(published: Published, as_json: bool) -> None:
     version = published.version
-    if args.json:
+    if as_json:
         print_json(
             {
                 "name": version.name,

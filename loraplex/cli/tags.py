@@ -9,6 +9,7 @@ from loraplex.cli.catalog import sides_of
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
 from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.types import Tag
@@ -98,12 +99,11 @@ def _side(text: str) -> tuple[int, int]:
 
 def _print(tag: Tag, as_json: bool) -> None:
     if not as_json:
-        pending = " (pending until workers have it loaded)" if tag.pending else ""
-        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending}")
+        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}")
         return
     import dataclasses
 
-    first = (tag.pending or tag.targets or (None,))[0]
+    first = (tag.targets or (None,))[0]
     print_json(
         {
             **dataclasses.asdict(tag),
@@ -130,6 +130,8 @@ async def _tag(args: argparse.Namespace) -> None:
             expect=args.expect,
             when_loaded_s=args.when_loaded,
         )
+        if tag.pending:
+            tag = await until_moved(client, version.ref, tag.tag, {version.version: 1})
     _print(tag, args.json)
 
 
@@ -143,6 +145,9 @@ async def _split(args: argparse.Namespace) -> None:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
         )
+        if tag.pending:
+            ref = f"{tag.tenant}/{tag.name}:v{min(targets)}"
+            tag = await until_moved(client, ref, tag.tag, targets)
     _print(tag, args.json)
 
 

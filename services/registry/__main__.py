@@ -21,7 +21,7 @@ from services.registry.assembly import Registry, assemble
 from services.registry.auth import door_auth
 from services.registry.catalog import Catalog
 from services.registry.config import RegistryConfig, from_env
-from services.registry.housekeeping import collect_regularly, copy_regularly
+from services.registry.housekeeping import collect_regularly, copy_regularly, expire_regularly
 from services.registry.metadata_server import MetadataServer
 from services.registry.server import service
 from services.registry.stamp import stamp
@@ -98,6 +98,7 @@ async def _become_ready(
         registry.indexer.keep(_CHECK_INTERVAL_S),
         collect_regularly(registry, config.gc_interval_s),
         copy_regularly(registry),
+        expire_regularly(registry),
     )
 
 

@@ -81,6 +81,14 @@ for _, item in ipairs(change.items) do
         redis.call('ZREM', ns .. 'shared', change.scope)
       end
     end
+    if item.staged_until_s then
+      local staged = item.field .. ' ' .. change.scope
+      if item.staged_until_s > 0 then
+        redis.call('ZADD', ns .. 'staged', item.staged_until_s, staged)
+      else
+        redis.call('ZREM', ns .. 'staged', staged)
+      end
+    end
     for _, event in ipairs(item.events) do
       if event.generation > have and max_events > 0 then
         local sequence = redis.call('INCR', ns .. 'seq')

@@ -15,6 +15,7 @@ from the objects when it is found empty or behind. All keys, with their prefix `
     <epoch>:shared           ZSET of scopes that other tenants may see
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter
     <epoch>:t:<scope>        HASH tag -> tag
+    <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
     <epoch>:bases            HASH base id -> base without its modules
     <epoch>:use:<tenant>     HASH bytes, versions: what quotas count
     <epoch>:blobs:<tenant>   HASH sha256 -> number of live versions that have this file
@@ -182,6 +183,11 @@ class Catalog:
         question = ["HMGET", f"blobs:{tenant}", *sha256s]
         _, values = await self._patiently(lambda: self._run("read", question))
         return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
+
+    async def staged_until(self, time_s: float) -> list[tuple[str, str]]:
+        """(scope, tag) of staged moves that were to end at this unix time or before."""
+        _, values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
+        return [(scope, tag) for tag, _, scope in (_text(v).partition(" ") for v in values)]
 
     async def position(self) -> tuple[str, int]:
         """(epoch, number of its last event) of the current index."""

@@ -1,4 +1,4 @@
-"""What is done regularly, by one registry of all: collecting garbage, copying documents."""
+"""What a registry does regularly: collect garbage, copy documents, give up late moves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 
 from loraplex.errors import LoraplexError
 from services.registry.assembly import Registry
+from services.registry.catalog import CatalogDown
 
 logger = logging.getLogger(__name__)
 
 ACTOR = "registry"
 """Who the audit log says it was."""
 _CHECK_S = 600.0
+_EXPIRE_CHECK_S = 1.0
 _SNAPSHOT_CHECK_S = 60.0
 SNAPSHOT_CHANGES = 1000
 """What a rebuild reads singly costs a few seconds: not worth another copy yet."""
@@ -41,6 +43,20 @@ async def collect_once(registry: Registry) -> None:
     if collected.deleted_objects:
         details = {"objects": str(collected.deleted_objects)}
         await registry.audit.write(ACTOR, "", "gc", "blobs", details=details)
+
+
+async def expire_regularly(registry: Registry) -> None:
+    """Give up staged moves that are late, for ever. Every registry does: the first one counts."""
+    while True:
+        await asyncio.sleep(_EXPIRE_CHECK_S)
+        try:
+            await registry.staging.expire()
+        except CatalogDown:
+            continue  # The index keeper says so.
+        except LoraplexError as error:
+            logger.warning("staged moves not checked", extra={"problem": error.message})
+        except Exception:
+            logger.exception("staged moves not checked")
 
 
 async def copy_regularly(registry: Registry) -> None:

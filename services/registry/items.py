@@ -44,7 +44,7 @@ class Item:
     doc: dict[str, Any]
     events: tuple[Event, ...]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What `apply.lua` derives more from: use, digest, number, visibility."""
+    """What `apply.lua` derives more from: use, digest, number, visibility, staged_until_s."""
 
 
 def arguments_of(
@@ -122,7 +122,7 @@ def tag_item(record: TagRecord) -> Item:
         events = [event for event in events if event.generation < record.generation]
         events.append(Event(record.generation, "tag", doc))
     return Item(f"t:{scope_of(record.tenant, record.name)}", record.tag, record.generation, doc,
-                tuple(events))  # fmt: skip
+                tuple(events), {"staged_until_s": record.pending_until_s})  # fmt: skip
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:

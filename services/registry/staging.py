@@ -7,6 +7,7 @@ is pending.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,7 +23,12 @@ from services.registry.tags import Place, Tags, check_expected, describe, moved
 from services.registry.versions import Versions
 
 WAITING = "waiting for workers to load it"
+NOBODY = "not loaded in time, and no gateway said why: is one running?"
 MAX_STAGE_S = 86_400.0
+GATEWAYS_S = 2.0
+"""Gateways give up first, as they know a better reason."""
+ACTOR = "registry"
+"""Who the audit log says it was that dropped a move."""
 
 
 class Staging:
@@ -91,6 +97,21 @@ class Staging:
             return moved(place, current, current.pending, mover, secrets.token_hex(8))
 
         return await self._changed(place, step, "tag.drop" if failure else "tag.set", actor)
+
+    async def expire(self) -> int:
+        """Drop what gateways have neither moved nor given up in time; returns how many."""
+        late = await self._catalog.staged_until(now_s() - GATEWAYS_S)
+        count = 0
+        for scope, tag in late:
+            tenant, _, name = scope.partition("/")
+            place = Place(tenant, name, tag)
+            seen = await self._tags.read(place)
+            if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
+                continue
+            with contextlib.suppress(Conflict):
+                await self.finish(place, seen.generation, NOBODY, ACTOR)
+                count += 1
+        return count
 
     async def _first_gone(self, place: Place) -> str:
         """Why what is pending can no longer be moved to; "" when it can."""

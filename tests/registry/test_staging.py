@@ -100,6 +100,31 @@ async def test_too_late_is_too_late(
     assert "in time" in done.pending_reason
 
 
+async def test_what_no_gateway_takes_up_is_given_up_with_the_reason(
+    registry: Registry, staged: TagRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await registry.staging.expire() == 0
+    monkeypatch.setattr(staging, "now_s", lambda: staged.pending_until_s + 1)
+    assert await registry.staging.expire() == 0, "gateways may still say why"
+    monkeypatch.setattr(staging, "now_s", lambda: staged.pending_until_s + staging.GATEWAYS_S)
+    gave_up = await asyncio.gather(*(registry.staging.expire() for _ in range(3)))
+    assert sum(gave_up) == 1
+    assert await _served(registry) == 1
+    shown = await _shown(registry)
+    assert shown.pending == () and staging.NOBODY in shown.pending_reason
+    assert await registry.staging.expire() == 0
+
+
+async def test_late_moves_are_known_after_the_index_was_lost_too(
+    registry: Registry, staged: TagRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await registry.indexer.rebuild()
+    late_s = staged.pending_until_s + staging.GATEWAYS_S
+    assert await registry.catalog.staged_until(late_s) == [("default/sql", "prod")]
+    await registry.tags.set(PROD, [Target(2, "")], None, "me")
+    assert await registry.catalog.staged_until(late_s) == []
+
+
 async def test_new_tag_can_be_staged_and_answers_nothing_meanwhile(registry: Registry) -> None:
     await publish(registry, "sql", 0)
     staged = await registry.staging.begin(PROD, [Target(1, "")], "none", "me", 60.0)

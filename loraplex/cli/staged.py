@@ -1,0 +1,52 @@
+"""Waiting for staged moves: `--when-loaded` returns when the tag has moved, or cannot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loraplex.registry_client import RegistryClient
+    from loraplex.types import Tag, TagTarget
+
+_FIRST_POLL_S = 0.05
+_MAX_POLL_S = 1.0
+
+
+async def until_moved(
+    client: RegistryClient, version_ref: str, tag_name: str, wanted: Mapping[int, int]
+) -> Tag:
+    """Wait until a tag points at `wanted` (version -> weight); the registry sets the time limit.
+
+    Args:
+        version_ref: a version of the adapter, as `tenant/name:vN`.
+
+    Raises:
+        Unavailable: the versions were not loaded in time, or cannot be; the tag is where it was.
+        Conflict: somebody moved the tag elsewhere meanwhile.
+    """
+    import asyncio
+
+    from loraplex.errors import Conflict, Unavailable
+
+    poll_s = _FIRST_POLL_S
+    if sys.stderr.isatty():
+        print(f"waiting until {tag_name} can move; leaving does not stop it", file=sys.stderr)
+    while True:
+        tags = (await client.get(version_ref)).tags
+        tag = next((tag for tag in tags if tag.tag == tag_name), None)
+        if tag is not None and _sides(tag.targets) == wanted:
+            return tag
+        place = f"{version_ref.partition(':')[0]}:{tag_name}"
+        if tag is not None and not tag.pending and tag.pending_reason:
+            problem = f"{place} stays where it was: {tag.pending_reason}"
+            raise Unavailable(problem, reason="NOT_LOADED")
+        if tag is None or _sides(tag.pending) != wanted:
+            raise Conflict(f"{place} was moved elsewhere meanwhile; read it again, then decide")
+        await asyncio.sleep(poll_s)
+        poll_s = min(2 * poll_s, _MAX_POLL_S)
+
+
+def _sides(targets: Sequence[TagTarget]) -> dict[int, int]:
+    return {target.version: target.weight for target in targets}
