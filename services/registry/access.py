@@ -55,6 +55,15 @@ class Access:
                 "its owner lets you run this adapter, not download it; ask for pullable sharing"
             )
 
+    def require_publishing(self, tenant: str) -> None:
+        """Demand the right to add to a tenant. Unlike `require` it names another tenant: where one
+        may not write, nothing is told of what is there. Raises PermissionDenied."""
+        if tenant != self.tenant and not self.is_root:
+            raise PermissionDenied(
+                f"a key of tenant {self.tenant!r} cannot publish for {tenant!r}; use one of its keys"
+            )
+        self.require("publisher")
+
     def require(self, scope: str, tenant: str | None = None) -> None:
         """Demand `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
 
