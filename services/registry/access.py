@@ -60,7 +60,7 @@ class Access:
         may not write, nothing is told of what is there. Raises PermissionDenied."""
         if tenant != self.tenant and not self.is_root:
             raise PermissionDenied(
-                f"a key of tenant {self.tenant!r} cannot publish for {tenant!r}; use one of its keys"
+                f"a key of tenant {self.tenant!r} cannot publish for {tenant!r}; use its own"
             )
         self.require("publisher")
 
