@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loraplex.blocking import BlockingInference, BlockingRegistry
     from loraplex.errors import LoraplexError
-    from loraplex.generation import Completion, Message, Piece, Sampling
+    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling
     from loraplex.inference_client import InferenceClient
     from loraplex.publishing import Publication
     from loraplex.registry_client import RegistryClient
     from loraplex.settings import Credentials
     from loraplex.types import AdapterVersion, Published, Tag
+    from loraplex.vectors import Embeddings, Score, Scores
 
 _HOMES = {
     "AdapterVersion": "types",
@@ -25,6 +26,8 @@ _HOMES = {
     "BlockingRegistry": "blocking",
     "Completion": "generation",
     "Credentials": "settings",
+    "Embeddings": "vectors",
+    "Grammar": "generation",
     "InferenceClient": "inference_client",
     "LoraplexError": "errors",
     "Message": "generation",
@@ -33,6 +36,8 @@ _HOMES = {
     "Published": "types",
     "RegistryClient": "registry_client",
     "Sampling": "generation",
+    "Score": "vectors",
+    "Scores": "vectors",
     "Tag": "types",
 }
 
@@ -42,6 +47,8 @@ __all__ = [
     "BlockingRegistry",
     "Completion",
     "Credentials",
+    "Embeddings",
+    "Grammar",
     "InferenceClient",
     "LoraplexError",
     "Message",
@@ -50,6 +57,8 @@ __all__ = [
     "Published",
     "RegistryClient",
     "Sampling",
+    "Score",
+    "Scores",
     "Tag",
 ]
 

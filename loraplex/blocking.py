@@ -143,5 +143,7 @@ class BlockingInference(_Blocking):
     complete = _call(InferenceClient.complete)
     status = _call(InferenceClient.status)
     fetch = _call(InferenceClient.fetch)
+    embed = _call(InferenceClient.embed)
+    score = _call(InferenceClient.score)
     generate = _stream(InferenceClient.generate)
     models = _stream(InferenceClient.models)

@@ -19,6 +19,19 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the whole output must belong to; exactly one field is set."""
+
+    json_schema: str | Mapping[str, object] | None = None
+    """A JSON Schema, as text or as an object."""
+    regex: str | None = None
+    ebnf: str | None = None
+    """In Lark's notation."""
+    choice: Sequence[str] | None = None
+    """The only outputs allowed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen and when to stop. None = the gateway's default."""
 
@@ -42,6 +55,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     n: int = 1
     echo: bool = False
+    grammar: Grammar | None = None
     allowed_token_ids: Sequence[int] = ()
     bad_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from loraplex.errors import InvalidRequest
 from loraplex.generation import (
     Candidate,
+    Grammar,
     Message,
     Piece,
     Prompt,
@@ -45,23 +48,32 @@ def generate_request(
     request = pb.GenerateRequest(model=model, sampling=_sampling(sampling))
     for ref, weight in (adapters or {}).items():
         request.adapters.add(ref=ref, weight=weight)
+    prompt_into(request, prompt)
+    return request
+
+
+def prompt_into(message: pb.GenerateRequest | pb.Prompt, prompt: Prompt) -> None:
+    """Put a prompt of any form into a message. Mutates it.
+
+    Raises:
+        InvalidRequest: it mixes forms, or has token ids that the wire cannot carry.
+    """
     if isinstance(prompt, str):
-        request.text = prompt
-        return request
+        message.text = prompt
+        return
     messages = [turn for turn in prompt if isinstance(turn, Message)]
     token_ids = [turn for turn in prompt if isinstance(turn, int)]
     if messages and not token_ids:
-        request.chat.messages.extend(
+        message.chat.messages.extend(
             pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages
         )
     elif len(token_ids) == len(prompt):
         try:
-            request.token_ids.ids.extend(token_ids)
+            message.token_ids.ids.extend(token_ids)
         except ValueError:
             raise InvalidRequest("prompt: token ids are 0 to 4294967295") from None
     else:
         raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
-    return request
 
 
 def _sampling(sampling: Sampling) -> pb.SamplingParams:
@@ -71,6 +83,9 @@ def _sampling(sampling: Sampling) -> pb.SamplingParams:
         value = getattr(sampling, field.name)
         if value is None:
             continue
+        if isinstance(value, Grammar):
+            params.grammar.CopyFrom(_grammar(value))
+            continue
         try:
             params.MergeFrom(pb.SamplingParams(**{field.name: value}))
         except (ValueError, TypeError):
@@ -78,6 +93,24 @@ def _sampling(sampling: Sampling) -> pb.SamplingParams:
                 field.name, value, "is out of range or of another type; see Sampling"
             ) from None
     return params
+
+
+def _grammar(grammar: Grammar) -> common_pb2.Grammar:
+    """Raises InvalidRequest unless exactly one form is given."""
+    fields = [(f.name, getattr(grammar, f.name)) for f in dataclasses.fields(grammar)]
+    given = [(name, value) for name, value in fields if value is not None]
+    if len(given) != 1:
+        names = ", ".join(name for name, _ in given) or "nothing"
+        raise InvalidRequest.field(
+            "grammar", names, "set exactly one of json_schema, regex, ebnf and choice"
+        )
+    [(name, value)] = given
+    if name == "choice":
+        return common_pb2.Grammar(choice=common_pb2.GrammarChoice(options=value))
+    if isinstance(value, Mapping):
+        value = json.dumps(value)
+    form: dict[str, Any] = {name: value}
+    return common_pb2.Grammar(**form)
 
 
 def piece(message: pb.GenerateResponse) -> Piece:
@@ -92,8 +125,8 @@ def piece(message: pb.GenerateResponse) -> Piece:
         prompt_logprobs=_logprobs(message.prompt_logprobs),
         finish_reason=_FINISH.get(message.finish_reason, ""),
         stop_reason=message.stop_reason,
-        served_by=_served_by(message.served_by) if message.HasField("served_by") else None,
-        usage=_usage(message.usage) if message.HasField("usage") else None,
+        served_by=served_by(message.served_by) if message.HasField("served_by") else None,
+        usage=usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
     )
 
@@ -108,13 +141,15 @@ def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenLogprob
     )
 
 
-def _served_by(message: pb.ServedBy) -> ServedBy:
+def served_by(message: pb.ServedBy) -> ServedBy:
+    """What ran."""
     return ServedBy(
         tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
     )
 
 
-def _usage(message: common_pb2.Usage) -> Usage:
+def usage(message: common_pb2.Usage) -> Usage:
+    """Tokens consumed."""
     return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from loraplex import generation_wire, settings
+from loraplex import generation_wire, settings, vectors
 from loraplex.channel import Channel
 from loraplex.errors import Unavailable
 from loraplex.generation import (
@@ -26,6 +26,7 @@ from loraplex.generation import (
 from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
+from loraplex.vectors import Embeddings, Scores
 
 PAGE_SIZE = 500
 FETCH_TIMEOUT_S = 300.0
@@ -91,6 +92,34 @@ class InferenceClient:
             piece async for piece in self.generate(model, prompt, sampling, adapters=adapters)
         ]
         return collect(pieces)
+
+    async def embed(
+        self,
+        model: str,
+        inputs: str | Sequence[Prompt],
+        *,
+        pooling: str = "",
+        normalize: bool | None = None,
+        dimensions: int = 0,
+    ) -> Embeddings:
+        """A vector of each input.
+
+        Args:
+            model: a base id, or an adapter reference.
+            inputs: one text, or prompts in any form.
+            pooling: "last" token or "mean"; "" = as the adapter says, else the last.
+            normalize: to length 1; None = as the adapter says, else yes.
+            dimensions: how many first values are kept, before normalising; 0 = all.
+        """
+        request = vectors.embed_request(model, inputs, pooling, normalize, dimensions)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        return vectors.embeddings(await self._channel.call(stub.Embed, request))
+
+    async def score(self, model: str, inputs: str | Sequence[Prompt]) -> Scores:
+        """What the classification head of an adapter says of each input: one text, or prompts."""
+        request = vectors.score_request(model, inputs)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        return vectors.scores(await self._channel.call(stub.Score, request))
 
     async def models(self) -> AsyncIterator[Model]:
         """Bases first, then the adapters the caller may run."""

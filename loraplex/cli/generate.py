@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_fields, print_json, print_table, sized
 from loraplex.cli.parsing import add_command, add_connection, credentials_of
 
 if TYPE_CHECKING:
-    from loraplex.generation import Completion, Message, Piece, Sampling, Status
+    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
     from loraplex.inference_client import InferenceClient
 
 DEFAULT_GATEWAY = "127.0.0.1:50051"
@@ -29,6 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text; - reads it from stdin")
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
+    _add_grammar(parser)
     parser.add_argument("-n", type=int, default=1, help="number of outputs (1)")
     add_connection(parser, "gateway", DEFAULT_GATEWAY)
 
@@ -60,6 +62,29 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, help="multiplies the adapter's effect")
 
 
+def _add_grammar(parser: argparse.ArgumentParser) -> None:
+    forms = parser.add_argument_group("keep the output to a grammar").add_mutually_exclusive_group()
+    forms.add_argument("--json-schema", metavar="SCHEMA", help="JSON Schema; @FILE reads it")
+    forms.add_argument("--regex", metavar="REGEX", help="the whole output must match")
+    forms.add_argument("--ebnf", metavar="GRAMMAR", help="in Lark's notation; @FILE reads it")
+    forms.add_argument("--choice", action="append", metavar="TEXT", help="allowed; repeatable")
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    from loraplex.generation import Grammar
+
+    schema, ebnf = (_text(getattr(args, name, None)) for name in ("json_schema", "ebnf"))
+    grammar = Grammar(schema, getattr(args, "regex", None), ebnf, getattr(args, "choice", None))
+    return None if grammar == Grammar() else grammar
+
+
+def _text(value: str | None) -> str | None:
+    """The value itself, or the content of the file that it names after an @."""
+    if value is None or not value.startswith("@"):
+        return value
+    return Path(value[1:]).read_text()
+
+
 def _sampling(args: argparse.Namespace) -> Sampling:
     from loraplex.generation import Sampling
 
@@ -72,6 +97,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         scale=args.scale,
         stop=getattr(args, "stop", ()),
         n=getattr(args, "n", 1),
+        grammar=_grammar(args),
     )
 
 

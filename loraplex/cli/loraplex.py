@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from loraplex.cli import bench, completion, fetch, generate, top
+from loraplex.cli import bench, completion, fetch, generate, top, vectors
 from loraplex.cli.parsing import Parser
 from loraplex.cli.running import main_of
 
@@ -33,6 +33,7 @@ def make_parser() -> Parser:
     commands.add_parser("up", help=UP_SUMMARY, add_help=False)
     commands.add_parser("simulate", help=SIMULATE_SUMMARY, add_help=False)
     generate.add(commands)
+    vectors.add(commands)
     fetch.add(commands)
     top.add(commands)
     bench.add(commands)

@@ -1,0 +1,84 @@
+"""`loraplex embed` and `loraplex score`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.generate import DEFAULT_GATEWAY, client_of
+from loraplex.cli.output import print_json, print_table
+from loraplex.cli.parsing import add_command, add_connection, count
+
+if TYPE_CHECKING:
+    from loraplex.vectors import Scores
+
+SHOWN_VALUES = 6
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = add_command(
+        commands,
+        "embed",
+        _embed,
+        "Print a vector of each text; --json prints all of its values.",
+        'loraplex embed search:prod "How do I reset my password?" --pooling mean --json',
+    )
+    parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
+    parser.add_argument("texts", metavar="TEXT", nargs="+")
+    parser.add_argument(
+        "--pooling", choices=("last", "mean"), default="", help="default: as the adapter says"
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="to length 1; default: as the adapter says",
+    )
+    parser.add_argument("--dimensions", type=count, default=0, help="first values to keep (all)")
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+    parser = add_command(
+        commands,
+        "score",
+        _score,
+        "Print what the classification head of an adapter says of each text.",
+        'loraplex score toxicity:prod "have a nice day"',
+    )
+    parser.add_argument("ref", metavar="REF", help="reference of an adapter with a head")
+    parser.add_argument("texts", metavar="TEXT", nargs="+")
+    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+
+
+async def _embed(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        found = await client.embed(
+            args.ref,
+            args.texts,
+            pooling=args.pooling,
+            normalize=args.normalize,
+            dimensions=args.dimensions,
+        )
+    if args.json:
+        print_json(found)
+        return
+    for vector in found.vectors:
+        values = " ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
+        print(f"{len(vector)} values: {values}{' ...' if len(vector) > SHOWN_VALUES else ''}")
+
+
+async def _score(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        scores = await client.score(args.ref, args.texts)
+    if args.json:
+        print_json(scores)
+        return
+    _print_scores(scores)
+
+
+def _print_scores(scores: Scores) -> None:
+    """A row for each text: the label, then each output, as a probability where it is one."""
+    rows = [
+        (score.label, *(f"{value:.4f}" for value in score.probabilities or score.logits))
+        for score in scores
+    ]
+    print_table(("LABEL", *scores.labels), rows)
