@@ -69,11 +69,13 @@ class Engine:
         for action in self.cache.take_actions():
             if isinstance(action, Load):
                 self.cache.loaded(action.digest)
-        self.arena.retire(plan.step)
+        if plan.rows:
+            self.scheduler.launched(plan)
+            self.scheduler.landed(plan)
         for row in plan.rows:
-            self.scheduler.computed(row)
             if row.needs_logits:
-                row.request.output_ids.append(1)
+                row.request.take(1)
+                self.scheduler.took(row.request)
         _ = self.scheduler.queued_tokens, self.scheduler.num_waiting_adapters
         return time.thread_time() - begin_s
 

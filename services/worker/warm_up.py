@@ -14,6 +14,7 @@ from services.worker.attention.triton import (
 from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora, StepWork
 from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.kernels.sampling.triton import draw
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.decoder import Decoder
@@ -36,7 +37,8 @@ def warm_up(
         splits *= 2
     for num_rows in sorted({min(MIXED_ROWS, max_num_tokens - 1), max_num_tokens - 1}):
         hidden = model.forward(idle_batch(kv, lora, sites, num_rows, 1))
-        model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
+        logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
+        draw(logits, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
 
 
 def idle_batch(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -12,120 +10,32 @@ import pytest
 
 from loraplex.errors import AdapterNotFound
 from services.worker.adapters.image import images_in
-from services.worker.adapters.loader import AtOnce
 from services.worker.adapters.residency import Tier
-from services.worker.engine import Engine
 from services.worker.messages import (
     Cancel,
-    Command,
-    EngineConfig,
     Fetched,
     FetchFailed,
     Gone,
-    StepOutput,
     Submit,
-    TokenOutput,
     Unload,
     Unpin,
     Want,
     WireError,
 )
-from services.worker.request import AdapterSet, FinishReason, SamplingParams
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.request import FinishReason
+from services.worker.runner import TorchRunner
 from tests.worker import tiny
-
-A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tiny")
-    tiny.write_base(root / "base")
-    tiny.write_adapter(root / A, seed=1, rank=4)
-    tiny.write_adapter(root / B, seed=2, rank=24, targets=("k_proj", "o_proj", "down_proj"))
-    return root
+    return write_files(tmp_path_factory.mktemp("tiny"))
 
 
-def make_runner(files: Path, arena_bytes: int = 1 << 20, max_num_tokens: int = 64) -> TorchRunner:
-    return build_runner(
-        files / "base",
-        device="cpu",
-        dtype="float32",
-        arena_bytes=arena_bytes,
-        max_resident=8,
-        max_num_tokens=max_num_tokens,
-        executors=(AtOnce(), AtOnce()),
-    )
-
-
-@pytest.fixture(scope="module")
-def runner(files: Path) -> TorchRunner:
-    return make_runner(files)
-
-
-@dataclass
-class Stage:
-    """An engine, its clock, and everything it said; `cached` came with the first tokens."""
-
-    runner: TorchRunner
-    files: Path
-    max_step_tokens: int = 64
-    prefix_cache: bool = True
-    now: float = 0.0
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    last: dict[str, TokenOutput] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        config = EngineConfig(
-            model_dir="",
-            device="cpu",
-            dtype="float32",
-            arena_bytes=0,
-            load_format="auto",
-            max_lora_rank=64,
-            max_resident=8,
-            max_step_tokens=self.max_step_tokens,
-            max_running=min(16, self.max_step_tokens),
-            max_loras=None,
-            policy="fcfs",
-            prefix_cache=self.prefix_cache,
-        )
-        self.engine = Engine(self.runner, config, lambda: self.now)
-
-    def step(self, *commands: Command) -> StepOutput:
-        self.now += 0.01
-        output = self.engine.step(commands)
-        self.engine.check_integrity()
-        for token in output.tokens:
-            tokens = self.outputs.setdefault(token.request_id, [])
-            assert token.output_position == len(tokens)
-            self.cached |= {} if tokens else {token.request_id: token.cached_tokens}
-            tokens += token.token_ids
-            self.last[token.request_id] = token
-        self.failures |= {f.request_id: f.error.reason for f in output.failures}
-        return output
-
-    def run(self, *commands: Command, max_steps: int = 500) -> dict[str, list[int]]:
-        self.step(*commands)
-        while self.engine.has_requests:
-            max_steps -= 1
-            assert max_steps, "the engine does not finish"
-            self.step()
-        return self.outputs
-
-    def blocks_used(self, *commands: Command) -> int:
-        load = self.step(*commands).load
-        return load.total_blocks - load.free_blocks
-
-    def fetched(self, *digests: str) -> Iterable[Fetched]:
-        return [Fetched(digest, str(self.files / digest), 8) for digest in digests]
-
-    def close(self) -> None:
-        """Leave the shared runner's tables empty."""
-        for digest in (A, B):
-            self.step(Unload(digest))
+@pytest.fixture(scope="module", params=["off", "on"], ids=["one by one", "overlapped"])
+def runner(files: Path, request: pytest.FixtureRequest) -> TorchRunner:
+    return make_runner(files, overlap=request.param)
 
 
 @pytest.fixture
@@ -133,37 +43,6 @@ def stage(runner: TorchRunner, files: Path) -> Iterable[Stage]:
     stage = Stage(runner, files)
     yield stage
     stage.close()
-
-
-def submit(
-    request_id: str, *digests: str, seed: int = 0, output_ids: Sequence[int] = (), **fields: object
-) -> Submit:
-    rng = random.Random(seed)
-    prompt_ids = [rng.randrange(tiny.VOCAB - 1) for _ in range(fields.pop("num_prompt", 9))]
-    sampling = {"max_tokens": 12, "seed": seed, "ignore_eos": True, **fields}
-    remaining_s = sampling.pop("remaining_s", None)
-    return Submit(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
-        output_ids=list(output_ids),
-        sampling=SamplingParams(**sampling),
-        adapters=AdapterSet(tuple((digest, 1.0) for digest in sorted(digests))),
-        tenant="t",
-        priority=0,
-        fairness_weight=1.0,
-        cache_salt="",
-        sample_index=0,
-        remaining_s=remaining_s,
-    )
-
-
-def mixed(**fields: object) -> list[Submit]:
-    return [
-        submit("base", seed=1, **fields),
-        submit("a", A, seed=2, num_prompt=70, **fields),
-        submit("b", B, seed=3, **fields),
-        submit("ab", A, B, seed=3, **fields),
-    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -194,10 +73,12 @@ def test_a_request_resumed_with_its_output_continues_with_the_same_tokens(stage:
         assert stage.outputs["r"] == whole, f"resumed after {cut} tokens"
 
 
-def test_preempted_requests_end_with_the_tokens_of_an_undisturbed_run(files: Path) -> None:
-    blocks = 20
-    block_bytes = make_runner(files).block_bytes
-    runner = make_runner(files, arena_bytes=blocks * block_bytes, max_num_tokens=4)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_preempted_requests_end_with_the_tokens_of_an_undisturbed_run(
+    files: Path, overlap: str
+) -> None:
+    arena_bytes = 20 * make_runner(files).block_bytes
+    runner = make_runner(files, arena_bytes=arena_bytes, max_num_tokens=4, overlap=overlap)
     stage = Stage(runner, files, max_step_tokens=4)
     old = submit("old", seed=1, num_prompt=10, max_tokens=150, temperature=0.7)
     young = submit("young", seed=2, num_prompt=220, max_tokens=20, temperature=0.7)

@@ -15,6 +15,7 @@ from services.worker.attention.backend import AttentionMask, AttentionMetadata
 from services.worker.kernels.attention import triton as kernels
 from services.worker.kernels.attention.triton import HeadShape, PartialSums
 from services.worker.kernels.rope.triton import rotate_and_append
+from services.worker.transfers import to_device
 
 MAX_SPLITS = 16
 KEYS_PER_SPLIT = 256
@@ -62,7 +63,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         self.tables = tuple(_table(rows, device) for rows in params.block_tables)
         self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
         tiles = decode_tiles(starts[self.num_contexts :], self.num_contexts, self.num_ctx_tokens)
-        self.decode_tiles = torch.tensor(tiles, dtype=torch.int32).view(-1, 4).to(device)
+        self.decode_tiles = to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), device)
         longest = max(starts[self.num_contexts :], default=0) + 1
         num_kv_heads = self.kv_cache_manager.planes(0)[0].shape[1]
         self.num_splits = choose_splits(max(1, self.num_generations), num_kv_heads, longest)
@@ -73,7 +74,7 @@ class TritonAttentionMetadata(AttentionMetadata):
             assert self.position_ids is not None
             rows = kernels.context_tiles(self.spans, block_rows)
             tiles = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
-            self._context_tiles[block_rows] = tiles.to(self.position_ids.device)
+            self._context_tiles[block_rows] = to_device(tiles, self.position_ids.device)
         return self._context_tiles[block_rows]
 
     def partial_sums(self, shape: HeadShape) -> PartialSums:
@@ -108,13 +109,13 @@ def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """int32 `[sequences, longest]`; places after a sequence's last block are never read."""
     width = max(map(len, rows), default=0)
     padded = [[*row, *([0] * (width - len(row)))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(device)
+    return to_device(torch.tensor(padded, dtype=torch.int32).view(len(rows), width), device)
 
 
 def _places(
     tables: Sequence[Tensor], seq_lens: Tensor, positions: Tensor, num_slots: int
 ) -> tuple[Tensor, ...]:
-    sequence_of_token = torch.repeat_interleave(seq_lens).to(positions.device)
+    sequence_of_token = to_device(torch.repeat_interleave(seq_lens), positions.device)
     return tuple(
         table[sequence_of_token, positions // num_slots].long() * num_slots + positions % num_slots
         for table in tables

@@ -27,6 +27,7 @@ from services.worker.kernels.lora import triton_kernels as lora
 from services.worker.kernels.lora import triton_work
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
+from services.worker.kernels.sampling import triton as sampling
 from services.worker.kernels.silu import triton as silu
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -94,6 +95,7 @@ def resources(compiled: Any) -> Resources:
 def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
     yield _count_work()
+    yield _draw()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
@@ -187,6 +189,15 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
         num_warps=1,
         divisible=("k_stride", "v_stride", "plane_stride"),
     )
+
+
+def _draw() -> Variant:
+    kernel = sampling.draw_kernel
+    types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
+    types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
+    types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
+    constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
+    return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
 
 
 def _fused(name: str) -> Iterator[Variant]:

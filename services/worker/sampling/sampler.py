@@ -147,20 +147,28 @@ def _draw(logits: Tensor, turns: Sequence[Turn]) -> Tensor:
     temperatures = torch.tensor([turn.params.temperature for turn in turns])
     scaled = logits / to_device(temperatures, logits.device)[:, None]
     truncate(scaled, [turn.params for turn in turns])
-    return _first_argmax(_add_noise(scaled, turns))
+    keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
+    key_rows = to_device(torch.tensor(keys), logits.device)
+    if logits.is_cuda:  # how many tokens could win is known on the device only
+        from services.worker.kernels.sampling.triton import draw
+
+        return draw(scaled, key_rows)
+    return _first_argmax(_add_noise(scaled, key_rows))
 
 
-def _add_noise(scaled: Tensor, turns: Sequence[Turn]) -> Tensor:
+def _add_noise(scaled: Tensor, keys: Tensor) -> Tensor:
     """scaled + noise where it can win, -inf elsewhere.
 
     Noise is bounded, so a token further below the row's maximum than the bounds are apart never
     wins; skipping it changes no draw and spares most of a large vocabulary.
+
+    Args:
+        keys: int64 `[N, 3]`: seed, output position, sample index.
     """
     reach = GUMBEL_MAX - GUMBEL_MIN + 0.5
     floor = scaled.amax(dim=-1, keepdim=True) - reach
     rows, ids = torch.nonzero(scaled >= floor, as_tuple=True)
-    keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
-    seeds, positions, samples = to_device(torch.tensor(keys), scaled.device)[rows].unbind(dim=-1)
+    seeds, positions, samples = keys[rows].unbind(dim=-1)
     scores = torch.full_like(scaled, MINUS_INF)
     scores[rows, ids] = scaled[rows, ids] + gumbel(seeds, ids, positions, samples)
     return scores

@@ -210,7 +210,7 @@ class Stage:
     def check_input(self, row: PlannedRow) -> None:
         """A token that nobody knows yet is an output of the step before."""
         request, end = row.request, row.start + row.num_tokens
-        assert end <= len(request.prompt_ids) + request.sampling.max_tokens
+        assert end < len(request.prompt_ids) + request.sampling.max_tokens, "more than it needs"
         assert (row.follows is None) == (end <= request.num_tokens)
         if row.follows is not None:
             assert request.constraint is None and row.num_tokens == 1

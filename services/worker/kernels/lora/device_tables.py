@@ -15,6 +15,7 @@ from torch import Tensor
 from loraplex.errors import ResourceExhausted
 from services.worker.kernels.lora.device_records import RECORD_WORDS, RecordBuilder
 from services.worker.kernels.lora.tables import SiteDelta
+from services.worker.transfers import copy_into
 
 
 class DeviceTables:
@@ -71,11 +72,11 @@ class DeviceTables:
             builder.records[record][word] += begin
         if builder.records:
             rows = torch.tensor(builder.records, dtype=torch.int64)
-            self.records[begin : begin + len(rows)].copy_(rows)
+            copy_into(self.records[begin : begin + len(rows)], rows)
         row = torch.full((self.num_sites,), -1, dtype=torch.int32)
         for site_id, entry in builder.entries.items():
             row[site_id] = begin + entry
-        self.index[slot].copy_(row)
+        copy_into(self.index[slot], row)
         self._held[slot] = Held(
             begin,
             len(builder.records),

@@ -1,0 +1,140 @@
+"""A seeded draw on GPUs, without asking the host how many tokens could win.
+
+The noise is that of `sampling/philox.py`, bit for bit: integers until the last step, see there and
+`sampling/fixed_log.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.sampling import fixed_log as fl
+from services.worker.sampling import philox
+from services.worker.transfers import to_device
+
+BLOCK_TOKENS = 1024
+REACH = philox.GUMBEL_MAX - philox.GUMBEL_MIN + 0.5
+"""A token further below the row's best logit never wins: noise lies between the two."""
+
+WORD = tl.constexpr(philox.WORD)
+MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
+WEYL_0, WEYL_1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)
+NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
+NOISE_SHIFT = tl.constexpr(fl.FRACTION_BITS - philox.NOISE_BITS)
+NOISE_UNIT = tl.constexpr(2.0**-philox.NOISE_BITS)
+FRACTION_BITS, MANTISSA_BITS = tl.constexpr(fl.FRACTION_BITS), tl.constexpr(fl.MANTISSA_BITS)
+SERIES_BITS, LN2 = tl.constexpr(fl.SERIES_BITS), tl.constexpr(fl.LN2)
+HALF, THIRD = tl.constexpr(fl.HALF), tl.constexpr(fl.THIRD)
+QUARTER, FIFTH = tl.constexpr(fl.QUARTER), tl.constexpr(fl.FIFTH)
+NUM_INTERVALS = tl.constexpr(1 << fl.INDEX_BITS)
+MANTISSA_SHIFT = tl.constexpr(fl.MANTISSA_BITS - fl.INDEX_BITS)
+REDUCED_ONE = tl.constexpr(1 << fl.REDUCED_BITS)
+REDUCED_SHIFT = tl.constexpr(fl.REDUCED_BITS - fl.FRACTION_BITS)
+LN2_33, LN2_38 = tl.constexpr(33 * fl.LN2), tl.constexpr(fl.FRACTION_BITS * fl.LN2)
+EXPONENT_SHIFT, EXPONENT_BIAS = tl.constexpr(52), tl.constexpr(1023)
+"""Of a float64."""
+
+
+@triton.jit
+def ln_fixed(value, inverses, logs):
+    """`fixed_log.ln_fixed` of int64 values; the exponent is read from an exact float64."""
+    bits = value.to(tl.float64).to(tl.int64, bitcast=True)
+    exponent = (bits >> EXPONENT_SHIFT) - EXPONENT_BIAS
+    mantissa = value << (MANTISSA_BITS - exponent)
+    interval = (mantissa >> MANTISSA_SHIFT) - NUM_INTERVALS
+    reduced = mantissa * tl.load(inverses + interval) - REDUCED_ONE
+    r = reduced >> REDUCED_SHIFT
+    square = (r * r) >> FRACTION_BITS
+    series = QUARTER - ((r * FIFTH) >> FRACTION_BITS)
+    series = THIRD - ((r * series) >> FRACTION_BITS)
+    series = HALF - ((r * series) >> FRACTION_BITS)
+    return exponent * LN2 + tl.load(logs + interval) + r - ((square * series) >> SERIES_BITS)
+
+
+@triton.jit
+def gumbel(seed, token, position, sample, inverses, logs):
+    """`philox.gumbel` of int64 tokens `[n]` and int64 scalars. Products of words fit in uint64."""
+    k0, k1 = (seed & WORD).to(tl.uint64), ((seed >> 32) & WORD).to(tl.uint64)
+    c0 = token.to(tl.uint64)
+    c3 = c0 - c0
+    c1, c2 = c3 + position.to(tl.uint64), c3 + sample.to(tl.uint64)
+    for _ in tl.static_range(NUM_ROUNDS):
+        p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1 = (p1 >> 32) ^ c1 ^ k0, p1 & WORD
+        c2, c3 = (p0 >> 32) ^ c3 ^ k1, p0 & WORD
+        k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
+    exponential = LN2_33 - ln_fixed(2 * c0.to(tl.int64) + 1, inverses, logs)
+    noise = LN2_38 - ln_fixed(exponential, inverses, logs)
+    return (noise >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
+
+
+@triton.jit
+def draw_kernel(
+    best_scores,
+    best_tokens,
+    scores,
+    floors,
+    keys,
+    inverses,
+    logs,
+    num_tokens,
+    num_blocks,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Grid: (row, block of tokens). The best of each block, the lowest token among equals; blocks
+    whose best cannot win draw no noise."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = token < num_tokens
+    score = tl.load(scores + row * num_tokens + token, mask=inside, other=float("-inf"))
+    best, winner = float("-inf"), block * BLOCK_TOKENS
+    if tl.max(score, axis=0) >= tl.load(floors + row):
+        seed, position = tl.load(keys + 3 * row), tl.load(keys + 3 * row + 1)
+        sample = tl.load(keys + 3 * row + 2)
+        score += gumbel(seed, token.to(tl.int64), position, sample, inverses, logs)
+        best = tl.max(score, axis=0)
+        winner = tl.min(tl.where(score == best, token, num_tokens - 1), axis=0)
+    tl.store(best_scores + row * num_blocks + block, best)
+    tl.store(best_tokens + row * num_blocks + block, winner)
+
+
+def draw(scores: Tensor, keys: Tensor) -> Tensor:
+    """Semantics: argmax over i of scores[n, i] + gumbel(seed n, i, position n, sample n).
+
+    Args:
+        scores: float32 `[N, V]`, contiguous; -inf where a token may not win.
+        keys: int64 `[N, 3]`, contiguous: seed, output position, sample index.
+
+    Returns:
+        int64 `[N]`; ties go to the lowest id.
+    """
+    num_rows, num_tokens = scores.shape
+    assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
+    num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
+    best_scores = scores.new_empty(num_rows, num_blocks)
+    best_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
+    floors = scores.amax(dim=-1) - REACH
+    draw_kernel[num_rows, num_blocks](
+        best_scores,
+        best_tokens,
+        scores,
+        floors,
+        keys,
+        *_log_tables(scores.device),
+        num_tokens,
+        num_blocks,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+    )
+    chosen = best_scores.argmax(dim=-1, keepdim=True)
+    return best_tokens.gather(-1, chosen)[:, 0].long()
+
+
+@functools.cache
+def _log_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 `[128]` each: inverses and logarithms of `fixed_log`."""
+    return to_device(torch.tensor(fl.INVERSES), device), to_device(torch.tensor(fl.LOGS), device)

@@ -1,0 +1,47 @@
+"""The seeded draw under Triton's interpreter (or on a GPU) against torch."""
+
+import pytest
+import torch
+
+from services.worker.kernels.sampling.triton import BLOCK_TOKENS, draw
+from services.worker.sampling.philox import gumbel, gumbel_scalar
+
+SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
+
+
+def keys_of(device, num_rows):
+    rows = [[SEEDS[i % len(SEEDS)], 7 * i, i % 3] for i in range(num_rows)]
+    return torch.tensor(rows, device=device)
+
+
+def expected_tokens(scores, keys):
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    seeds, positions, samples = (column[:, None] for column in keys.T)
+    noise = gumbel(seeds, ids.expand_as(scores), positions, samples)
+    return (scores + noise).argmax(dim=-1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 97, BLOCK_TOKENS, 3 * BLOCK_TOKENS + 5])
+@pytest.mark.parametrize("scale", [0.0, 3.0, 40.0])
+def test_tokens_are_those_of_torch(device, num_tokens, scale):
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = (torch.randn(12, num_tokens, generator=generator) * scale).to(device)
+    scores[1, num_tokens // 2 :] = -torch.inf
+    scores[1, 0] = 1.0
+    keys = keys_of(device, len(scores))
+    assert draw(scores, keys).equal(expected_tokens(scores, keys))
+
+
+def test_noise_decides_between_two_tokens_as_published(device):
+    keys = keys_of(device, len(SEEDS))
+    for i, seed in enumerate(SEEDS):
+        first, second = (gumbel_scalar(seed & (2**64 - 1), t, 7 * i, i % 3) for t in (5, 900))
+        for nudge, winner in ((1e-4, 900), (-1e-4, 5)):
+            scores = torch.full((1, 1000), -torch.inf, device=device)
+            scores[0, 5], scores[0, 900] = 0.0, first - second + nudge
+            assert draw(scores, keys[i : i + 1]).tolist() == [winner]
+
+
+def test_ties_and_rows_without_any_token_take_the_lowest_id(device):
+    scores = torch.full((1, BLOCK_TOKENS + 9), -torch.inf, device=device)
+    assert draw(scores, keys_of(device, 1)).tolist() == [0]
