@@ -29,3 +29,15 @@ def test_tail_of_first_tokens_is_half_of_that_of_turns() -> None:
     routed = simulate(by_router, weights, NUM_REQUESTS, seed=1)
     turns = simulate(in_turn(), weights, NUM_REQUESTS, seed=1)
     assert routed.p99_s <= 0.5 * turns.p99_s
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.2])
+def test_workers_that_keep_what_is_used_often_come_near_the_best(exponent: float) -> None:
+    weights = popularity(64, exponent)
+    last, often = (
+        simulate(by_router, weights, NUM_REQUESTS, seed=1, keeps_popular=keeps)
+        for keeps in (False, True)
+    )
+    assert often.holder_share >= last.holder_share + 0.03
+    assert often.holder_share >= 0.88 * ideal(weights)
+    assert often.p99_s < last.p99_s
