@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
-from loraplex.errors import AdapterNotFound, Blocked, Conflict, LoraplexError
+from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter, LoraplexError
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.audit import Audit
@@ -95,6 +95,11 @@ class Publisher:
             )
         except DamagedFile as error:
             await self._uploads.reopen(session.upload_id, error.path)
+            raise
+        except InvalidAdapter:
+            # Nobody has a use for bytes that were refused.
+            for file in session.files:
+                await self._uploads.reopen(session.upload_id, file.path)
             raise
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))

@@ -170,6 +170,11 @@ async def test_a_nan_is_refused_with_the_name_of_its_tensor(registry: Registry) 
     with pytest.raises(InvalidAdapter, match="NaN") as refused:
         await registry.publisher.finish(await opened(registry, "sql", files))
     assert "lora_B" in refused.value.violations[0].field
+    assert [info.key async for info in registry.store.list_objects(layout.BLOBS)] == []
+    left = [info.key async for info in registry.store.list_objects(layout.UPLOADS)]
+    assert len(left) == 1 and left[0].endswith("session.json"), "its bytes went with the refusal"
+    with pytest.raises(InvalidAdapter, match="NaN"):
+        await registry.publisher.finish(await opened(registry, "sql", files))
 
 
 async def test_an_adapter_may_not_take_the_id_of_a_base(registry: Registry) -> None:

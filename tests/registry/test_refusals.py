@@ -123,6 +123,7 @@ async def test_every_malformed_adapter_exits_3_naming_the_field_and_leaves_nothi
         assert all(violation["description"] for violation in violations)
     after = [info.key async for info in door.registry.store.list_objects("")]
     assert [key for key in after if not key.startswith("uploads/")] == before
+    assert [key for key in after if "/parts/" in key] == [], "refused bytes are not kept"
     assert [version async for version in door.client.list(all_versions=True)] == []
 
 
