@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from loraplex.channel import Channel
+from loraplex.chunk_wire import ChunkStub, Data, Piece
 from loraplex.decoding import adapter_version
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
 from loraplex.types import AdapterFile, AdapterVersion
@@ -20,9 +21,14 @@ from loraplex.uploading import Progress, ignore_progress
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
+_BATCH_BYTES = 2 << 20
+"""Written at a time, on a thread."""
+_SYNC_BYTES = 16 << 20
+"""The disk starts on a file while the rest of it arrives, instead of at its end."""
+
 
 class ReceivedFile:
-    """One file while it arrives: written, counted and hashed."""
+    """One file while it arrives: counted, hashed and written."""
 
     def __init__(self, folder: Path, declared: AdapterFile) -> None:
         self._declared = declared
@@ -32,11 +38,10 @@ class ReceivedFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("xb")
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Append `data`, which must continue at `offset`. Raises DataLoss on a gap."""
+    def take(self, offset: int, data: Data) -> None:
+        """Count and hash `data`, which must continue at `offset`. Raises DataLoss on a gap."""
         if offset != self._num_bytes:
             raise DataLoss(f"{self._declared.path}: bytes are missing at {self._num_bytes}")
-        self._file.write(data)
         self._digest.update(data)
         self._num_bytes += len(data)
 
@@ -49,32 +54,93 @@ class ReceivedFile:
                 f"{self._declared.size_bytes} bytes with {self._declared.sha256}"
             )
 
+    def write(self, data: Data) -> None:
+        """Append what was taken."""
+        self._file.write(data)
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file, whole or not."""
         self._file.close()
 
 
 class ReceivedFiles:
-    """All files of a version while they arrive."""
+    """All files of a version while they arrive.
+
+    Bytes are hashed at once, and written and synced on threads, in batches, while more arrive.
+    """
 
     def __init__(self, folder: Path, declared: Sequence[AdapterFile]) -> None:
         self._files = {file.path: ReceivedFile(folder, file) for file in declared}
+        self._batch: list[tuple[ReceivedFile, Data]] = []
+        self._batch_bytes = 0
+        self._unsynced_bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Future[None] | None = None
 
-    def write(self, chunk: pb.FileChunk) -> None:
-        """Append a chunk to its file. Raises DataLoss for files that were not declared."""
-        if chunk.path not in self._files:
+    async def take(self, piece: Piece) -> None:
+        """Append a chunk to its file.
+
+        Raises DataLoss for a gap, or a file that was not declared.
+        """
+        chunk = piece.head.chunk
+        file = self._files.get(chunk.path)
+        if file is None:
             raise DataLoss(f"the registry sent a file that is not listed: {chunk.path!r}")
-        self._files[chunk.path].write(chunk.offset, chunk.data)
+        file.take(chunk.offset, piece.data)
+        self._batch.append((file, piece.data))
+        self._batch_bytes += len(piece.data)
+        if self._batch_bytes >= _BATCH_BYTES:
+            await self._pass_on()
+            if self._unsynced_bytes >= _SYNC_BYTES and _is_done(self._syncing):
+                await _result(self._syncing)
+                self._syncing = asyncio.ensure_future(asyncio.to_thread(file.sync))
+                self._unsynced_bytes = 0
 
-    def check(self) -> None:
-        """Raises DataLoss unless every file is whole and true."""
+    async def finish(self) -> None:
+        """Make every file durable. Raises DataLoss unless all are whole and true."""
+        await self._pass_on()
         for file in self._files.values():
             file.check()
+        await _result(self._writing)
+        await _result(self._syncing)
+        for file in self._files.values():
+            await asyncio.to_thread(file.sync)
 
-    def close(self) -> None:
-        """Close every file."""
+    async def close(self) -> None:
+        """Close every file, whole or not."""
+        running = [work for work in (self._writing, self._syncing) if work is not None]
+        if running:
+            await asyncio.wait(running)
         for file in self._files.values():
             file.close()
+
+    async def _pass_on(self) -> None:
+        """Have the batch written while the next one gathers."""
+        await _result(self._writing)
+        batch, self._batch = self._batch, []
+        self._unsynced_bytes += self._batch_bytes
+        self._batch_bytes = 0
+        self._writing = asyncio.ensure_future(asyncio.to_thread(_write, batch))
+
+
+def _write(batch: Sequence[tuple[ReceivedFile, Data]]) -> None:
+    for file, data in batch:
+        file.write(data)
+
+
+def _is_done(work: asyncio.Future[None] | None) -> bool:
+    return work is None or work.done()
+
+
+async def _result(work: asyncio.Future[None] | None) -> None:
+    """Wait for work. Raises where it failed."""
+    if work is not None:
+        await work
 
 
 async def download(
@@ -131,28 +197,23 @@ async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 <<
 
 
 async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress) -> AdapterVersion:
-    """Chunks are written and hashed on a thread while the next one travels."""
-    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
-    responses = channel.stream(stub.DownloadAdapter, pb.DownloadAdapterRequest(ref=ref))
-    async with contextlib.aclosing(responses):
-        first = await anext(responses, pb.DownloadAdapterResponse())
-        if first.WhichOneof("part") != "version":
+    chunks = channel.stub(ChunkStub)
+    pieces = channel.stream(chunks.download, pb.DownloadAdapterRequest(ref=ref))
+    async with contextlib.aclosing(pieces):
+        first = await anext(pieces, Piece(pb.DownloadAdapterResponse()))
+        if first.head.WhichOneof("part") != "version":
             raise DataLoss("the registry sent no version record")
-        version = adapter_version(first.version)
+        version = adapter_version(first.head.version)
         received = ReceivedFiles(folder, version.files)
-        writing = asyncio.ensure_future(asyncio.sleep(0))
         done_bytes = 0
         try:
-            async for message in responses:
-                await writing
-                writing = asyncio.ensure_future(asyncio.to_thread(received.write, message.chunk))
-                done_bytes += len(message.chunk.data)
+            async for piece in pieces:
+                await received.take(piece)
+                done_bytes += len(piece.data)
                 progress("download", done_bytes, version.size_bytes)
-            await writing
-            received.check()
+            await received.finish()
         finally:
-            await asyncio.wait([writing])
-            received.close()
+            await received.close()
     return version
 
 
@@ -165,8 +226,13 @@ def _safe(path: str) -> PurePosixPath:
 
 
 def _move_into(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, or its files into it where it exists with content."""
+    """Rename `partial` to `folder`, or its files into it where it exists with content.
+
+    Names are synced too: after a crash of the machine a folder that is there is whole.
+    """
     partial.chmod(0o755)
+    changed = {folder.parent}
+    _sync_folder(partial)
     try:
         os.rename(partial, folder)
     except OSError:
@@ -174,3 +240,14 @@ def _move_into(partial: Path, folder: Path) -> None:
             target = folder / source.relative_to(partial)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, target)
+            changed.add(target.parent)
+    for parent in changed:
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

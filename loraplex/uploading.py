@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from loraplex.channel import CHUNK_BYTES, Channel
+from loraplex.chunk_wire import ChunkStub, Part
 from loraplex.errors import Blocked, DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -119,6 +120,7 @@ async def _send(
 ) -> pb.FinishUploadResponse:
     """Send the bytes that the session lacks, then publish."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    chunks = channel.stub(ChunkStub)
     total_bytes = sum(file.size_bytes for file in files)
     committed = {p.path: p.committed_bytes for p in session.progress}
     complete = {p.path for p in session.progress if p.complete}
@@ -127,7 +129,7 @@ async def _send(
     for file in files:
         if file.path in complete:
             continue
-        call = stub.UploadPart(metadata=channel.metadata)
+        call = chunks.upload(metadata=channel.metadata)
         with channel.typed_errors():
             try:
                 async for part in _parts(session.upload_id, file, committed.get(file.path, 0)):
@@ -145,20 +147,16 @@ async def _send(
     return answer
 
 
-async def _parts(
-    upload_id: str, file: LocalFile, offset: int
-) -> AsyncIterator[pb.UploadPartRequest]:
+async def _parts(upload_id: str, file: LocalFile, offset: int) -> AsyncIterator[Part]:
     """Chunks from `offset` on; at least one message, as it names the file."""
-    first = pb.UploadPartRequest(upload_id=upload_id, path=file.path, offset=offset)
-    is_first = True
+    head = pb.UploadPartRequest(upload_id=upload_id, path=file.path, offset=offset)
     async for chunk, crc32 in _chunks(file.location, offset):
-        part = first if is_first else pb.UploadPartRequest(offset=offset)
-        part.data, part.crc32 = chunk, crc32
-        yield part
+        head.crc32 = crc32
+        yield Part(head, chunk)
         offset += len(chunk)
-        is_first = False
-    if is_first:
-        yield first
+        head = pb.UploadPartRequest(offset=offset)
+    if head.upload_id:
+        yield Part(head, b"")
 
 
 async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:

@@ -30,7 +30,7 @@ _F16_FINITE = bytes(high for high in range(256) if not _F16_ONES[high])
 _SURELY_FINITE = bytes(high for high in range(256) if not _SEVEN_ONES[high])
 
 
-def first_non_finite(dtype: str, data: bytes) -> int | None:
+def first_non_finite(dtype: str, data: bytes | memoryview) -> int | None:
     """Index of the first NaN or infinite element; None if all are finite.
 
     Args:
@@ -40,10 +40,10 @@ def first_non_finite(dtype: str, data: bytes) -> int | None:
     numpy = _numpy()
     if numpy is not None and _all_finite(numpy, dtype, data):
         return None
-    return _first_non_finite(dtype, data)
+    return _first_non_finite(dtype, bytes(data))
 
 
-def _all_finite(numpy: ModuleType, dtype: str, data: bytes) -> bool:
+def _all_finite(numpy: ModuleType, dtype: str, data: bytes | memoryview) -> bool:
     elements = numpy.frombuffer(data, f"<u{DTYPE_BYTES[dtype]}")
     if not elements.size:
         return True
@@ -76,10 +76,9 @@ def _first_non_finite(dtype: str, data: bytes) -> int | None:
     return _first_one(ones) if ones else None
 
 
-def _is_zero(data: bytes) -> bool:
+def _is_zero(data: bytes | memoryview) -> bool:
     """Whether every byte is 0. The first bytes nearly always tell."""
-    first = data[:64]
-    return first.count(0) == len(first) and data.count(0) == len(data)
+    return not any(data[:64]) and bytes(data).count(0) == len(data)
 
 
 def _first_one(ones: int) -> int:
@@ -98,7 +97,7 @@ class TensorScan:
     _all_zero: bool = True
     _zero_tensors: list[str] = field(default_factory=list)
 
-    def feed(self, chunk: bytes) -> None:
+    def feed(self, chunk: bytes | memoryview) -> None:
         """Scan the next bytes of the file.
 
         Raises:
@@ -106,6 +105,7 @@ class TensorScan:
         """
         begin = self._position
         self._position += len(chunk)
+        chunk = memoryview(chunk)  # Cut without copying.
         while self._index < len(self.header.tensors):
             info = self.header.tensors[self._index]
             self._scan(info, chunk[max(info.begin - begin, 0) : max(info.end - begin, 0)])
@@ -126,11 +126,11 @@ class TensorScan:
             _refuse(TENSOR_FILE, found, f"must have {expected} bytes; upload the file whole")
         return frozenset(self._zero_tensors)
 
-    def _scan(self, info: TensorInfo, data: bytes) -> None:
+    def _scan(self, info: TensorInfo, data: bytes | memoryview) -> None:
         if self._carry:
             data = self._carry + data
         whole = len(data) - len(data) % DTYPE_BYTES[info.dtype]
-        self._carry = data[whole:]
+        self._carry = bytes(data[whole:])
         data = data[:whole] if self._carry else data
         if self._all_zero:
             self._all_zero = _is_zero(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ from loraplex.convert import (
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from services.registry.lookup import Resolved
+from services.registry.lookup import Cursor, Resolved
 from services.registry.records import (
     PRIVATE,
     PUBLIC,
@@ -291,3 +293,23 @@ def tenant_from_proto(message: pb.Tenant) -> TenantRecord:
         fairness_weight=message.fairness_weight,
         signature_keys=checked_keys(message.signature_keys),
     )
+
+
+def page_token(cursor: Cursor | None) -> str:
+    """Where the next page begins, for the caller to send back; "" after the last."""
+    if cursor is None:
+        return ""
+    text = json.dumps([cursor.scope, cursor.version])
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def cursor_of(token: str) -> Cursor:
+    """The place that a token names. Raises InvalidRequest."""
+    if not token:
+        return Cursor()
+    try:
+        scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
+        return Cursor(str(scope), int(version))
+    except ValueError:
+        description = "is not a token of this list; begin again without one"
+        raise InvalidRequest.field("page_token", token, description) from None

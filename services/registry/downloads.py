@@ -23,7 +23,7 @@ class Chunk:
 
     path: str
     offset: int
-    data: bytes
+    data: memoryview
 
 
 async def chunks_of(
@@ -44,7 +44,7 @@ async def chunks_of(
             async with contextlib.aclosing(_blob(store, file)) as blocks:
                 async for block in blocks:
                     for begin in range(0, len(block), CHUNK_BYTES):
-                        piece = block[begin : begin + CHUNK_BYTES]
+                        piece = memoryview(block)[begin : begin + CHUNK_BYTES]
                         # Not on a thread: getting Python's lock back would take as long again.
                         digest.update(piece)
                         yield Chunk(file.path, offset, piece)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import zlib
 
+from loraplex.chunk_wire import Data
 from loraplex.errors import DataLoss
 from services.common.objects import ObjectStore
 from services.registry import layout
@@ -43,11 +44,11 @@ class PartWriter:
         self._begin = self.end
         self._writer = self._store.writer()
         self._sha256 = hashlib.sha256()
-        self._batch: list[bytes] = []
+        self._batch: list[Data] = []
         self._batch_bytes = 0
         self._writing: asyncio.Future[None] | None = None
 
-    async def write(self, data: bytes, crc32: int) -> None:
+    async def write(self, data: Data, crc32: int) -> None:
         """Take a chunk. Raises DataLoss where it is damaged; those before it are kept."""
         if self.end - self._begin >= MAX_PART_BYTES:
             await self.finish()
@@ -87,7 +88,7 @@ class PartWriter:
             await self._writing
 
 
-def check_chunk(data: bytes, crc32: int) -> None:
+def check_chunk(data: Data, crc32: int) -> None:
     """Raises DataLoss where `data` is not what its sender summed up."""
     if zlib.crc32(data) != crc32:
         raise DataLoss("a chunk does not match its crc32: it was damaged on the way; send it again")

@@ -43,7 +43,7 @@ class ArrivingScan:
         self._scan: TensorScan | None = None
         self._gave_up = False
 
-    def feed(self, chunk: bytes) -> None:
+    def feed(self, chunk: bytes | memoryview) -> None:
         """Scan the next bytes."""
         if self._gave_up:
             return
@@ -64,7 +64,7 @@ class ArrivingScan:
         except InvalidAdapter:
             return None
 
-    def _begin(self, chunk: bytes) -> bytes:
+    def _begin(self, chunk: bytes | memoryview) -> bytes:
         """Collect the header and start scanning after it; returns all bytes so far."""
         self._head += chunk
         if len(self._head) < min(_LENGTH_WORD_BYTES, self._file_size):

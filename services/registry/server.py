@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+
+import grpc
 
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
+from loraplex.chunk_wire import Data, Part, Piece, decode_part, encode_piece
 from loraplex.convert import files_from_proto, violation_to_proto
 from loraplex.errors import InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
@@ -23,7 +24,7 @@ from services.registry.admin import AdminService, caller_access, page_size
 from services.registry.assembly import Registry
 from services.registry.downloads import chunks_of
 from services.registry.inspection import check
-from services.registry.lookup import Cursor, Query
+from services.registry.lookup import Query
 from services.registry.records import Target
 from services.registry.tags import MAX_SIDES, Place
 from services.registry.uploads import Session
@@ -40,7 +41,7 @@ class RegistryService(AdminService):
     ) -> pb.CreateUploadResponse:
         access = caller_access()
         options = convert.options_from_proto(request.options, access.tenant)
-        access.require("publisher", options.tenant)
+        access.require_publishing(options.tenant)
         files = files_from_proto(request.files)
         findings = Findings()
         check_files(files, findings)
@@ -61,14 +62,15 @@ class RegistryService(AdminService):
         )
 
     async def UploadPart(
-        self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
+        self, request_iterator: AsyncIterator[Part], context: Any
     ) -> pb.UploadPartResponse:
         first = await anext(aiter(request_iterator), None)
         if first is None:
             raise InvalidRequest.field("upload_id", "", "the first message must name the upload")
-        session = await self._session(first.upload_id)
+        session = await self._session(first.head.upload_id)
         chunks = _chunks(first, request_iterator)
-        state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
+        head = first.head
+        state = await self._registry.uploads.receive(session, head.path, head.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
     async def GetUpload(self, request: pb.GetUploadRequest, context: Any) -> pb.GetUploadResponse:
@@ -154,11 +156,11 @@ class RegistryService(AdminService):
             all_versions=request.all_versions,
         )
         page, cursor = await self._registry.lookup.page(
-            query, access, page_size(request.page_size), _cursor(request.page_token)
+            query, access, page_size(request.page_size), convert.cursor_of(request.page_token)
         )
         return pb.ListAdaptersResponse(
             versions=[convert.resolved_to_proto(entry) for entry in page],
-            next_page_token=_page_token(cursor),
+            next_page_token=convert.page_token(cursor),
         )
 
     async def SetTag(self, request: pb.SetTagRequest, context: Any) -> pb.SetTagResponse:
@@ -235,18 +237,15 @@ class RegistryService(AdminService):
 
     async def DownloadAdapter(
         self, request: pb.DownloadAdapterRequest, context: Any
-    ) -> AsyncIterator[pb.DownloadAdapterResponse]:
+    ) -> AsyncIterator[Piece]:
         access = caller_access()
         access.require("reader")
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         access.require_pull(found.version.tenant, found.adapter)
-        yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
+        yield Piece(pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found)))
         async for chunk in chunks_of(self._registry.store, found.version, request.paths):
-            # A chunk made first and passed in would be copied.
-            response = pb.DownloadAdapterResponse()
-            part = response.chunk
-            part.path, part.offset, part.data = chunk.path, chunk.offset, chunk.data
-            yield response
+            part = pb.FileChunk(path=chunk.path, offset=chunk.offset)
+            yield Piece(pb.DownloadAdapterResponse(chunk=part), chunk.data)
 
     async def WatchAdapters(
         self, request: pb.WatchAdaptersRequest, context: Any
@@ -311,38 +310,30 @@ class RegistryService(AdminService):
         return targets
 
 
-async def _chunks(
-    first: pb.UploadPartRequest, rest: AsyncIterator[pb.UploadPartRequest]
-) -> AsyncIterator[tuple[bytes, int]]:
-    yield first.data, first.crc32
-    offset = first.offset + len(first.data)
-    async for message in rest:
-        if message.offset != offset:
+async def _chunks(first: Part, rest: AsyncIterator[Part]) -> AsyncIterator[tuple[Data, int]]:
+    yield first.data, first.head.crc32
+    offset = first.head.offset + len(first.data)
+    async for part in rest:
+        if part.head.offset != offset:
             description = f"chunks must follow each other: {offset} comes next"
-            raise InvalidRequest.field("offset", message.offset, description)
-        offset += len(message.data)
-        yield message.data, message.crc32
-
-
-def _page_token(cursor: Cursor | None) -> str:
-    if cursor is None:
-        return ""
-    text = json.dumps([cursor.scope, cursor.version])
-    return base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def _cursor(token: str) -> Cursor:
-    if not token:
-        return Cursor()
-    try:
-        scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
-        return Cursor(str(scope), int(version))
-    except ValueError:
-        description = "is not a token of this list; begin again without one"
-        raise InvalidRequest.field("page_token", token, description) from None
+            raise InvalidRequest.field("offset", part.head.offset, description)
+        offset += len(part.data)
+        yield part.data, part.head.crc32
 
 
 def service(registry: Registry) -> grpc_server.Service:
     """What `grpc_server.start` serves."""
-    add = registry_pb2_grpc.add_RegistryServiceServicer_to_server
-    return add, RegistryService(registry), SERVICE_NAME
+    return _add, RegistryService(registry), SERVICE_NAME
+
+
+def _add(servicer: RegistryService, server: grpc.aio.Server) -> None:
+    """The generated handlers, after those of the methods that carry bytes: the first one serves."""
+    upload = grpc.stream_unary_rpc_method_handler(
+        servicer.UploadPart, decode_part, pb.UploadPartResponse.SerializeToString
+    )
+    download = grpc.unary_stream_rpc_method_handler(
+        servicer.DownloadAdapter, pb.DownloadAdapterRequest.FromString, encode_piece
+    )
+    handlers: dict[str, Any] = {"UploadPart": upload, "DownloadAdapter": download}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)])
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(servicer, server)

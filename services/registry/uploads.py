@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import TENSOR_FILE, File
+from loraplex.chunk_wire import Data
 from loraplex.errors import InvalidRequest, NotFound
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
@@ -167,7 +168,7 @@ class Uploads:
         return [_covered(file, parts.get(index, [])) for index, file in enumerate(session.files)]
 
     async def receive(
-        self, session: Session, path: str, offset: int, chunks: AsyncIterator[tuple[bytes, int]]
+        self, session: Session, path: str, offset: int, chunks: AsyncIterator[tuple[Data, int]]
     ) -> FileState:
         """Store the bytes of one file that follow `offset`; returns how far the file is then.
 
