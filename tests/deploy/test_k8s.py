@@ -12,6 +12,10 @@ import pytest
 import yaml
 
 from services.common import env
+from services.gateway import config as gateway_config
+from services.registry import config as registry_config
+from services.worker import config as worker_config
+from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
@@ -22,6 +26,11 @@ VERSION = "1.32"
 @pytest.fixture(params=OVERLAYS)
 def overlay(request: pytest.FixtureRequest) -> Path:
     return K8S / "overlays" / str(request.param)
+
+
+MTLS = "prod-mtls"
+PATHS = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+SERVICES = ["registry", "gateway", "worker"]
 
 
 def workloads(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,10 +76,15 @@ def test_pods_are_locked_down(overlay: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["registry", "gateway", "worker"])
-def test_services_are_probed_over_grpc_on_a_port_they_open(overlay: Path, name: str) -> None:
+def test_services_are_probed_on_a_port_they_open(overlay: Path, name: str) -> None:
     deployment = next(doc for doc in workloads(render(overlay)) if doc["metadata"]["name"] == name)
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     opened = {port["containerPort"] for port in container["ports"]}
+    if overlay.name == MTLS:
+        for probe, path in PATHS.items():
+            assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
+            assert "grpc" not in container[probe], "the kubelet knows no TLS there"
+        return
     expected = {
         "startupProbe": "readiness",
         "readinessProbe": "readiness",
@@ -99,3 +113,64 @@ def test_grace_period_covers_the_drain(overlay: Path) -> None:
             pre_stop_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
             drain_s = float(values["LORAPLEX_DRAIN_S"])
             assert pod["terminationGracePeriodSeconds"] > drain_s + pre_stop_s
+
+
+def _environment(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
+    """The variables of a service's container that the manifests give a value."""
+    shared = next(doc for doc in documents if identity(doc) == ("ConfigMap", "loraplex"))
+    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    own = {var["name"]: var["value"] for var in container["env"] if "value" in var}
+    return {**shared["data"], **own}
+
+
+def _mounted(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
+    """Where a service's container has which Secret."""
+    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+    pod = deployment["spec"]["template"]["spec"]
+    secrets = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+    mounts = pod["containers"][0]["volumeMounts"]
+    return {m["mountPath"]: secrets[m["name"]] for m in mounts if m["name"] in secrets}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_files(
+    name: str, tmp_path: Path
+) -> None:
+    documents = render(K8S / "overlays" / MTLS)
+    assert _mounted(documents, name)["/etc/loraplex/tls"] == f"loraplex-tls-{name}"
+    house = Authority(tmp_path / "house")
+    pair = house.issue(name)
+    files = {"ca.crt": house.ca, "tls.crt": pair.cert, "tls.key": pair.key}
+    secrets = {f"/etc/loraplex/tls/{file}": str(path) for file, path in files.items()}
+    (tmp_path / "token").write_text("service-token-0123456789abcdef")
+    secrets["/etc/loraplex/auth/service-token"] = str(tmp_path / "token")
+    given = _environment(documents, name)
+    environ = {key: secrets.get(value, value) for key, value in given.items()}
+    environ |= {"LORAPLEX_STATE_DIR": str(tmp_path), "LORAPLEX_CACHE_DIR": str(tmp_path)}
+    modules = {"registry": registry_config, "gateway": gateway_config, "worker": worker_config}
+    config = modules[name].from_env(environ)
+    assert config.tls.proves_services
+    assert config.tls.door(for_services=True) is not None
+
+
+def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> None:
+    documents = render(K8S / "overlays" / MTLS)
+    registry = _environment(documents, "registry")
+    listen = registry["LORAPLEX_REGISTRY_SERVICE_LISTEN"].rpartition(":")[2]
+    gateway = _environment(documents, "gateway")
+    assert gateway["LORAPLEX_REGISTRY_ADDRESS"] == f"registry:{listen}"
+    assert set(registry["LORAPLEX_SERVICE_NAMES"].split(",")) == set(SERVICES)
+    assert gateway["LORAPLEX_TLS_SERVER_NAME"] == "worker"
+    service = next(doc for doc in documents if identity(doc) == ("Service", "registry"))
+    assert int(listen) in {port["port"] for port in service["spec"]["ports"]}
+    policies = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "NetworkPolicy"}
+    opened = [
+        (rule.get("from"), port["port"])
+        for rule in policies["registry"]["spec"]["ingress"]
+        for port in rule["ports"]
+    ]
+    only = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}]
+    assert (only, int(listen)) in opened and (None, int(listen)) not in opened
+    reached = {p["port"] for rule in policies["gateway"]["spec"]["egress"] for p in rule["ports"]}
+    assert int(listen) in reached and 50052 not in reached
