@@ -196,8 +196,9 @@ def make_mask(stack: Stack, runs: Sequence[RowRun], num_rows: int, dtype: torch.
         if run.slot in place:
             coefs[run.begin : run.end, place[run.slot]] += run.coef
             is_used[run.begin : run.end, place[run.slot]] = -1
-    counts = torch.tensor([num for _, num in stack.owners])
-    owners = torch.tensor([place[slot] for slot, _ in stack.owners]).repeat_interleave(counts)
+    counts = torch.tensor([num for _, num in stack.owners], dtype=torch.int64)
+    places = torch.tensor([place[slot] for slot, _ in stack.owners], dtype=torch.int64)
+    owners = places.repeat_interleave(counts)  # none where no adapter of the step has rank rows
     return Mask(is_used[:, owners], coefs[:, owners] * stack.scales)
 
 

@@ -1,0 +1,160 @@
+"""Bases of random, odd geometry, and adapters that combine several features at once."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from tests.worker.parity.adapters import ATTENTION, EXPERT_FAMILIES
+from tests.worker.parity.bases import TinyBase
+
+FAMILIES = (
+    "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma2Config",
+    "Gemma3TextConfig", "Phi3Config", "MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig",
+)  # fmt: skip
+HEADS = ((7, 1), (3, 3), (5, 1), (6, 2), (9, 3), (1, 1), (8, 2))
+"""(query heads, key heads)."""
+RANKS = (1, 2, 3, 5, 7, 16, 31, 64, 255, 256)
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def unusual_base(seed: int, folder: Path) -> TinyBase:
+    """A random geometry of a random family, saved in a random dtype and number of shards."""
+    rng = random.Random(seed)
+    family = FAMILIES[seed % len(FAMILIES)]
+    heads, kv_heads = rng.choice(HEADS)
+    vocab_size = rng.choice((97, 130, 257, 391))
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": rng.choice((20, 36, 52, 70, 90, 126)),
+        "intermediate_size": rng.choice((33, 50, 94, 131)),
+        "num_hidden_layers": rng.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice((2, 6, 10, 16, 20, 34)),
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "eos_token_id": [vocab_size - 1, 3],
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice((1e-5, 1e-6)),
+    }
+    fields |= _of_family(family, rng, fields)
+    config = getattr(transformers, family)(**fields)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the others want widths in steps of 16 bytes
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_loud = "Gemma" in family and "embed" in name
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * noise
+        else:
+            parameter.data.copy_((0.02 if is_loud else 0.15) * noise)
+        parameter.data.copy_(parameter.data.to(dtype))  # what the file can hold
+        parameter.requires_grad_(False)
+    saved = copy.deepcopy(model).to(dtype)  # rotary tables of the model itself stay float32
+    saved.save_pretrained(folder, max_shard_size=rng.choice(("20KB", "10GB")))
+    return TinyBase(f"{family}-{seed}", folder, model)
+
+
+def _of_family(family: str, rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """What only some configs have."""
+    window = {"sliding_window": rng.choice((5, 17, 33))}
+    match family:
+        case "LlamaConfig":
+            biases = {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+            return {**biases, "hidden_size": fields["num_attention_heads"] * rng.choice((6, 11))}
+        case "MistralConfig":
+            return window
+        case "MixtralConfig":
+            return {**window, "num_local_experts": 3, "num_experts_per_tok": 2}
+        case "Qwen2Config" | "Phi3Config":  # these have no head_dim of their own
+            return {"hidden_size": fields["num_attention_heads"] * fields["head_dim"]}
+        case "Gemma2Config" | "Gemma3TextConfig":
+            width = fields["num_attention_heads"] * rng.choice((6, 11))
+            return {**window, "query_pre_attn_scalar": rng.choice((9, 24)), "hidden_size": width}
+        case "Qwen2MoeConfig" | "Qwen3MoeConfig":
+            own = {
+                "hidden_size": fields["num_attention_heads"] * fields["head_dim"],
+                "shared_expert_intermediate_size": 22,
+            }
+            return {
+                **(own if "2" in family else {}),
+                "num_experts": 5,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 18,
+                "norm_topk_prob": rng.random() < 0.5,
+            }
+    return {}
+
+
+def unusual_adapter(base: TinyBase, seed: int, folder: Path) -> Path:
+    """Random features of PEFT at once, random values, saved in a random dtype."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    config = _config(base, rng)
+    model = peft.get_peft_model(copy.deepcopy(base.model), config)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "lora_magnitude" in name:
+            parameter.data *= 1.0 + 0.2 * noise
+        elif "lora_" in name:
+            parameter.data.copy_(0.15 * noise / max(1.0, config.r / 32))
+        elif parameter.requires_grad:
+            parameter.data += 0.1 * noise
+    dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _config(base: TinyBase, rng: random.Random) -> peft.LoraConfig:
+    config = base.model.config
+    is_phi3, is_sparse = config.model_type == "phi3", config.model_type in EXPERT_FAMILIES
+    attention = ["qkv_proj", "o_proj"] if is_phi3 else ATTENTION
+    mlp = ["gate_up_proj", "down_proj"] if is_phi3 else MLP
+    linears = attention if is_sparse else [*attention, *mlp]
+    targets = rng.sample(linears, rng.randrange(1, len(linears) + 1))
+    fields: dict[str, object] = {
+        "r": rng.choice(RANKS),
+        "lora_alpha": rng.choice((1, 8, 16.5, 64)),
+        "use_rslora": rng.random() < 0.3,
+        "use_dora": rng.random() < 0.3,
+        "bias": rng.choice(("none", "none", "all", "lora_only")),
+        "task_type": "CAUSAL_LM",
+    }
+    if not fields["use_dora"] and fields["bias"] == "none":
+        fields["lora_bias"] = rng.random() < 0.3
+    if rng.random() < 0.4 and len(targets) > 1:
+        fields["rank_pattern"] = {targets[0]: rng.choice(RANKS)}
+        fields["alpha_pattern"] = {targets[-1]: 5}
+    if rng.random() < 0.3 and not config.tie_word_embeddings:
+        targets += rng.sample(["embed_tokens", "lm_head"], rng.choice((1, 2)))
+        if fields.get("lora_bias"):
+            fields["lora_bias"] = False
+    elif rng.random() < 0.3:
+        ids = rng.sample(range(config.vocab_size), 3)
+        fields["trainable_token_indices"] = ids
+    saved = []
+    if rng.random() < 0.3:
+        saved.append("input_layernorm")
+    if rng.random() < 0.2 and "o_proj" not in targets:
+        saved.append("layers.0.self_attn.o_proj")
+    fields["modules_to_save"] = saved or None
+    fields["target_modules"] = targets
+    if rng.random() < 0.2 and config.num_hidden_layers > 1:
+        fields["layers_to_transform"] = [1]
+    return peft.LoraConfig(**fields)
