@@ -111,7 +111,7 @@ def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, exact: Stack) 
         ({"input": ""}, "input"),
         ({"input": ["a", 3]}, "input"),
         ({"input": "a" * 600}, "input"),
-        ({"input": "a", "dimensions": 16}, "dimensions"),
+        ({"input": "a", "dimensions": 100_000}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "colour": "red"}, "colour"),
         ({"input": "a", "model": ""}, "model"),
