@@ -256,6 +256,8 @@ async def test_keys_bound_what_their_holders_see_and_do(
             await stranger.get("acme/sql")
         with pytest.raises(NotFound):
             await stranger.set_tag("acme/sql", "prod", {1: 1})
+        with pytest.raises(PermissionDenied, match="cannot publish for 'acme'"):
+            await _upload(stranger, tmp_path, "acme/mine", 2)
         assert [v async for v in stranger.list()] == []
         with pytest.raises(PermissionDenied):
             await reader._channel.call(reader._stub.Reindex, pb.ReindexRequest())
