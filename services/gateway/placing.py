@@ -113,13 +113,18 @@ class Placing:
 
     async def _hedge(self, view: WorkerView, open_streams: list[TokenStream]) -> None:
         """Wait for the first news, for long with a second placement. Mutates: open_streams, which
-        ends up as the one stream that goes on."""
+        ends up as the one stream that goes on.
+
+        Where no other worker promises better it is looked for again later, at ever longer
+        intervals: a request that one worker has forgotten must not wait there for its deadline.
+        """
         begin_s, estimated_s = now_s(), first_token_s(view, self._placement)
         delay_s = self._hedging.delay_s(estimated_s)
-        if await open_streams[0].has_news(delay_s) or not self._submit_beside(
-            delay_s, open_streams
-        ):
-            await open_streams[0].has_news(None)
+        while not await open_streams[0].has_news(delay_s):
+            if self._submit_beside(now_s() - begin_s, open_streams):
+                break
+            delay_s *= 2.0
+        if len(open_streams) == 1:
             if not open_streams[0].failed:
                 self._hedging.observe(now_s() - begin_s, estimated_s)
             return

@@ -96,6 +96,27 @@ def test_a_slow_worker_is_hedged_within_the_budget() -> None:
     assert max(each.first_s - each.began_s for each in seen) < 1.0
 
 
+def test_a_request_that_its_worker_forgets_is_placed_anew_where_its_adapter_is_not() -> None:
+    """At first no other worker promises better than the time that has passed."""
+
+    async def main() -> Seen:
+        house = House(1, workers=["w0", "w1"], adapters=["a"])
+        await house.start(1, AdmissionLimits())
+        gateway = house.gateways[0]
+        sampling = AskedSampling(max_tokens=3, ignore_eos=True)
+        calls = [GenerateCall(f"r{n}", "t", "a", TokenPrompt((n,)), sampling) for n in range(4)]
+        for call in calls[:3]:
+            assert (await house.ask(gateway, call)).is_whole
+        (home,) = [worker for worker in house.workers.values() if worker.num_submitted]
+        home.slow = 1e6
+        seen = await house.ask(gateway, calls[3])
+        await house.close()
+        return seen
+
+    seen = run_virtually(main())
+    assert seen.is_whole and seen.first_s - seen.began_s < 5.0
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     def moments(seed: int) -> list[tuple[float, float, float]]:
         chaos = Chaos(seed)
