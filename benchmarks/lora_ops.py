@@ -18,8 +18,9 @@ from benchmarks.machine import write_results
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.records import Records
+from services.worker.kernels.lora.runs import row_runs
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch, row_runs
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import AddLora
 from services.worker.native.bindings import load_native
 from services.worker.native.isa import has_amx
@@ -70,7 +71,7 @@ def main() -> None:
     dtype = torch.bfloat16 if has_amx() else torch.float32
     paths: dict[str, AddLora] = {"torch": portable.add_lora}
     if native is not None:
-        paths[native.isa] = NativeLora(native, may_replace_rows=False).add_lora
+        paths[native.isa] = NativeLora(native).add_lora
     rows = []
     for num_inputs, num_outputs in WIDTHS:
         for num_adapters in (1, 8, 32):

@@ -27,9 +27,10 @@ from benchmarks.gpu import common
 from services.worker.kernels.lora import triton as lora
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan, family_of
+from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.tuned import capability_of, tuned_plan, write_plans
-from services.worker.kernels.lora.worklist import RowRun
 
 L2_BYTES = 256 << 20
 MAX_SITES = 32
@@ -111,7 +112,7 @@ class OpBench:
     ) -> Callable[[], None]:
         """One pass over all sites."""
         ranks = self.lora.rank_stride(runs)
-        work = lora.StepWork(self.tables, len(runs), self.lora.fit(plan, len(x), ranks), ranks)
+        work = StepWork(self.tables, len(runs), self.lora.fit(plan, len(x), ranks), ranks)
         work.fill(runs)
         work.count()
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.tables import SiteDelta
-from services.worker.kernels.lora.worklist import RowRun
 
 SEGMENT_ROWS = 16
 KERNEL_FOLDERS = (

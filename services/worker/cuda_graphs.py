@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from services.worker.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.decoder import Decoder
 from services.worker.request import StepPlan

@@ -13,9 +13,11 @@ from services.worker.attention.triton import (
     choose_splits,
     decode_tiles,
 )
-from services.worker.kernels.lora.triton import DeviceLora, StepWork, disjoint_passes
+from services.worker.kernels.lora.runs import RowRun, disjoint_passes
+from services.worker.kernels.lora.step_work import StepWork
+from services.worker.kernels.lora.triton import DeviceLora
 from services.worker.kernels.lora.tuned import tuned_plan
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch

@@ -11,10 +11,11 @@ from torch import Tensor
 from services.worker.cuda_graphs import DecodeGraphs
 from services.worker.decode_inputs import DecodeInputs
 from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.side_stream import SideStream
 from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import Operators
 from services.worker.layers.triton_operators import TritonOperators
 from services.worker.memory.buffer import KvBuffer

@@ -10,8 +10,9 @@ import torch
 
 from services.worker.attention.backend import AttentionMetadata, KvCacheParams
 from services.worker.kernels.lora.records import Records
+from services.worker.kernels.lora.runs import RowRun, row_runs
 from services.worker.kernels.lora.tables import DeltaTable
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch

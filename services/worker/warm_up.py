@@ -11,7 +11,8 @@ from services.worker.attention.triton import (
     TritonAttentionMetadata,
     decode_tiles,
 )
-from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora, StepWork
+from services.worker.kernels.lora.step_work import StepWork
+from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora
 from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.sampling.triton import draw

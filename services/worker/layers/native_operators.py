@@ -46,9 +46,9 @@ class NativeOperators:
             return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
 
-    def add_lora(self, may_replace_rows: bool) -> AddLora:
+    def add_lora(self) -> AddLora:
         """See Operators."""
-        return NativeLora(self.native, may_replace_rows).add_lora
+        return NativeLora(self.native).add_lora
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""

@@ -41,8 +41,8 @@ class Operators(Protocol):
         """A base product; the weight `[out, in]` is not needed afterwards."""
         ...
 
-    def add_lora(self, may_replace_rows: bool) -> AddLora:
-        """The low-rank update; at the head adapters may replace rows."""
+    def add_lora(self) -> AddLora:
+        """The low-rank update, and rows that adapters bring of their own."""
         ...
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
@@ -72,7 +72,7 @@ class TorchOperators:
         """See Operators."""
         return DenseLinear(weight)
 
-    def add_lora(self, may_replace_rows: bool) -> AddLora:
+    def add_lora(self) -> AddLora:
         """See Operators."""
         return self._lora.add_lora
 

@@ -36,9 +36,9 @@ class TritonOperators:
         """See Operators."""
         return self._torch.linear(weight)
 
-    def add_lora(self, may_replace_rows: bool) -> AddLora:
+    def add_lora(self) -> AddLora:
         """See Operators."""
-        return TritonLora(self, may_replace_rows)
+        return TritonLora(self)
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
@@ -64,26 +64,22 @@ class TritonOperators:
 class TritonLora:
     """The low-rank update of a site; implements `EarlyUpdate`."""
 
-    def __init__(self, operators: TritonOperators, may_replace_rows: bool) -> None:
+    def __init__(self, operators: TritonOperators) -> None:
         self._operators = operators
-        self._may_replace_rows = may_replace_rows
 
     def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `DeviceLora.start`."""
-        if lora.works and not self._in_torch(site_id, lora):
+        if lora.works and not lora.replaces_rows(site_id):
             self._kernels.start(x, site_id, lora)
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `kernels/lora`."""
         if not lora.works and not lora.runs:
             return
-        if self._in_torch(site_id, lora):
+        if lora.replaces_rows(site_id):
             portable.add_lora(y, x, site_id, lora)
         else:
             self._kernels.add_lora(y, x, site_id, lora)
-
-    def _in_torch(self, site_id: int, lora: LoraBatch) -> bool:
-        return self._may_replace_rows and lora.replaces_rows(site_id)
 
     @property
     def _kernels(self) -> DeviceLora:

@@ -111,7 +111,7 @@ class Builder:
         self.linears[site_id] = base
         if bias is not None:
             self.biases[site_id] = bias
-        return LoraLinear(site_id, base, bias, self.operators.add_lora(True))
+        return LoraLinear(site_id, base, bias, self.operators.add_lora())
 
     def _layer(self, layer: int, make_mlp: Callable[[Builder, int], Mlp]) -> DecoderLayer:
         prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size

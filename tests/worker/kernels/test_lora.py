@@ -11,9 +11,10 @@ from services.worker.kernels.lora import naive
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.records import Records
+from services.worker.kernels.lora.runs import RowRun, row_runs
 from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
+from services.worker.kernels.lora.worklist import LoraBatch
 from tests.worker.kernels.native_isas import ISAS, native
 
 SITE, NUM_SITES = 3, 5
@@ -29,12 +30,12 @@ def fast(request):
         return portable.add_lora
     if request.param == "stacked":
         return StackedLora().add_lora
-    return NativeLora(native(request.param), may_replace_rows=True).add_lora
+    return NativeLora(native(request.param)).add_lora
 
 
 @pytest.fixture(params=ISAS)
 def compiled(request):
-    return NativeLora(native(request.param), may_replace_rows=False).add_lora
+    return NativeLora(native(request.param)).add_lora
 
 
 def batch_of(runs, table) -> LoraBatch:

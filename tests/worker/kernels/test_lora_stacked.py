@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from services.worker.kernels.lora import naive, stacked
+from services.worker.kernels.lora.runs import row_runs
 from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch, row_runs
+from services.worker.kernels.lora.worklist import LoraBatch
 
 SITE, NUM_INPUTS, NUM_OUTPUTS = 0, 24, 40
 PARTS = ((0, 16), (16, 24), (24, 40))

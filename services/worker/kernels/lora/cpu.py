@@ -10,18 +10,16 @@ from services.worker.native.bindings import Native
 
 
 class NativeLora:
-    """`add_lora` of one loaded library, at the sites of one kind."""
+    """`add_lora` of one loaded library."""
 
-    def __init__(self, native: Native, may_replace_rows: bool) -> None:
-        """`may_replace_rows`: adapters may bring rows of their own (the head), which is rare."""
+    def __init__(self, native: Native) -> None:
         self._native = native
-        self._may_replace_rows = may_replace_rows
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """As `torch.add_lora`; y and x float32 or bfloat16, tiles of any float dtype."""
         if not lora.runs:
             return
-        if self._may_replace_rows and lora.replaces_rows(site_id):
+        if lora.replaces_rows(site_id):
             portable.add_lora(y, x, site_id, lora)
         else:
             self._native.add_lora(y, x, site_id, lora.packed_runs)

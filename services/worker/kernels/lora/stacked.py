@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.tables import SiteDelta, Tile
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 
 MAX_STACKED_BYTES = 1 << 30
 """Of all sites together; beyond them runs are computed one by one."""

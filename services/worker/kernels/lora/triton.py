@@ -7,7 +7,6 @@ captured graph serves any mix of adapters.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,88 +15,16 @@ from torch import Tensor
 
 from services.worker.kernels.launch import must_widen, num_programs
 from services.worker.kernels.lora import triton_kernels as kernels
-from services.worker.kernels.lora import triton_work
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan
+from services.worker.kernels.lora.runs import RowRun, disjoint_passes
 from services.worker.kernels.lora.side_stream import SideStream
+from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.tuned import tuned_plan
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 
-MIN_RUNS = 256
-"""Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
 RANK_STRIDE_STEP = 16
 ALIGNED_ELEMENTS = 16
-
-
-class StepWork:
-    """Room for the runs of one step and for what kernels compute from them.
-
-    Runs of one `StepWork` cover disjoint rows: rows that combine adapters take several.
-    """
-
-    def __init__(
-        self, tables: DeviceTables, max_runs: int, plan: LoraPlan, rank_stride: int
-    ) -> None:
-        """
-        Args:
-            max_runs: rounded up to a power of two.
-            rank_stride: floats of a row of the planes; no adapter of the step has more ranks.
-        """
-        device = tables.arena.device
-        self.tables = tables
-        self.plan = plan
-        self.rank_stride = rank_stride
-        self.max_runs = max(MIN_RUNS, power_of_two(max_runs))
-        self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
-        self.ends = torch.zeros(
-            (2, tables.num_sites, self.max_runs), dtype=torch.int32, device=device
-        )
-
-    def fill(self, runs: Sequence[RowRun]) -> None:
-        """Copy a step's runs to the device; `count` must follow."""
-        assert len(runs) <= self.max_runs, (len(runs), self.max_runs)
-        self.runs.copy_(runs_tensor(runs, self.max_runs), non_blocking=True)
-
-    def count(self) -> None:
-        """Count the items of all sites in one launch."""
-        tables, short, long = self.tables, self.plan.short, self.plan.long
-        triton_work.count_work[(tables.num_sites,)](
-            self.runs,
-            tables.index,
-            tables.records,
-            tables.in_features,
-            self.ends,
-            tables.num_sites,
-            self.plan.short_max,
-            short.block_rows,
-            short.block_ranks,
-            short.split_inputs,
-            short.block_outputs,
-            long.block_rows,
-            long.block_ranks,
-            long.split_inputs,
-            long.block_outputs,
-            MAX_RUNS=self.max_runs,
-        )
-
-
-def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
-    """int32 `[max_runs, 4]` on the host: slot, begin, end, float32 bits of the coefficient."""
-    words = [(run.slot, run.begin, run.end, _float_bits(run.coef)) for run in runs]
-    words += [(0, 0, 0, 0)] * (max_runs - len(words))
-    table = torch.tensor(words, dtype=torch.int32)
-    return table.pin_memory() if torch.cuda.is_available() else table
-
-
-def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
-    """Split runs, sorted by first row, into as few lists as cover no row twice."""
-    passes: list[list[RowRun]] = []
-    for run in runs:
-        home = next((done for done in passes if done[-1].end <= run.begin), None)
-        if home is None:
-            passes.append(home := [])
-        home.append(run)
-    return passes
 
 
 def rank_stride_of(num_ranks: int) -> int:
@@ -313,15 +240,5 @@ def expand_constants(
     }
 
 
-def power_of_two(number: int) -> int:
-    """The smallest that is not below."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def _alignment(tables: DeviceTables, site_id: int) -> int:
     return ALIGNED_ELEMENTS if tables.is_aligned[site_id] else 1
-
-
-def _float_bits(value: float) -> int:
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits

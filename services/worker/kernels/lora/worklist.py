@@ -1,13 +1,9 @@
-"""Which adapters each row of a batch uses, and the row runs that kernels walk.
-
-Rows come in the fixed batch order (contexts, then generations; inside each by first slot, base rows
-last), so an adapter has at most two runs unless requests combine several. Rows are never regrouped.
-"""
+"""Which adapters each row of a batch uses, and where kernels find them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,20 +12,11 @@ from torch import Tensor
 
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.records import Records, pack_runs
+from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.tables import DeltaTable
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from services.worker.kernels.lora.triton import StepWork
-
-
-@dataclass(frozen=True, slots=True)
-class RowRun:
-    """Token rows [begin, end) that use `slot` with one coefficient."""
-
-    slot: int
-    coef: float
-    begin: int
-    end: int
+    from services.worker.kernels.lora.step_work import StepWork
 
 
 @dataclass(frozen=True)
@@ -94,23 +81,3 @@ class LoraBatch:
             if begin < end:
                 runs.append(RowRun(run.slot, run.coef, begin, end))
         return LoraBatch(tuple(runs), self.table, self.records, self.tables)
-
-
-def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
-    """Merge neighbours into runs.
-
-    Args:
-        rows: in batch order, (number of token rows, [(slot, coefficient), ...]) of each request.
-    """
-    begins: dict[tuple[int, float], int] = {}
-    runs: list[RowRun] = []
-    row = 0
-    for num_tokens, adapters in rows:
-        used = set(adapters)
-        for key in [key for key in begins if key not in used]:
-            runs.append(RowRun(*key, begins.pop(key), row))
-        for key in adapters:
-            begins.setdefault(key, row)
-        row += num_tokens
-    runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
-    return tuple(sorted(runs, key=lambda run: (run.begin, run.slot)))

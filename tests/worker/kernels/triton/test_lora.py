@@ -10,8 +10,10 @@ from services.worker.kernels.lora import naive
 from services.worker.kernels.lora import triton as fast
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan, Tiling
+from services.worker.kernels.lora.runs import RowRun, disjoint_passes, row_runs
+from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.tables import SiteDelta
-from services.worker.kernels.lora.worklist import LoraBatch, RowRun, row_runs
+from services.worker.kernels.lora.worklist import LoraBatch
 from tests.worker.kernels.triton.adapters import (
     TOLERANCE,
     PackedArena,
@@ -45,8 +47,8 @@ def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64)):
 
 def apply(y, x, runs, tables, plan, num_ranks=256):
     planes = fast.Planes(16 * len(x), num_ranks, x.device)
-    for part in fast.disjoint_passes(runs):
-        work = fast.StepWork(tables, len(part), plan, num_ranks)
+    for part in disjoint_passes(runs):
+        work = StepWork(tables, len(part), plan, num_ranks)
         work.fill(part)
         work.count()
         fast.add_lora(y, x, SITE, work, planes)
@@ -96,7 +98,7 @@ def test_rows_that_combine_adapters_add_up(device):
     rng = random.Random(5)
     tables, table = build(rng, (4, 20, 20), torch.float32, device, 1024)
     runs = (RowRun(0, 0.5, 0, 3), RowRun(1, -2.0, 1, 4), RowRun(2, 1.0, 3, 4))
-    assert [len(part) for part in fast.disjoint_passes(runs)] == [2, 1]
+    assert [len(part) for part in disjoint_passes(runs)] == [2, 1]
     plain = {key: SiteDelta(d.slices, d.a, d.b, d.scales) for key, d in table.items()}
     for slot in range(NUM_ADAPTERS):
         tables.remove(slot)

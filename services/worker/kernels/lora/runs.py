@@ -1,0 +1,51 @@
+"""The row runs of a batch: which token rows use which adapter. Pure arithmetic.
+
+Rows come in the fixed batch order (contexts, then generations; inside each by first slot, base rows
+last), so an adapter has at most two runs unless requests combine several. Rows are never regrouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Token rows [begin, end) that use `slot` with one coefficient."""
+
+    slot: int
+    coef: float
+    begin: int
+    end: int
+
+
+def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
+    """Merge neighbours into runs.
+
+    Args:
+        rows: in batch order, (number of token rows, [(slot, coefficient), ...]) of each request.
+    """
+    begins: dict[tuple[int, float], int] = {}
+    runs: list[RowRun] = []
+    row = 0
+    for num_tokens, adapters in rows:
+        used = set(adapters)
+        for key in [key for key in begins if key not in used]:
+            runs.append(RowRun(*key, begins.pop(key), row))
+        for key in adapters:
+            begins.setdefault(key, row)
+        row += num_tokens
+    runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
+    return tuple(sorted(runs, key=lambda run: (run.begin, run.slot)))
+
+
+def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
+    """Split runs, sorted by first row, into as few lists as cover no row twice."""
+    passes: list[list[RowRun]] = []
+    for run in runs:
+        home = next((done for done in passes if done[-1].end <= run.begin), None)
+        if home is None:
+            passes.append(home := [])
+        home.append(run)
+    return passes
