@@ -1,4 +1,5 @@
-"""The low-rank update alone, 32 rows: C++ and torch against the bytes that must move.
+"""The low-rank update alone, 32 rows: C++, torch (stacked adapters) and a loop over runs in torch,
+against the bytes that must move.
 
     python -m benchmarks.lora_ops
 
@@ -19,6 +20,7 @@ from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.runs import row_runs
+from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import AddLora
@@ -69,13 +71,16 @@ def main() -> None:
     limits = measure_limits()
     native = load_native("auto")
     dtype = torch.bfloat16 if has_amx() else torch.float32
-    paths: dict[str, AddLora] = {"torch": portable.add_lora}
-    if native is not None:
-        paths[native.isa] = NativeLora(native).add_lora
     rows = []
     for num_inputs, num_outputs in WIDTHS:
         for num_adapters in (1, 8, 32):
             batch, num_sites = make_batch(num_inputs, num_outputs, num_adapters)
+            paths: dict[str, AddLora] = {
+                "torch": StackedLora().add_lora,
+                "loop": portable.add_lora,
+            }
+            if native is not None:
+                paths[native.isa] = NativeLora(native).add_lora
             x = torch.randn(NUM_ROWS, num_inputs).to(dtype)
             y = torch.zeros(NUM_ROWS, num_outputs, dtype=dtype)
             ranks = sum(rank_of(adapter) for adapter in range(num_adapters))
