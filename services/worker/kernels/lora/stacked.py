@@ -121,7 +121,7 @@ class StackedLora:
         members = {run.slot: delta for run, delta in uses}
         rank = sum(len(delta.scales) for delta in members.values())
         work = len(x) * rank * (x.shape[1] + y.shape[1])
-        if work > len(uses) * WORTH_OF_A_RUN:
+        if len(members) < 2 or work > len(uses) * WORTH_OF_A_RUN:
             return None
         stack = self._stacks.get(site_id)
         if stack is not None and stack.holds(uses, rank):
