@@ -27,6 +27,7 @@ part() {
 part 10 nvidia-smi
 part 120 "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini -q -p no:cacheprovider tests/worker/kernels/triton
 part 130 "$PYTHON" -m benchmarks.gpu.gpu_decode --shape llama-3-8b --out "$OUT"
+part 45 "$PYTHON" -m benchmarks.overlap --device cuda --shape llama-3-8b --batch 64 --out "$OUT"
 part 55 "$PYTHON" -m benchmarks.gpu.prefill --out "$OUT"
 part 60 "$PYTHON" -m benchmarks.gpu.gpu_lora_ops --out "$OUT" $PEERS
 part 75 "$PYTHON" -m benchmarks.gpu.slora_tables --settings s2,s1 --out "$OUT"

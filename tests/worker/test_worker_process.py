@@ -39,7 +39,7 @@ def worker() -> Iterator[WorkerProcess]:
         asyncio.run(publish_adapters(worker, ["one", "two", "three", "four", "damaged"]))
         damaged = worker.root / "objects" / blob_key(_tensor_sha256(worker, "damaged"))
         damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
-        worker.start(LORAPLEX_STEP_TIMEOUT_S="4")
+        worker.start(LORAPLEX_STEP_TIMEOUT_S="4", LORAPLEX_OVERLAP="on")
         yield worker
 
 

@@ -20,6 +20,7 @@ from services.worker.request import (
     batch_order,
 )
 from services.worker.runner import TorchRunner
+from services.worker.runner_protocol import LaunchedStep
 
 
 @dataclass(slots=True)
@@ -30,6 +31,9 @@ class Job:
     slots: tuple[tuple[int, float], ...] = ()
     arrival_step: int = 0
     samples: list[SampledRow] = field(default_factory=list)
+
+
+Pairs = list[tuple[PlannedRow, Job]]
 
 
 def greedy(name: str, prompt: Sequence[int], num_tokens: int, **changes: object) -> Request:
@@ -53,27 +57,51 @@ class Driver:
         blocks = [self._free.pop() for _ in range(self.runner.adapter_blocks(folder))]
         self.runner.load_adapter(slot, folder, blocks)
 
-    def run(self, jobs: Sequence[Job], *, chunk: int = 1000) -> list[list[int]]:
-        """Run all jobs to `max_tokens` in one continuous batch; their outputs."""
+    def run(
+        self, jobs: Sequence[Job], *, chunk: int = 1000, overlaps: bool = False
+    ) -> list[list[int]]:
+        """Run all jobs to `max_tokens` in one continuous batch; their outputs.
+
+        Args:
+            overlaps: launch each step before the one before it is collected, where a request's
+                next step does not depend on what that one chooses.
+        """
         step = 0
-        while any(not _done(job) for job in jobs):
-            active = [job for job in jobs if job.arrival_step <= step and not _done(job)]
+        in_flight: list[tuple[LaunchedStep, Pairs]] = []
+        while in_flight or any(not _done(job) for job in jobs):
+            active = [job for job in jobs if job.arrival_step <= step and not _has_all(job)]
+            if any(self._has_outgrown(job.request) for job in active):
+                self._collect(in_flight)
             if active:
-                self._step(step, active, chunk)
+                in_flight.append(self._launch(step, active, chunk))
+            while len(in_flight) > (overlaps and bool(active)):
+                self._collect(in_flight)
             step += 1
         return [job.request.output_ids for job in jobs]
 
-    def _step(self, step: int, jobs: Sequence[Job], chunk: int) -> None:
+    def _launch(self, step: int, jobs: Sequence[Job], chunk: int) -> tuple[LaunchedStep, Pairs]:
         pairs = [(self._plan(job, chunk), job) for job in jobs]
         pairs.sort(key=lambda pair: batch_order(pair[0]))
-        results = self.runner.execute(StepPlan(step, tuple(row for row, _ in pairs)))
-        for (row, job), result in zip(pairs, results, strict=True):
-            assert result.request_id == job.request.request_id
+        launched = self.runner.launch(StepPlan(step, tuple(row for row, _ in pairs)))
+        choosing = [row.request for row, _ in pairs if row.chooses]
+        for output, request in enumerate(choosing):
+            request.promised_output = output
+            request.num_promised += 1
+        for row, job in pairs:
             job.request.num_computed += row.num_tokens
+        return launched, pairs
+
+    def _collect(self, in_flight: list[tuple[LaunchedStep, Pairs]]) -> None:
+        """Take in the oldest step, if there is one."""
+        if not in_flight:
+            return
+        launched, pairs = in_flight.pop(0)
+        for (row, job), result in zip(pairs, launched.result(), strict=True):
+            assert result.request_id == job.request.request_id
             job.samples.append(result)
-            if result.token_id is not None:
-                job.request.output_ids.append(result.token_id)
-            self._release(job.request, finished=_done(job))
+            if result.token_id is not None and job.request.num_promised:
+                job.request.take(result.token_id)
+            self._release(job.request, row.start + row.num_tokens, finished=_done(job))
 
     def _plan(self, job: Job, chunk: int) -> PlannedRow:
         request = job.request
@@ -85,24 +113,28 @@ class Driver:
         for table in request.block_tables:
             while len(table) * self.runner.tokens_per_block < end:
                 table.append(self._free.pop(self._rng.randrange(len(self._free))))
-        return PlannedRow(
-            request, request.num_computed, num_tokens, end == request.num_tokens, job.slots
-        )
+        is_last = end == request.num_foreseen
+        follows = request.promised_output if request.num_promised else None
+        start = request.num_computed
+        return PlannedRow(request, start, num_tokens, is_last, job.slots, follows)
+
+    def _has_outgrown(self, request: Request) -> bool:
+        base_switch_len = self.runner.model_info().rope_switch_len
+        switch_len = request.rope.switch_len if request.rope else base_switch_len
+        return switch_len is not None and request.num_foreseen > switch_len and not request.is_long
 
     def _switch_rope(self, request: Request) -> None:
         """As the scheduler does: a request that has grown long is computed anew."""
-        base_switch_len = self.runner.model_info().rope_switch_len
-        switch_len = request.rope.switch_len if request.rope else base_switch_len
-        if switch_len is not None and request.num_tokens > switch_len and not request.is_long:
+        if self._has_outgrown(request):
             self._free += [block for table in request.block_tables for block in table]
             request.block_tables, request.num_computed, request.is_long = [], 0, True
 
-    def _release(self, request: Request, *, finished: bool) -> None:
-        """Free blocks behind windows, or all of them."""
+    def _release(self, request: Request, end: int, *, finished: bool) -> None:
+        """Free blocks that nothing from position `end` on can see, or all of them."""
         for table, window in zip(request.block_tables, self.runner.kv_group_windows, strict=True):
             first = len(table)
             if not finished:
-                first = 0 if window is None else max(0, request.num_computed - window + 1)
+                first = 0 if window is None else max(0, end - window + 1)
                 first //= self.runner.tokens_per_block
             dead = [block for block in table[:first] if block != RELEASED_BLOCK]
             table[:first] = [RELEASED_BLOCK] * first
@@ -111,6 +143,11 @@ class Driver:
 
     def _poison(self, blocks: Sequence[int]) -> None:
         self.runner.arena.data[list(blocks)] = 0xFF
+
+
+def _has_all(job: Job) -> bool:
+    """True when nothing is left to compute, though a step may be under way."""
+    return _done(job) if job.request.pooling else job.request.is_ending
 
 
 def _done(job: Job) -> bool:

@@ -35,7 +35,9 @@ def set_stage(base_name: str, root: Path) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
     adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
-    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20)
+    runner = build_runner(
+        base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20, overlap="on"
+    )
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
     for name, slot in slots.items():

@@ -37,7 +37,7 @@ def stage(request, tmp_path_factory) -> Stage:
 
 def test_mixed_batch_equals_peft_token_for_token(stage):
     jobs = make_jobs(stage, 1, NUM_NEW_TOKENS, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19)
+    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
     total = Verdict()
     for name, verdict, logprob_error in judge(stage, jobs):
         total.add(verdict)
@@ -48,7 +48,7 @@ def test_mixed_batch_equals_peft_token_for_token(stage):
 def test_mixed_batch_equals_each_request_alone(stage):
     together = make_jobs(stage, 2, NUM_NEW_TOKENS, stagger=True)
     alone = make_jobs(stage, 2, NUM_NEW_TOKENS, stagger=False)
-    outputs = stage.driver.run([job for _, job in together], chunk=23)
+    outputs = stage.driver.run([job for _, job in together], chunk=23, overlaps=True)
     for (name, job), expected in zip(alone, outputs, strict=True):
         assert stage.driver.run([job]) == [expected], name
 
