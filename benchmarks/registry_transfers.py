@@ -12,31 +12,41 @@ from typing import Any
 import registry_load as load
 from measuring import median_ratio, timed
 from registry_process import RegistryProcess
+from registry_stream import CountingServer
 
-from loraplex.publishing import Publication
+from loraplex.publishing import Publication, local_files
+from loraplex.uploading import hash_files, ignore_progress
 
 MB = 1_000_000
 _COPY_BYTES = 1 << 20
 
 
 async def transfers(work: Path, rounds: int) -> dict[str, Any]:
-    """Upload and pull of 100 MB as a share of the speed of copying and hashing the same bytes."""
-    seconds: dict[str, list[float]] = {"copy": [], "upload": [], "pull": []}
-    async with RegistryProcess(work / "transfers") as registry:
+    """Upload and pull of 100 MB as a share of the speed of copying and hashing the same bytes.
+
+    Beside them the bounds: a bare gRPC stream, and before it the hash that an upload declares.
+    """
+    names = ("copy", "hash", "stream", "upload", "pull")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    async with RegistryProcess(work / "transfers") as registry, CountingServer() as counting:
         await registry.register(load.base())
         for number in range(rounds + 1):
             folder = work / f"adapter-{number}"
             size = load.write_adapter(folder, 100 * MB, number)
             measured = await _one_transfer(registry, folder, work / "other", f"t{number}")
+            measured["stream"] = await counting.stream_s(size)
             for name, value in measured.items():
                 if number:  # The first round warms both sides up.
                     seconds[name].append(value)
             shutil.rmtree(folder)
+    bound = [a + b for a, b in zip(seconds["hash"], seconds["stream"], strict=True)]
     return {
         "adapter_bytes": size,
         "copy_and_sha256_mb_per_s": round(size / MB / statistics.median(seconds["copy"])),
         "upload_ratio": median_ratio(seconds["copy"], seconds["upload"]),
         "pull_ratio": median_ratio(seconds["copy"], seconds["pull"]),
+        "bound_of_upload_ratio": median_ratio(seconds["copy"], bound),
+        "bound_of_pull_ratio": median_ratio(seconds["copy"], seconds["stream"]),
         "rounds": {name: [round(value, 4) for value in all_] for name, all_ in seconds.items()},
     }
 
@@ -47,17 +57,19 @@ async def _one_transfer(
     with timed() as copy:
         copy_and_hash(folder, other)
     shutil.rmtree(other)
+    with timed() as hashing:
+        await hash_files(local_files(folder), ignore_progress)
     with timed() as upload:
         await registry.client.upload(folder, Publication(name))
     with timed() as pull:
         await registry.client.pull(name, other)
     shutil.rmtree(other)
     await registry.client.delete(name, every=True, purge=True)
-    return {"copy": copy[0], "upload": upload[0], "pull": pull[0]}
+    return {"copy": copy[0], "hash": hashing[0], "upload": upload[0], "pull": pull[0]}
 
 
 def copy_and_hash(source: Path, target: Path) -> None:
-    """As one would by hand: copy durably, in one pass with the hash."""
+    """As one would by hand: copy durably, in one pass with the hash. Pulls are synced too."""
     target.mkdir()
     for path in source.iterdir():
         digest = hashlib.sha256()

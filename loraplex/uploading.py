@@ -162,9 +162,9 @@ async def _parts(upload_id: str, file: LocalFile, offset: int) -> AsyncIterator[
 async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:
     """(chunk, its crc32) from `offset` on. The next ones are read while some are in use."""
 
-    def read() -> list[tuple[bytes, int]]:
+    def read() -> list[bytes]:
         chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-        return [(chunk, zlib.crc32(chunk)) for chunk in islice(chunks, _READ_AHEAD_CHUNKS)]
+        return list(islice(chunks, _READ_AHEAD_CHUNKS))
 
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -173,6 +173,6 @@ async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:
             while current := await reading:
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
                 for chunk in current:
-                    yield chunk
+                    yield chunk, zlib.crc32(chunk)
         finally:
             await asyncio.wait([reading])

@@ -1,0 +1,75 @@
+"""The bound of every transfer: a gRPC stream whose other end, another process, only counts bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from measuring import timed
+
+from loraplex.allocation import reuse_large_blocks
+from loraplex.channel import CHUNK_BYTES
+
+_METHOD = "/bench.Bytes/Count"
+
+
+class CountingServer:
+    """The other end, as a process. An async context manager."""
+
+    async def __aenter__(self) -> Self:
+        reuse_large_blocks()
+        self._child = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE)
+        assert self._child.stdout is not None
+        port = int(await asyncio.to_thread(self._child.stdout.readline))
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+        self._child.terminate()
+        await asyncio.to_thread(self._child.wait)
+
+    async def stream_s(self, num_bytes: int) -> float:
+        """Seconds that `num_bytes` take in chunks of a transfer's size."""
+        chunk = bytes(CHUNK_BYTES)
+        with timed() as elapsed:
+            call = self._channel.stream_unary(_METHOD)()
+            for begin in range(0, num_bytes, CHUNK_BYTES):
+                await call.write(chunk[: num_bytes - begin])
+            await call.done_writing()
+            assert int(await call) == num_bytes
+        return elapsed[0]
+
+
+class _Counting(grpc.GenericRpcHandler):
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return grpc.stream_unary_rpc_method_handler(self._count)
+
+    async def _count(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
+        num_bytes = 0
+        async for message in messages:
+            num_bytes += len(message)
+        return str(num_bytes).encode()
+
+
+async def _serve() -> None:
+    reuse_large_blocks()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([_Counting()])
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())
