@@ -119,6 +119,7 @@ def _tensor_table(path: Path) -> dict[str, TensorInfo]:
     """All tensors of all files, by name."""
     index = path / "model.safetensors.index.json"
     if not index.exists():
+        refuse_pickled(path)
         return _read_tensors(path / "model.safetensors")
     weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -133,6 +134,17 @@ def _tensor_table(path: Path) -> dict[str, TensorInfo]:
         description = f"{len(missing)} tensors of the index are in no shard; fetch the base again"
         raise InvalidRequest.field(f"{index.name}:weight_map", missing[0], description)
     return table
+
+
+def refuse_pickled(folder: Path) -> None:
+    """Raises InvalidRequest for a base whose only weights are pickles, which can run code."""
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    if pickles and not (folder / "model.safetensors").exists():
+        description = (
+            "may run code when it is read, so it is not; save the base as safetensors "
+            "(transformers' save_pretrained does)"
+        )
+        raise InvalidRequest.field(pickles[0].name, str(pickles[0]), description)
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:

@@ -28,7 +28,8 @@ class Rotary:
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.dim = config.dim
-        self._frequencies = torch.zeros(0, config.dim // 2, device=device)
+        self._num_pairs = (config.dim + 1) // 2  # an odd part of the head is rounded up
+        self._frequencies = torch.zeros(0, self._num_pairs, device=device)
         self._factors = torch.zeros(0, device=device)
         self.reserve(2)
         self.set(0, config)
@@ -38,7 +39,7 @@ class Rotary:
         """Make room for rows, before anything knows the table's address."""
         num_new = num_rows - len(self._factors)
         assert num_new >= 0, (num_rows, len(self._factors))
-        new_rows = self._frequencies.new_zeros(num_new, self.dim // 2)
+        new_rows = self._frequencies.new_zeros(num_new, self._num_pairs)
         self._frequencies = torch.cat((self._frequencies, new_rows))
         self._factors = torch.cat((self._factors, self._factors.new_zeros(num_new)))
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.errors import InvalidRequest
 from services.worker.model.config import read_json_object
 
@@ -121,6 +122,7 @@ def published(folder: Path) -> tuple[int, bool]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
+        refuse_pickled(folder)
         return [folder / "model.safetensors"]
     weight_map = read_json_object(index).get("weight_map", {})
     return [folder / name for name in sorted(set(weight_map.values()))]

@@ -27,6 +27,7 @@ _OPTIONAL = {
     "dynamic": ("original_max_position_embeddings",),
 }
 _OLD_NAMES = {"su": "longrope"}
+_NO_NUMBERS = frozenset({"short_factor", "long_factor", "truncate"})
 _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -39,8 +40,12 @@ def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.
     partial = reader.number("partial_rotary_factor", 1.0)
     scaling = reader.get("rope_scaling", {})
     params = reader.get("rope_parameters", scaling)
+    if not isinstance(params, dict):
+        raise reader.refuse("rope_parameters", params, "must be an object")
     if kind_of(params) == "longrope":
         params = _longrope(reader, params)
+    elif kind_of(params) in ("llama3", "yarn"):
+        params = _with_original(reader, params)
     return rope_from_params(reader, params, head_dim, theta, partial)
 
 
@@ -58,6 +63,14 @@ def _longrope(reader: ConfigReader, params: dict[str, Any]) -> dict[str, Any]:
     if type(original) is int and original > 0 and found.get("factor") is None:
         found["factor"] = reader.integer("max_position_embeddings", original) / original
     return found
+
+
+def _with_original(reader: ConfigReader, params: dict[str, Any]) -> dict[str, Any]:
+    """Files may leave out what equals the context."""
+    context = reader.get("max_position_embeddings")
+    if context is None or params.get("original_max_position_embeddings") is not None:
+        return params
+    return {**params, "original_max_position_embeddings": context}
 
 
 def rope_from_params(
@@ -80,16 +93,28 @@ def rope_from_params(
         if params.get(key) is None:
             raise reader.refuse(f"rope_parameters.{key}", None, f"is required by {kind}")
     kept = {k: v for k, v in params.items() if k not in _SPELLINGS and v is not None}
-    dim = int(head_dim * params.get("partial_rotary_factor", partial))
+    if kind != "default":
+        for key, value in kept.items():
+            if key not in _NO_NUMBERS:
+                _positive(reader, key, value)
+    theta = _positive(reader, "rope_theta", params.get("rope_theta", theta))
+    part = _positive(reader, "partial_rotary_factor", params.get("partial_rotary_factor", partial))
+    dim = int(head_dim * part)
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             kept[key] = _factors(reader, key, kept[key], dim // 2)
     return RopeConfig(
         dim=dim,
-        theta=float(params.get("rope_theta", theta)),
+        theta=theta,
         kind=kind,
         params=tuple(sorted(kept.items())) if kind != "default" else (),
     )
+
+
+def _positive(reader: ConfigReader, key: str, value: Any) -> float:
+    if type(value) in (int, float) and math.isfinite(value) and value > 0:
+        return float(value)
+    raise reader.refuse(f"rope_parameters.{key}", value, "must be a number above 0")
 
 
 def _factors(reader: ConfigReader, key: str, value: Any, count: int) -> tuple[float, ...]:

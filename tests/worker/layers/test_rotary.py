@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from services.worker.layers.rotary import Rotary, rotate
 from services.worker.model.config import ConfigReader
@@ -63,3 +64,22 @@ def test_components_beyond_the_rotated_part_stay():
     assert rotary.dim == 8
     assert turned[..., 8:].equal(x[..., 8:])
     assert not turned[..., :8].equal(x[..., :8])
+
+
+def test_an_odd_part_of_the_head_is_rounded_up_as_in_transformers():
+    params = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.17}
+    config = transformers.Phi3Config(
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        pad_token_id=0,
+        rope_parameters=dict(params),
+    )
+    positions = torch.tensor([1, 7, 300])
+    expected, _ = Phi3RotaryEmbedding(config)(torch.zeros(1), positions[None])
+    rope = read_rope(ConfigReader({"rope_parameters": params}), HEAD_DIM)
+    assert rope.dim == 5
+    cos, _ = Rotary(rope, torch.device("cpu")).cos_sin(positions, torch.float32)
+    torch.testing.assert_close(cos[:, 0], expected[0, :, : cos.shape[-1]], rtol=0, atol=0)
+    assert 2 * cos.shape[-1] == expected.shape[-1]

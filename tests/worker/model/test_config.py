@@ -70,6 +70,10 @@ def test_what_is_unknown_or_odd_is_refused_by_name(tmp_path, key, value):
             "short_factor",
         ),
         ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": "2"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "default", "rope_theta": "many"}, "rope_theta"),
+        ({"rope_type": "default", "partial_rotary_factor": True}, "partial_rotary_factor"),
         ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
     ],
 )
@@ -112,3 +116,17 @@ def test_a_null_window_of_mistral_differs_from_an_absent_one(tmp_path):
     _, null = read_model_config(write(tmp_path, model_type="mistral", sliding_window=None))
     assert absent.windows == (4096, 4096)
     assert null.windows == (None, None)
+
+
+def test_what_a_rope_leaves_out_is_the_context_as_in_transformers(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    _, config = read_model_config(
+        write(tmp_path, rope_parameters=yarn, max_position_embeddings=2048)
+    )
+    assert dict(config.ropes[0].params)["original_max_position_embeddings"] == 2048
+
+
+def test_rope_parameters_that_are_no_object_are_refused_by_name(tmp_path):
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, rope_parameters="linear"))
+    assert field_of(error) == "config.json:rope_parameters"

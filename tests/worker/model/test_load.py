@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapter_format import geometry_from_folder
 from loraplex.errors import InvalidRequest
 from services.worker.layers.operators import TorchOperators
 from services.worker.model.families import read_model_config
@@ -116,3 +117,12 @@ def test_sites_and_places_cover_every_linear(base):
     site = sites.sites[place.site_id]
     assert (site.layer, site.in_features, site.out_features) == (1, 64, 128)
     assert (place.out_begin, place.out_features) == (96, 32)
+
+
+def test_a_base_in_pickles_only_is_refused_with_the_way_out(base, tmp_path):
+    (tmp_path / "config.json").write_bytes((base.folder / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    for read in (build, geometry_from_folder):
+        with pytest.raises(InvalidRequest, match="safetensors") as refused:
+            read(tmp_path)
+        assert refused.value.violations[0].field == "pytorch_model.bin"
