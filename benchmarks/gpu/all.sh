@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that is measured on a GPU, in one go: tests, decode, prefill, operators, the tables of
+# Everything that is measured on a GPU, in one go: tests, decode, overlap, prefill, operators, the tables of
 # the S-LoRA paper, loading.
 #
 #     benchmarks/gpu/all.sh [OUT_DIR]
@@ -25,12 +25,12 @@ part() {
 }
 
 part 10 nvidia-smi
-part 120 "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini -q -p no:cacheprovider tests/worker/kernels/triton
+part 110 "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini -q -p no:cacheprovider tests/worker/kernels/triton
 part 130 "$PYTHON" -m benchmarks.gpu.gpu_decode --shape llama-3-8b --out "$OUT"
 part 45 "$PYTHON" -m benchmarks.overlap --device cuda --shape llama-3-8b --batch 64 --out "$OUT"
 part 55 "$PYTHON" -m benchmarks.gpu.prefill --out "$OUT"
 part 60 "$PYTHON" -m benchmarks.gpu.gpu_lora_ops --out "$OUT" $PEERS
-part 75 "$PYTHON" -m benchmarks.gpu.slora_tables --settings s2,s1 --out "$OUT"
+part 60 "$PYTHON" -m benchmarks.gpu.slora_tables --settings s2,s1 --out "$OUT"
 part 30 "$PYTHON" -m benchmarks.gpu.cold_load --out "$OUT"
-part 60 "$PYTHON" -m benchmarks.gpu.gpu_decode --shape llama-2-7b --steps 200 --out "$OUT"
+part 40 "$PYTHON" -m benchmarks.gpu.gpu_decode --shape llama-2-7b --steps 200 --out "$OUT"
 exit "$failed"

@@ -92,11 +92,7 @@ def choose(
         return heads.logits(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
 
     ends = [end for _, end in _token_spans(plan.rows)]
-    turns = [
-        next_turn(row, None if row.follows is None else before[row.follows])
-        for row in plan.rows
-        if row.chooses
-    ]
+    turns = [next_turn(row, before) for row in plan.rows if row.chooses]
     last_rows = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.chooses]
     scores = _score_prompts(plan.rows, logits_of)
     choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids)

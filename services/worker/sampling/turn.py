@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.worker.request import PlannedRow, Request, SamplingParams
+from services.worker.transfers import to_device
 
 
 class Turn(NamedTuple):
@@ -16,8 +17,10 @@ class Turn(NamedTuple):
     request: Request
     position: int
     """Of the token in the request's output."""
-    before: Tensor | None = None
-    """int64 `[]`: the token before it, where only the device knows that one yet."""
+    follows: int | None = None
+    """Which of `outputs` is the token before it; None = that one is known."""
+    outputs: Tensor | None = None
+    """int64 `[n]` on the device: what the step before chose."""
 
     @property
     def params(self) -> SamplingParams:
@@ -26,12 +29,14 @@ class Turn(NamedTuple):
 
     def output_ids(self, device: torch.device) -> Tensor:
         """int64 `[position]`: the output so far."""
-        known = self.request.output_ids[: self.position - (self.before is not None)]
-        ids = torch.tensor(known, dtype=torch.int64, device=device)
-        return ids if self.before is None else torch.cat((ids, self.before[None]))
+        known = self.request.output_ids[: self.position - (self.follows is not None)]
+        ids = to_device(torch.tensor(known, dtype=torch.int64), device)
+        if self.follows is None or self.outputs is None:
+            return ids
+        return torch.cat((ids, self.outputs[self.follows : self.follows + 1]))
 
 
-def next_turn(row: PlannedRow, before: Tensor | None = None) -> Turn:
-    """The turn that follows the last position of `row`."""
-    request = row.request
-    return Turn(request, row.start + row.num_tokens - len(request.prompt_ids), before)
+def next_turn(row: PlannedRow, outputs: Tensor | None = None) -> Turn:
+    """The turn that follows the last position of `row`; `outputs` = of the step before."""
+    position = row.start + row.num_tokens - len(row.request.prompt_ids)
+    return Turn(row.request, position, row.follows, outputs)

@@ -160,7 +160,9 @@ def test_frequency_counts_and_presence_does_not():
 def test_a_token_that_only_the_device_knows_counts_like_any_other(params):
     known, promised = make_request([2, 0, 2], **params), make_request([2, 0], **params)
     logits = torch.tensor([[1.0, -2.0, 3.0], [1.0, -2.0, 3.0]])
-    edit_logits(logits, [turn_of(known), Turn(promised, 3, before=torch.tensor(2))], ())
+    edit_logits(
+        logits, [turn_of(known), Turn(promised, 3, follows=1, outputs=torch.tensor([9, 2]))], ()
+    )
     assert logits[0].equal(logits[1])
 
 
