@@ -8,7 +8,7 @@ from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import KvLayout, grow_tables, release_tables
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import RELEASED_BLOCK, AdapterSet, Request, SamplingParams
+from services.worker.request import RELEASED_BLOCK, AdapterSet, OwnRope, Request, SamplingParams
 
 BLOCK = 4
 
@@ -82,6 +82,13 @@ def test_nothing_is_shared_across_tenants_salts_and_adapter_sets(other: dict[str
     stage.run([1] * 20, **first)
     assert stage.run([1] * 20, **first) == 16
     assert stage.run([1] * 20, **{**first, **other}) == 0
+
+
+def test_what_lies_before_an_invocation_is_the_base_s_only_under_the_base_s_rope() -> None:
+    stage, activated = Stage(), {"adapters": AdapterSet((("a", 1.0),)), "adapters_from": 18}
+    assert stage.run([1] * 20) == 0
+    assert stage.run([1] * 20, **activated) == 16
+    assert stage.run([1] * 20, rope=OwnRope("yarn", None), **activated) == 0
 
 
 def test_scored_prompts_match_nothing() -> None:

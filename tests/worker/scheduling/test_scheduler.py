@@ -157,26 +157,6 @@ TestClusteredWindows = ClusteredWindowsMachine.TestCase
 TestFair = FairMachine.TestCase
 
 
-def test_a_request_that_outgrows_the_short_rotation_is_computed_anew_once() -> None:
-    stage = Stage(rope_switch_len=10)
-    request = make_request("grows", num_prompt=8, max_tokens=6)
-    stage.submit(request)
-    starts = []
-    while not stage.finished:
-        starts += [(row.start, row.num_tokens) for row in stage.step().rows]
-    assert starts == [(0, 8), (8, 1), (9, 1), (0, 11), (11, 1), (12, 1)]
-
-
-def test_long_and_short_requests_share_no_prefix() -> None:
-    stage = Stage(rope_switch_len=10)
-    for name, num_prompt in (("short", 9), ("long", 12), ("long again", 12)):
-        request = make_request(name, num_prompt=num_prompt, max_tokens=1)
-        stage.submit(request)
-        while name not in stage.finished:
-            stage.step()
-        assert request.num_cached == (8 if name == "long again" else 0)
-
-
 def test_an_activated_adapter_shares_what_lies_before_its_invocation_with_the_base() -> None:
     stage = Stage()
     digest = "sha256:a"
