@@ -1,4 +1,4 @@
-"""The bound of every transfer: a gRPC stream whose other end, another process, only counts bytes."""
+"""The bound of every transfer: a gRPC stream whose other end, a process, only counts bytes."""
 
 from __future__ import annotations
 
