@@ -226,13 +226,14 @@ class Placing:
         return choose(others, self._placement) or choose(views, self._placement)
 
     async def _wait_for_worker(self) -> WorkerView | None:
-        wait_s = min(self._limits.wait_for_worker_s, self._job.deadline_s - now_s())
+        left_s = self._job.deadline_s - now_s()
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(min(self._limits.wait_for_worker_s, left_s)):
                 while (view := self._choose()) is None:
                     await self._workers.next_change()
         except TimeoutError:
-            if now_s() >= self._job.deadline_s:
+            # Not asked of the clock: rounding may put it just before the deadline.
+            if left_s <= self._limits.wait_for_worker_s:
                 raise _deadline_passed() from None
             return None
         return view

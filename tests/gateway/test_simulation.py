@@ -44,6 +44,11 @@ def test_accepted_streams_survive_seeded_faults(part: int) -> None:
     assert found["whole"] > 100
 
 
+def test_a_stream_without_a_worker_ends_at_its_deadline_and_says_so() -> None:
+    """One of ten thousand seeds: rounding put the end of the wait before the deadline."""
+    assert _run(range(14_149, 14_150))["DEADLINE_EXCEEDED"] > 0
+
+
 def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
     """Its connections stand, nothing comes: as with a stopped process or a dead switch."""
 
