@@ -138,13 +138,18 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
 
 
 def add_when_loaded(parser: argparse.ArgumentParser) -> None:
-    """`--when-loaded[=TIME]`; the bare form is spelled out by `spelled_out`."""
+    """`--when-loaded[=TIME]` and `--wait`; the bare form is spelled out by `spelled_out`."""
     parser.add_argument(
         "--when-loaded",
         metavar="TIME",
         type=seconds,
         default=0.0,
-        help="move the tags only once workers have loaded the version, and wait for it; bare: 5m",
+        help="move the tags only once workers have loaded the version; bare: within 5m",
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="with --when-loaded: return once the tags have moved; exit 6 if they cannot",
     )
 
 

@@ -103,7 +103,7 @@ async def _upload(args: argparse.Namespace) -> None:
             published = await client.upload(args.dir, publication, bar)
         print_warnings(published.warnings)
         _print_published(published, args.json)
-        if args.when_loaded:
+        if args.when_loaded and args.wait:
             version = published.version
             for tag in [*args.tag, *([] if args.no_latest else ["latest"])]:
                 await until_moved(client, version.ref, tag, {version.version: 1})

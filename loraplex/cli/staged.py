@@ -1,4 +1,4 @@
-"""Waiting for staged moves: `--when-loaded` returns when the tag has moved, or cannot."""
+"""Waiting for staged moves: `--wait` returns when the tag has moved, or cannot."""
 
 from __future__ import annotations
 

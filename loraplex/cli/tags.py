@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.catalog import sides_of
+from loraplex.cli.catalog import pending_of, sides_of
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
 from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
@@ -99,11 +99,11 @@ def _side(text: str) -> tuple[int, int]:
 
 def _print(tag: Tag, as_json: bool) -> None:
     if not as_json:
-        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}")
+        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending_of(tag)}")
         return
     import dataclasses
 
-    first = (tag.targets or (None,))[0]
+    first = (tag.pending or tag.targets or (None,))[0]
     print_json(
         {
             **dataclasses.asdict(tag),
@@ -130,7 +130,7 @@ async def _tag(args: argparse.Namespace) -> None:
             expect=args.expect,
             when_loaded_s=args.when_loaded,
         )
-        if tag.pending:
+        if tag.pending and args.wait:
             tag = await until_moved(client, version.ref, tag.tag, {version.version: 1})
     _print(tag, args.json)
 
@@ -145,7 +145,7 @@ async def _split(args: argparse.Namespace) -> None:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
         )
-        if tag.pending:
+        if tag.pending and args.wait:
             ref = f"{tag.tenant}/{tag.name}:v{min(targets)}"
             tag = await until_moved(client, ref, tag.tag, targets)
     _print(tag, args.json)

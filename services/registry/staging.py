@@ -51,7 +51,8 @@ class Staging:
         mover: str,
         within_s: float,
     ) -> TagRecord:
-        """Note targets as pending. A tag that points there already stays as it is.
+        """Note targets as pending; the last word counts, also on how long it may take. A tag that
+        points there already stays as it is.
 
         Raises:
             Conflict: the tag is not what `expect` (a digest, or "none") says.
@@ -62,8 +63,8 @@ class Staging:
 
         def step(current: TagRecord | None) -> TagRecord | None:
             check_expected(place, current, expect)
-            if current is not None and wanted in (current.targets, current.pending):
-                return None
+            if current is not None and wanted == current.targets:
+                return _without_pending(current, "") if current.pending else None
             before = current or moved(place, None, (), mover, secrets.token_hex(8))
             return dataclasses.replace(
                 before,
@@ -92,7 +93,7 @@ class Staging:
                 reason = "no worker had it loaded in time"
             if reason:
                 shown = f"{describe(current.pending)} was not taken: {reason}"
-                return _without_pending(current, current.generation + 1, shown)
+                return _without_pending(current, shown)
             mover = current.pending_mover
             return moved(place, current, current.pending, mover, secrets.token_hex(8))
 
@@ -143,10 +144,10 @@ class Staging:
         return record
 
 
-def _without_pending(record: TagRecord, generation: int, reason: str) -> TagRecord:
+def _without_pending(record: TagRecord, reason: str) -> TagRecord:
     return dataclasses.replace(
         record,
-        generation=generation,
+        generation=record.generation + 1,
         pending=(),
         pending_reason=reason,
         pending_until_s=0.0,

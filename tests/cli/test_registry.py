@@ -81,7 +81,10 @@ def test_staged_move_that_no_gateway_takes_up_exits_6_and_leaves_the_tag(
 ) -> None:
     registry.json("upload", str(adapter), "--name", "staged", "--tag", "prod")
     registry.json("upload", _other(registry), "--name", "staged", "--no-latest")
-    code, error = registry.error("tag", "staged:v2", "prod", "--when-loaded=1s")
+    staged = registry.json("tag", "staged:v2", "prod", "--when-loaded")
+    assert (staged["version"], staged["targets"][0]["version"]) == (2, 1)
+    assert "pending v2" in registry("show", "staged:v1").stdout
+    code, error = registry.error("tag", "staged:v2", "prod", "--when-loaded=1s", "--wait")
     assert (code, error["reason"]) == (6, "NOT_LOADED")
     shown = registry.json("show", "staged:v1")
     prod = next(tag for tag in shown["adapter_tags"] if tag["tag"] == "prod")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.stack import ADAPTERS, Stack, start
+from tests.e2e.stack import ADAPTERS, Stack, eventually, start
 
 NAME = "staged"
 
@@ -54,7 +54,7 @@ def test_tag_moves_once_the_version_is_loaded(own: Stack) -> None:
     own.complete(NAME, "warm")
     new = digest_of(own, 2)
     assert new not in resident(own)
-    moved = own.run_registry("tag", f"{NAME}:v2", "latest", "--when-loaded=60s", "--json")
+    moved = own.run_registry("tag", f"{NAME}:v2", "latest", "--when-loaded=60s", "--wait", "--json")
     assert [t["version"] for t in json.loads(moved.stdout)["targets"]] == [2]
     assert [t["version"] for t in tag_of(own)["targets"]] == [2]
     assert new in resident(own)
@@ -70,7 +70,8 @@ def test_version_that_cannot_be_loaded_leaves_the_tag_and_shows_why(own: Stack) 
     blob = blob_path(own.state_dir, tensors["sha256"])
     whole = blob.read_bytes()
     blob.write_bytes(b"\0" * len(whole))
-    done = own.run_registry("tag", f"{NAME}:v3", "latest", "--when-loaded=30s", check=False)
+    words = ("tag", f"{NAME}:v3", "latest", "--when-loaded=30s", "--wait")
+    done = own.run_registry(*words, check=False)
     assert done.returncode == 6 and "was not taken" in done.stderr
     assert "was not taken" in tag_of(own)["pending_reason"]
     assert tag_of(own)["targets"] == before
@@ -81,7 +82,7 @@ def test_version_that_cannot_be_loaded_leaves_the_tag_and_shows_why(own: Stack) 
 def test_upload_can_be_staged_too(own: Stack) -> None:
     folder = str(ADAPTERS[3])
     own.run_registry("upload", folder, "--name", NAME, "--tag", "next", "--when-loaded")
-    assert [t["version"] for t in tag_of(own, "next")["targets"]] == [4]
+    eventually(lambda: [t["version"] for t in tag_of(own, "next")["targets"]] == [4])
     assert digest_of(own, 4) in resident(own)
 
 

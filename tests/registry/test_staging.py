@@ -81,6 +81,17 @@ async def test_move_by_hand_cancels_what_is_pending(registry: Registry, staged: 
     assert await _served(registry) == 3
 
 
+async def test_staging_again_counts_with_its_time_and_the_present_target_cancels(
+    registry: Registry, staged: TagRecord
+) -> None:
+    again = await registry.staging.begin(PROD, [Target(2, "")], None, "me", 5.0)
+    assert again.generation > staged.generation
+    assert again.pending_until_s < staged.pending_until_s
+    kept = await registry.staging.begin(PROD, [Target(1, "")], None, "me", 60.0)
+    assert (kept.pending, kept.targets) == ((), staged.targets)
+    assert (await _shown(registry)).pending_reason == ""
+
+
 async def test_version_deleted_meanwhile_is_never_moved_to(
     registry: Registry, staged: TagRecord
 ) -> None:
