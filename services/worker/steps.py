@@ -1,8 +1,7 @@
 """Steps in the order in which they were launched, beside their caller where they overlap.
 
 On a GPU the stream is the order, and what launches only enqueues. On a CPU it is one thread: torch
-and the kernels let go of the GIL while they compute. The kernels' threads serve one caller at a
-time, so two runners of one process must not compute at once.
+and the kernels let go of the GIL while they compute.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Compiled products and elementwise operators against torch; dispatch and building."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,17 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled):
     together = compiled.linear(x, packed, 300)
     for row in range(77):
         assert compiled.linear(x[row : row + 1], packed, 300).equal(together[row : row + 1])
+
+
+def test_callers_on_several_threads_take_turns(compiled):
+    torch.manual_seed(2)
+    packed = compiled.pack(torch.randn(300, 90))
+    inputs = [torch.randn(64, 90) for _ in range(4)]
+    expected = [compiled.linear(x, packed, 300) for x in inputs]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(50):
+            answers = list(callers.map(lambda x: compiled.linear(x, packed, 300), inputs))
+            assert all(answer.equal(y) for answer, y in zip(answers, expected, strict=True))
 
 
 @pytest.fixture

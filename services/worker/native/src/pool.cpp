@@ -28,6 +28,7 @@ inline void pause() {
 class Pool {
 public:
     void resize(int num_threads) {
+        std::lock_guard<std::mutex> caller(callers_);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stopping_ = true;
@@ -42,7 +43,9 @@ public:
     int size() const { return static_cast<int>(threads_.size()) + 1; }
 
     void run(Task task, const void* context, int64_t num_tasks) {
-        if (threads_.empty() || num_tasks == 1) {
+        if (num_tasks == 1) return task(context, 0);
+        std::lock_guard<std::mutex> caller(callers_);
+        if (threads_.empty()) {
             for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
             return;
         }
@@ -116,6 +119,7 @@ private:
     }
 
     std::vector<std::thread> threads_;
+    std::mutex callers_;  // one loop at a time: the fields below are its
     std::mutex mutex_;
     std::condition_variable wake_;
     std::atomic<bool> stopping_{false};

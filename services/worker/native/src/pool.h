@@ -6,12 +6,13 @@ namespace lpx {
 
 using Task = void (*)(const void* context, int64_t index);
 
-// Threads of every later loop, the caller included. Not to be called during one.
+// Threads of every later loop, the caller included.
 void set_threads(int num_threads);
 int num_threads();
 
 // Calls task(context, i) once for each i in [0, num_tasks), on any thread in any order, and returns
-// when all are done. Tasks must not depend on which thread runs them. One caller at a time.
+// when all are done. Tasks must not depend on which thread runs them, nor begin loops. Callers on
+// several threads take turns.
 void run_tasks(Task task, const void* context, int64_t num_tasks);
 
 // run_tasks for a lambda.
