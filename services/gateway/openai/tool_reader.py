@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import secrets
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -142,19 +142,11 @@ class ToolReader:
         return True
 
     def _text(self) -> bool:
-        marks = self._notation.opens
-        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
-        if not found:
-            ends = [settled(self._buffer, mark) for mark in marks]
-            end = min(ends, default=len(self._buffer))
-            self._delta.content += self._buffer[:end]
-            self._buffer = self._buffer[end:]
+        shown, opening, self._buffer = cut_at_mark(self._buffer, self._notation.opens)
+        self._delta.content += shown
+        if not opening:
             return False
-        place, mark = min(found)
-        end = len(self._buffer[:place].rstrip())
-        self._delta.content += self._buffer[:end]
-        self._opening = self._buffer[end : place + len(mark)]
-        self._buffer = self._buffer[place + len(mark) :]
+        self._opening = opening
         self._state, self._is_doubtful = _State.EXPECT, True
         return True
 
@@ -256,6 +248,20 @@ def settled(text: str, mark: str) -> int:
         if mark.startswith(text[-length:]):
             return len(text[:-length].rstrip())
     return len(text.rstrip())
+
+
+def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
+    """Text before the first of `marks`; the white space and the mark; what follows.
+
+    Without a mark: what can be shown already, "", and what may become white space and a mark.
+    """
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    if not found:
+        end = min((settled(text, mark) for mark in marks), default=len(text))
+        return text[:end], "", text[end:]
+    place, mark = min(found)
+    begin, end = len(text[:place].rstrip()), place + len(mark)
+    return text[:begin], text[begin:end], text[end:]
 
 
 def new_call_id(num_chars: int = 0) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.openai.schema_values import json_value
-from services.gateway.openai.tool_reader import CallDelta, Delta, new_call_id, settled
+from services.gateway.openai.tool_reader import CallDelta, Delta, cut_at_mark, new_call_id
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -87,19 +87,12 @@ class XmlReader:
         return delta
 
     def _text(self) -> bool:
-        marks = (_OPENS, _FUNCTION)
-        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
-        if not found:
-            end = min(settled(self._buffer, mark) for mark in marks)
-            self._delta.content += self._buffer[:end]
-            self._buffer = self._buffer[end:]
+        shown, opening, self._buffer = cut_at_mark(self._buffer, (_OPENS, _FUNCTION))
+        self._delta.content += shown
+        if not opening:
             return False
-        place, mark = min(found)
-        end = len(self._buffer[:place].rstrip())
-        self._delta.content += self._buffer[:end]
-        self._doubtful = self._buffer[end : place + len(mark)]
-        self._buffer = self._buffer[place + len(mark) :]
-        self._is_marked = mark == _OPENS
+        self._doubtful = opening
+        self._is_marked = opening.endswith(_OPENS)
         self._state = _State.OPENED if self._is_marked else _State.NAME
         return True
 
