@@ -13,6 +13,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 _DAY = datetime.timedelta(days=1)
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""Python 3.13 checks strictly: it wants this, and the identifiers of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +43,11 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _named(f"CA of {folder.name}")
-        builder = _builder(self._name, self._name, self._key)
+        builder = _builder(self._name, self._name, self._key, self._key)
         constraints = x509.BasicConstraints(ca=True, path_length=0)
-        certificate = builder.add_extension(constraints, critical=True).sign(
-            self._key, hashes.SHA256()
-        )
+        builder = builder.add_extension(constraints, critical=True)
+        builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
+        certificate = builder.sign(self._key, hashes.SHA256())
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
@@ -49,7 +61,8 @@ class Authority:
                 x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
             ]
         )
-        builder = _builder(_named(name), self._name, key).add_extension(names, critical=False)
+        builder = _builder(_named(name), self._name, key, self._key)
+        builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         pair.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -68,8 +81,13 @@ def _named(name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
 ) -> x509.CertificateBuilder:
+    own_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -79,4 +97,6 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _DAY)
         .not_valid_after(now + _DAY)
+        .add_extension(own_id, critical=False)
+        .add_extension(issuer_id, critical=False)
     )

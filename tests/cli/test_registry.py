@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import functools
 import json
 import os
 import pty
@@ -143,7 +144,9 @@ def test_misspelled_name_exits_2_with_the_corrected_spelling(registry: Any, adap
 def test_watch_reports_an_upload_and_an_interrupt_exits_130(registry: Any, adapter: Path) -> None:
     registry.json("upload", str(adapter), "--name", "seen-before")
     command = registry.argv("watch", "--json", "--registry", _address(registry))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+    # A runner in the background has interrupts ignored, which children would inherit.
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hears) as watch:
         assert watch.stdout is not None
         seen: list[dict[str, Any]] = []
         for line in watch.stdout:
