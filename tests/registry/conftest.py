@@ -15,12 +15,10 @@ import redis
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from services.common import grpc_server
-from services.common.redis_url import connect_redis
 from services.registry import server
-from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
+from services.registry.assembly import Registry
 from services.registry.metadata_server import find_binary
-from tests.registry.house import tiny_base
+from tests.registry.house import house_of
 from tests.s3_servers import FILE_AND_S3, objects_url_of, proven_store
 
 
@@ -64,12 +62,8 @@ def objects_folder(objects_url: str) -> Path:
 async def registry(objects_url: str, metadata_url: str) -> AsyncIterator[Registry]:
     """A registry that knows one base."""
     store = await proven_store(objects_url)
-    catalog = Catalog(connect_redis(metadata_url))
-    assembled = assemble(store, catalog)
-    await assembled.indexer.start()
-    await assembled.bases.register(tiny_base(), replace=False)
-    yield assembled
-    await catalog.close()
+    async with house_of(store, metadata_url) as assembled:
+        yield assembled
     await store.close()
 
 

@@ -7,13 +7,16 @@ import json
 import struct
 import zlib
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.adapter_format import File
 from loraplex.refs import LATEST, parse_name
 from services.common.objects import ObjectStore
+from services.common.redis_url import connect_redis
 from services.registry import layout
-from services.registry.assembly import Registry
+from services.registry.assembly import Registry, assemble
+from services.registry.catalog import Catalog
 from services.registry.records import BaseRecord
 from services.registry.uploads import Finished, Options, Session
 from tests.adapter_format.builders import (
@@ -30,6 +33,17 @@ CONFIG = "adapter_config.json"
 ANY_AGE_S = -2.0
 """Older than this is everything: stores may tell their clock in whole seconds."""
 TENSORS = "adapter_model.safetensors"
+
+
+@asynccontextmanager
+async def house_of(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry]:
+    """A registry that knows one base, over a store that somebody else closes."""
+    catalog = Catalog(connect_redis(metadata_url))
+    assembled = assemble(store, catalog)
+    await assembled.indexer.start()
+    await assembled.bases.register(tiny_base(), replace=False)
+    yield assembled
+    await catalog.close()
 
 
 def adapter_files(seed: int, **config: object) -> dict[str, bytes]:

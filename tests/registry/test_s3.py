@@ -19,16 +19,14 @@ from services.common.objects import (
 )
 from services.common.objects import probe as probe_module
 from services.common.objects.probe import UnsafeStore, probe
-from services.common.redis_url import connect_redis
 from services.registry import documents, layout
 from services.registry.access import Access
-from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
+from services.registry.assembly import Registry
 from services.registry.downloads import chunks_of
 from services.registry.gc import Collector
 from services.registry.records import TagRecord, Target, encode
 from services.registry.tags import Place, moved
-from tests.registry.house import ANY_AGE_S, orphans, publish, tiny_base
+from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -53,12 +51,8 @@ async def store(
 
 @pytest.fixture
 async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry]:
-    catalog = Catalog(connect_redis(metadata_url))
-    assembled = assemble(store, catalog)
-    await assembled.indexer.start()
-    await assembled.bases.register(tiny_base(), replace=False)
-    yield assembled
-    await catalog.close()
+    async with house_of(store, metadata_url) as assembled:
+        yield assembled
 
 
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:

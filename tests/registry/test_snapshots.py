@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.common.objects import ObjectStore, open_store
-from services.common.redis_url import connect_redis
 from services.registry import housekeeping, layout
-from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
+from services.registry.assembly import Registry
 from services.registry.housekeeping import copy_if_due
 from services.registry.snapshots import Snapshots
-from tests.registry.house import publish, tiny_base
+from tests.registry.house import house_of, publish
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 
 TURNS = 40
@@ -45,12 +43,8 @@ async def store(
 
 @pytest.fixture
 async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry]:
-    catalog = Catalog(connect_redis(metadata_url))
-    assembled = assemble(store, catalog)
-    await assembled.indexer.start()
-    await assembled.bases.register(tiny_base(), replace=False)
-    yield assembled
-    await catalog.close()
+    async with house_of(store, metadata_url) as assembled:
+        yield assembled
 
 
 async def _full_read(store: ObjectStore) -> list[tuple[str, bytes]]:
