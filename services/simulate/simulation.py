@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,9 +59,12 @@ class Simulation:
         self._digests = [_digest(index) for index in range(len(ranks))]
         self._ranks = dict(zip(self._digests, ranks, strict=True))
         self._workers = [
-            SimulatedWorker(f"worker-{i}", fleet.costs, fleet.engine, on_disk=fleet.on_disk)
+            SimulatedWorker(i, fleet.costs, fleet.engine, on_disk=fleet.on_disk)
             for i in range(fleet.num_workers)
         ]
+        self._by_id = {worker.worker_id: worker for worker in self._workers}
+        self._turns: list[tuple[float, int]] = []
+        """When workers step next, soonest first; only `SimulatedWorker.next_step_s` is true."""
         self._homes = HomeSizes()
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -84,13 +88,17 @@ class Simulation:
 
     def _run_until(self, moment_s: float | None) -> None:
         """Steps that begin before `moment_s`; None = until nothing is to do."""
-        while True:
-            worker = min(self._workers, key=lambda w: w.next_step_s)
-            begin_s = worker.next_step_s
-            if begin_s == math.inf or (moment_s is not None and begin_s >= moment_s):
-                return
-            output = worker.step()
-            self._take_in(output, worker, begin_s)
+        while self._turns and (moment_s is None or self._turns[0][0] < moment_s):
+            begin_s, index = heapq.heappop(self._turns)
+            worker = self._workers[index]
+            if begin_s != worker.next_step_s:
+                continue  # something came meanwhile, and with it another turn
+            self._take_in(worker.step(), worker, begin_s)
+            self._line_up(worker)
+
+    def _line_up(self, worker: SimulatedWorker) -> None:
+        if (moment_s := worker.next_step_s) < math.inf:
+            heapq.heappush(self._turns, (moment_s, worker.index))
 
     def _send(self, request_id: str, request: TracedRequest) -> None:
         digests = () if request.adapter is None else (self._digests[request.adapter],)
@@ -99,10 +107,11 @@ class Simulation:
         placement = Placement(key, digests, request.num_input, homes=size if digests else 0)
         view = choose([worker.view() for worker in self._workers], placement)
         assert view is not None, "every simulated worker takes requests"
-        worker = next(w for w in self._workers if w.worker_id == view.worker_id)
+        worker = self._by_id[view.worker_id]
         self._flights[request_id] = _Flight(request, key, worker)
         moment_s = request.arrival_s + self._fleet.costs.request_s
         worker.submit(moment_s, self._submit(request_id, request, digests), self._ranks)
+        self._line_up(worker)
 
     def _submit(self, request_id: str, request: TracedRequest, digests: tuple[str, ...]) -> Submit:
         """Prompts share no token, as random ones hardly do."""

@@ -21,11 +21,10 @@ DEADLOCK_STALLS = 10_000
 class SimulatedWorker:
     """An engine, its clock, and what its door would do: fetch adapters, deliver commands."""
 
-    def __init__(
-        self, worker_id: str, costs: Costs, config: EngineConfig, *, on_disk: bool
-    ) -> None:
+    def __init__(self, index: int, costs: Costs, config: EngineConfig, *, on_disk: bool) -> None:
         """`on_disk`: every adapter lies on the worker's disk already; nothing is fetched."""
-        self.worker_id = worker_id
+        self.index = index
+        self.worker_id = f"worker-{index}"
         self._costs = costs
         self._on_disk = on_disk
         self.clock = VirtualClock()
@@ -37,12 +36,14 @@ class SimulatedWorker:
         self._load = Load()
         self._residency: dict[str, Residency] = {}
         self._stalls = 0
-        self.in_flight = 0
+        self._in_flight = 0
         """Requests sent here that have not ended."""
+        self._view: WorkerView | None = None
 
     def submit(self, moment_s: float, request: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
-        self.in_flight += 1
+        self._in_flight += 1
+        self._view = None
         for digest in request.adapters.digests:
             self._fetch(moment_s, digest, ranks[digest])
         self._deliver(moment_s, request)
@@ -82,7 +83,8 @@ class SimulatedWorker:
         return output
 
     def _take_in(self, output: StepOutput) -> None:
-        self.in_flight -= len(output.failures) + sum(bool(t.finish_reason) for t in output.tokens)
+        self._view = None
+        self._in_flight -= len(output.failures) + sum(bool(t.finish_reason) for t in output.tokens)
         load = output.load
         self._load = Load(
             running_requests=load.running_requests,
@@ -107,13 +109,15 @@ class SimulatedWorker:
 
     def view(self) -> WorkerView:
         """What a gateway that hears of every step at once sees."""
-        return WorkerView(
-            worker_id=self.worker_id,
-            address=self.worker_id,
-            base_id="simulated",
-            connected=True,
-            ready=True,
-            load=self._load,
-            adapters=self._residency,
-            in_flight=self.in_flight,
-        )
+        if self._view is None:
+            self._view = WorkerView(
+                worker_id=self.worker_id,
+                address=self.worker_id,
+                base_id="simulated",
+                connected=True,
+                ready=True,
+                load=self._load,
+                adapters=self._residency,
+                in_flight=self._in_flight,
+            )
+        return self._view
