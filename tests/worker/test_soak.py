@@ -28,8 +28,10 @@ def digest_of(name: int, version: int) -> str:
     return "sha256:" + hashlib.sha256(f"{name}/{version}".encode()).hexdigest()
 
 
-def make_runner(base: Path, arena_bytes: int) -> TorchRunner:
-    return build_runner(base, device="cpu", dtype="float32", arena_bytes=arena_bytes)
+def make_runner(base: Path, arena_bytes: int, overlap: str) -> TorchRunner:
+    return build_runner(
+        base, device="cpu", dtype="float32", arena_bytes=arena_bytes, overlap=overlap
+    )
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Soak:
     """Names with versions, an engine that serves them, and one that serves one at a time."""
 
     root: Path
+    overlap: str
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     versions: dict[int, int] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -44,8 +47,8 @@ class Soak:
 
     def __post_init__(self) -> None:
         base = tiny.write_base(self.root / "base")
-        self.runner = make_runner(base, 1 << 20)
-        self.alone = make_runner(base, 1 << 20)
+        self.runner = make_runner(base, 1 << 20, self.overlap)
+        self.alone = make_runner(base, 1 << 20, "off")
         config = EngineConfig(
             str(base), "cpu", "float32", 0, "auto", 64, 64, 64, 8, None, "fcfs", True
         )
@@ -119,8 +122,11 @@ class Soak:
 
 
 @pytest.mark.long
-def test_five_thousand_names_are_served_as_their_digest_and_leave_nothing(tmp_path: Path) -> None:
-    soak = Soak(tmp_path)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_five_thousand_names_are_served_as_their_digest_and_leave_nothing(
+    tmp_path: Path, overlap: str
+) -> None:
+    soak = Soak(tmp_path, overlap)
     for name in range(NUM_NAMES):
         soak.upload(name)
     number, early, num_checked = 0, None, 0
