@@ -76,7 +76,7 @@ class Engine:
             if row.needs_logits:
                 row.request.take(1)
                 self.scheduler.took(row.request)
-        _ = self.scheduler.queued_tokens, self.scheduler.num_waiting_adapters
+        _ = self.scheduler.queued_tokens
         return time.thread_time() - begin_s
 
 

@@ -82,11 +82,6 @@ def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:
     )
 
 
-def violation_from_proto(message: common_pb2.FieldViolation) -> Violation:
-    """A violation from a message."""
-    return Violation(message.field, message.value, message.description)
-
-
 def files_to_proto(files: Iterable[File]) -> list[registry_pb2.FileSpec]:
     """Files as messages."""
     return [registry_pb2.FileSpec(path=f.path, size=f.size, sha256=f.sha256) for f in files]

@@ -25,7 +25,6 @@ from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
 
 METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
-MAJORITY = ("total", "frequency")
 
 
 @dataclass(frozen=True, slots=True)

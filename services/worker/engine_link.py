@@ -96,11 +96,6 @@ class EngineLink:
         """True while commands can be sent."""
         return self._is_up
 
-    @property
-    def process_id(self) -> int | None:
-        """Of the engine process, while there is one."""
-        return self._process.pid if self._process else None
-
     def send(self, *commands: Command) -> None:
         """Queue commands; those of one turn of the event loop travel together.
 

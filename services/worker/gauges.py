@@ -54,7 +54,6 @@ class Gauges:
             max_distinct_adapters=self._max_distinct_adapters,
             steps=self._steps,
             preemptions=scheduler.num_preemptions,
-            waiting_adapters=scheduler.num_waiting_adapters,
         )
 
 

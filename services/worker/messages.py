@@ -228,8 +228,6 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     max_distinct_adapters: int = 0
     steps: int = 0
     preemptions: int = 0
-    waiting_adapters: int = 0
-    """Distinct adapters that waiting requests need."""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):

@@ -181,11 +181,6 @@ class Request:
     adapters_ready_s: float | None = None
     """When all its adapters were on the device for the first time."""
     first_token_s: float | None = None
-    num_emitted_before: int = 0
-    """Output tokens that an earlier placement already sent (len(output_ids) at arrival)."""
-
-    def __post_init__(self) -> None:
-        self.num_emitted_before = len(self.output_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -220,13 +215,6 @@ class Request:
         """A promised token has come. Mutates the output."""
         self.num_promised -= 1
         self.output_ids.append(token_id)
-
-    def token_at(self, position: int) -> int:
-        """Token id at an absolute position."""
-        num_prompt = len(self.prompt_ids)
-        if position < num_prompt:
-            return self.prompt_ids[position]
-        return self.output_ids[position - num_prompt]
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens of positions [start, end)."""

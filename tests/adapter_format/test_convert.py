@@ -6,7 +6,7 @@ import pytest
 
 from loraplex import convert
 from loraplex.adapter_format import File
-from loraplex.errors import InvalidRequest, Violation
+from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2
 from tests.adapter_format.builders import tiny_geometry
 
@@ -17,9 +17,7 @@ def test_a_geometry_survives_the_wire() -> None:
     assert convert.geometry_from_proto(common_pb2.ModelGeometry.FromString(raw)) == geometry
 
 
-def test_violations_and_files_survive_the_wire() -> None:
-    violation = Violation.of("adapter_config.json:r", 0, "must be at least 1")
-    assert convert.violation_from_proto(convert.violation_to_proto(violation)) == violation
+def test_files_survive_the_wire() -> None:
     files = (File("README.md", 2**40, "0" * 64), File("adapter_config.json", 1, "1" * 64))
     assert convert.files_from_proto(convert.files_to_proto(files)) == files
 

@@ -41,8 +41,7 @@ def test_contexts_come_first_then_slots_rise_and_the_base_is_last() -> None:
 def test_tokens_are_counted_over_prompt_and_output() -> None:
     request = make_request(output_ids=[70, 71], num_computed=3)
     assert (request.num_tokens, request.num_pending, request.max_num_tokens) == (6, 3, 12)
-    assert [request.token_at(i) for i in (0, 3, 4, 5)] == [0, 3, 70, 71]
-    assert request.num_emitted_before == 2
+    assert (request.tokens(0, 1), request.tokens(3, 6)) == ([0], [3, 70, 71])
 
 
 def test_an_adapter_set_is_ordered_and_keyed_by_digests_and_weights() -> None:

@@ -35,9 +35,6 @@ from services.worker.adapters.values import Read, TensorFile, Values, check_fini
 from services.worker.model.own_rope import BaseRopes, own_ropes, switch_len_of
 from services.worker.model.sites import EMBEDDING, HEAD
 
-PLAIN_ROLES = frozenset({Role.A, Role.B, Role.LORA_BIAS})
-"""What the file alone decides."""
-
 
 class NeedsBase(Exception):
     """The adapter's image depends on the base's weights."""

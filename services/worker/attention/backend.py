@@ -88,14 +88,6 @@ class AttentionMetadata:
         """Complete a backend's own fields; called once a step, before the first layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PositionalEmbeddingParams:
-    """Asks a backend to apply the rotary embedding itself."""
-
-    dim: int
-    theta: float
-
-
 class AttentionBackend(Protocol):
     """Attention of one layer."""
 

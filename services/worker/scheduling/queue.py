@@ -53,11 +53,6 @@ class WaitingQueue:
         entry = self._entries.get(request_id)
         return entry and entry[-1]
 
-    @property
-    def num_adapters(self) -> int:
-        """Distinct adapters that the requests need."""
-        return len(self._adapters)
-
     def needing(self, digest: str) -> list[Request]:
         """Requests that use this adapter."""
         if digest not in self._adapters:

@@ -92,11 +92,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_waiting_adapters(self) -> int:
-        """Distinct adapters that waiting requests need."""
-        return self._waiting.num_adapters
-
-    @property
     def has_work(self) -> bool:
         """True while any request waits or runs."""
         return bool(self._waiting or self._running)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-WHOLE = 1 << 20
-"""As split_inputs: one plane for every site."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
