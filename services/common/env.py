@@ -179,6 +179,7 @@ TOOL_FORMAT: Knob[str] = Knob(
         "qwen3_coder",
         "phi4_mini_json",
         "pythonic",
+        "glm",
         "none",
     ),
     "auto",

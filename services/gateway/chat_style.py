@@ -20,6 +20,8 @@ class ToolFormat(enum.StrEnum):
     """`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder and Qwen 3.5."""
     PHI4_MINI = "phi4_mini_json"
     """`functools[{"name", "arguments"}]`, or `<|tool_call|>` instead: Phi-4-mini."""
+    GLM = "glm"
+    """`<tool_call>name`, `<arg_key>` and `<arg_value>` pairs, `</tool_call>`: GLM-4.5 and later."""
     PYTHONIC = "pythonic"
     """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
 
@@ -58,12 +60,11 @@ def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
 
 
 def _tool_format(template: str) -> ToolFormat:
-    """GLM writes other tags between Qwen's marks; they are not read."""
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<tool_call>" in template:
         if "<arg_key>" in template:
-            return ToolFormat.NONE
+            return ToolFormat.GLM
         return ToolFormat.QWEN3_CODER if "<function=" in template else ToolFormat.HERMES
     if "<|tool|>" in template or "functools[" in template:
         return ToolFormat.PHI4_MINI

@@ -117,6 +117,7 @@ class TokenBytes:
         self._steps = _Steps(json.loads(state))
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._cache: dict[int, bytes] = {}
 
     @property
@@ -136,6 +137,10 @@ class TokenBytes:
     def name_of(self, token_id: int) -> str:
         """The id as the vocabulary writes it; "" for ids without a token."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token, special or not, by its text."""
+        return self._added_ids.get(text)
 
     def counts_as_first(self, token_id: int) -> bool:
         """True when the id ends the start of a text although it added nothing to it."""

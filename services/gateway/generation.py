@@ -34,6 +34,7 @@ from services.gateway.request import (
     ChatPrompt,
     FinishReason,
     GenerateCall,
+    Grammar,
     GrammarTokens,
     Job,
     Piece,
@@ -45,7 +46,7 @@ from services.gateway.request import (
 )
 from services.gateway.resolve import Resolver
 from services.gateway.routing import can_start_within
-from services.gateway.sampling import Resolved, resolve
+from services.gateway.sampling import Resolved, check_grammar, resolve
 from services.gateway.tenants import TenantDirectory, TenantLimits
 
 Pieces = AsyncGenerator[Piece]
@@ -71,6 +72,7 @@ class Prepared:
     deadline_s: float
     limits: TenantLimits
     grammar_tokens: GrammarTokens
+    """For a grammar, if it has one."""
     pooling: Pooling = Pooling.NONE
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
@@ -82,9 +84,15 @@ class Prepared:
         skip_special = self.resolved.text.skip_special
         return whole_text(self.tokens, self.prompt_ids, skip_special=skip_special)
 
+    def kept_to(self, grammar: Grammar | None) -> Prepared:
+        """The same under another grammar. Raises: InvalidRequest when it is too large."""
+        check_grammar(grammar)
+        sampling = replace(self.call.sampling, grammar=grammar)
+        return replace(self, call=replace(self.call, sampling=sampling))
+
     def job(self, sample_index: int) -> Job:
         """What a worker gets for one choice."""
-        call, sampling = self.call, self.resolved.sampling
+        call, sampling, grammar = self.call, self.resolved.sampling, self.call.sampling.grammar
         return Job(
             request_id=call.request_id,
             tenant=call.tenant,
@@ -97,8 +105,8 @@ class Prepared:
             cache_salt=call.cache_salt or call.tenant,
             priority=call.priority,
             trace=call.trace,
-            grammar=call.sampling.grammar,
-            grammar_tokens=self.grammar_tokens,
+            grammar=grammar,
+            grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
             pooling=self.pooling,
             fairness_weight=self.limits.fairness_weight,
         )
@@ -196,7 +204,7 @@ class Generation:
             deadline_s=arrival_s + timeout_s,
             limits=await self._tenants.limits(call.tenant),
             pooling=pooling,
-            grammar_tokens=_grammar_tokens(call, target, tokenizer.added),
+            grammar_tokens=_grammar_tokens(target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
         )
 
@@ -330,10 +338,8 @@ def _count(usage: Usage, piece: Piece) -> None:
     usage.cached_tokens = max(usage.cached_tokens, piece.cached_tokens)
 
 
-def _grammar_tokens(
-    call: GenerateCall, target: Target, added: tuple[AddedToken, ...]
-) -> GrammarTokens:
+def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTokens:
     """What a worker must know besides the base's tokenizer to keep output to a grammar."""
-    if call.sampling.grammar is None or len(target.adapters) != 1:
+    if len(target.adapters) != 1:
         return GrammarTokens()
     return GrammarTokens(added, target.adapters[0].eos_token_ids)

@@ -66,7 +66,7 @@ def resolve(
 
     Raises: InvalidRequest.
     """
-    _check_grammar(asked.grammar)
+    check_grammar(asked.grammar)
     max_tokens = _max_tokens(asked, base, num_prompt_tokens, fills_context)
     sampling = _sampling(asked, base, max_tokens, draw_seed)
     if sampling.min_tokens > max_tokens:
@@ -86,8 +86,11 @@ def resolve(
     )
 
 
-def _check_grammar(grammar: Grammar | None) -> None:
-    """Only its size: the worker knows the language and refuses what it cannot read."""
+def check_grammar(grammar: Grammar | None) -> None:
+    """Only its size: the worker knows the language and refuses what it cannot read.
+
+    Raises: InvalidRequest.
+    """
     if grammar is None:
         return
     if not grammar.form:

@@ -17,7 +17,7 @@ from services.gateway.chat_style import ChatStyle, ToolFormat, detected, overrid
         ),
         ("<tool_call> {% if '</think>' in content %}", ChatStyle(ToolFormat.HERMES, thinks=True)),
         ("<tool_call>\n<function=name>", ChatStyle(ToolFormat.QWEN3_CODER)),
-        ("<tool_call>{function-name}\n<arg_key>", ChatStyle()),
+        ("<tool_call>{function-name}\n<arg_key>", ChatStyle(ToolFormat.GLM)),
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", ChatStyle(ToolFormat.PHI4_MINI)),
         ("use [func_name1(params_name1=params_value1)]", ChatStyle(ToolFormat.PYTHONIC)),
         ("{{ '[TOOL_CALLS] [' }}[AVAILABLE_TOOLS]", ChatStyle(ToolFormat.MISTRAL)),

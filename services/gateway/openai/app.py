@@ -26,6 +26,7 @@ from services.gateway.embedding import embed_all
 from services.gateway.generation import Generation, Pieces, Prepared, interleaved
 from services.gateway.keyring import KeyRing, require_admin
 from services.gateway.metrics import REQUESTS
+from services.gateway.openai.call_grammar import call_grammar
 from services.gateway.openai.calls import OpenAICall, Origin, parse_chat, parse_completion
 from services.gateway.openai.chat import ChatPrinter
 from services.gateway.openai.classify import parse_classify, print_classes
@@ -163,10 +164,9 @@ class OpenAIDoor:
         call = parse(await read_json(request), _origin(request, caller.tenant))
         prepare = asyncio.gather(*[self._generation.prepare(each) for each in call.calls])
         try:
-            prepared = await prepare
+            prepared = [self._styled(each, call) for each in await prepare]
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
-        prepared = [self._styled(each, call) for each in prepared]
         head = Head(_completion_id(call, request), int(time.time()), call, prepared)
         printer = ChatPrinter(head) if call.is_chat else CompletionPrinter(head)
         pieces = self._pieces(prepared)
@@ -178,13 +178,19 @@ class OpenAIDoor:
         return await _whole(request, pieces, head, printer)
 
     def _styled(self, prepared: Prepared, call: OpenAICall) -> Prepared:
-        """With the settings' word on style, and marks of calls kept in the text."""
+        """With the settings' word on style, marks of calls kept in the text, and calls kept to
+        their schemas where that was asked for. Raises: InvalidRequest."""
         style = overridden(prepared.style, self._around.tool_format, self._around.reasoning)
         resolved = prepared.resolved
         if call.tool_use.tools and style.marks_are_special:
             text = replace(resolved.text, skip_special=False)
             resolved = replace(resolved, text=text)
-        return replace(prepared, style=style, resolved=resolved)
+        prepared = replace(prepared, style=style, resolved=resolved)
+        if not call.tool_use.tools or call.tool_use.grammar is not None:
+            return prepared
+        answer, find_token = call.grammar, prepared.tokens.added_id
+        grammar = call_grammar(style.tool_format, call.tool_use, answer, find_token)
+        return prepared.kept_to(grammar)
 
     def _pieces(self, prepared: Sequence[Prepared]) -> Pieces:
         """Pieces of all prompts, choices numbered prompt-major."""

@@ -15,6 +15,7 @@ from services.gateway.request import (
     AskedSampling,
     ChatPrompt,
     GenerateCall,
+    Grammar,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -49,6 +50,8 @@ class OpenAICall:
     return_token_ids: bool
     field_names: dict[str, str]
     tool_use: ToolUse = field(default_factory=ToolUse)
+    grammar: Grammar | None = None
+    """What the whole answer was asked to belong to, calls aside."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
 
@@ -110,13 +113,13 @@ def _call(
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     grammar, grammar_field = read_grammar(body)
-    if grammar is not None and _offers_tools(prompts[0]):
+    if grammar is not None and _offers_tools(prompts[0]) and grammar_field != "response_format":
         raise Unsupported.field(
-            grammar_field, "", "it would keep the model from calling its tools: send one or other"
+            grammar_field, "", "beside tools, answers are kept to a schema by response_format"
         )
-    if asked.grammar is None:
+    if grammar is not None and asked.grammar is None:
         asked = replace(asked, grammar=grammar)
-    else:
+    elif _offers_tools(prompts[0]):
         grammar_field = "tools"
     body.finish()
     calls = tuple(
@@ -136,7 +139,16 @@ def _call(
         for place, prompt in enumerate(prompts)
     )
     names = {**(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), "grammar": grammar_field}
-    return OpenAICall(model, calls, is_chat, stream, include_usage, return_token_ids, names)
+    return OpenAICall(
+        model,
+        calls,
+        is_chat,
+        stream,
+        include_usage,
+        return_token_ids,
+        names,
+        grammar=asked.grammar,
+    )
 
 
 def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:

@@ -125,9 +125,10 @@ class ChatPrinter:
 
 
 def reply_of(prepared: Prepared, call: OpenAICall) -> Reply:
-    """How to read one answer. Under a grammar all of it is content or calls, never a thought."""
+    """How to read one answer. Under a grammar all of it is content or calls, never a thought,
+    unless it is a grammar of calls within free text."""
     style = prepared.style
-    if prepared.call.sampling.grammar is not None:
+    if call.grammar is not None:
         style = ChatStyle(style.tool_format, thinks=False)
     is_thinking = False
     if style.thinks:

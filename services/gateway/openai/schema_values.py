@@ -54,11 +54,11 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
         types = frozenset().union(*(_TYPES[type(value)] for value in values))
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
     if isinstance(reference := schema.get("$ref"), str):
-        parts.append(_pointed(reference, root))
+        parts.append(pointed(reference, root))
     return types.union(*(_types_of(part, root, depth + 1) for part in parts))
 
 
-def _pointed(reference: str, root: Mapping[str, Any]) -> Any:
+def pointed(reference: str, root: Mapping[str, Any]) -> Any:
     """What `#/a/b` stands for; None for other references."""
     found: Any = root if reference.startswith("#") else None
     for step in reference.split("/")[1:]:

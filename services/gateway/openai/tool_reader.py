@@ -43,7 +43,9 @@ class Delta:
 class AnswerReader(Protocol):
     """Splits the text of one answer."""
 
-    num_calls: int
+    @property
+    def num_calls(self) -> int:
+        """Calls found so far."""
 
     def feed(self, text: str) -> Delta:
         """Text that follows."""

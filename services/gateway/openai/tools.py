@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.openai.body import Body, bad_type
+from services.gateway.openai.call_schemas import SPACING, list_of_calls
 from services.gateway.request import Grammar
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
-"""llguidance's own word in a schema: models write calls on one line, with single blanks."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -29,6 +28,10 @@ class ToolUse:
     """The answer is a list of calls."""
     named: str = ""
     """The answer is the arguments of this function."""
+    is_strict: bool = False
+    """Calls that the model makes by itself are kept to the schemas."""
+    is_parallel: bool = True
+    """The model may make several by itself."""
     grammar: Grammar | None = None
     """What keeps the answer to `must_call` or `named`."""
 
@@ -57,9 +60,12 @@ def read_tools(body: Body) -> ToolUse:
     if choice == "none":
         return ToolUse()
     if choice == "auto":
-        return ToolUse(tools)
+        is_strict = any(tool["function"].get("strict") for tool in tools)
+        return ToolUse(tools, is_strict=is_strict, is_parallel=is_parallel)
     if choice == "required":
-        return ToolUse(tools, must_call=True, grammar=_list_of_calls(tools, is_parallel))
+        use = ToolUse(tools, must_call=True)
+        schema = json.dumps(list_of_calls(use.schemas, "parameters", is_parallel=is_parallel))
+        return replace(use, grammar=Grammar("json_schema", (schema,)))
     return _named(tools, choice)
 
 
@@ -74,7 +80,7 @@ def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
         )
     for tool in tools:
         if tool["function"]["name"] == name:
-            schema = json.dumps(_parameters(tool) | _SPACING)
+            schema = json.dumps(_parameters(tool) | SPACING)
             grammar = Grammar("json_schema", (schema,))
             return ToolUse(tools, named=name, grammar=grammar)
     raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
@@ -108,50 +114,13 @@ def _check_tool(tool: Any, field: str) -> None:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise bad_type(f"{field}.function.parameters", parameters, "a JSON Schema")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise bad_type(f"{field}.function.strict", strict, "true or false")
 
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or _NO_PARAMETERS
-
-
-def _list_of_calls(tools: Sequence[dict[str, Any]], is_parallel: bool) -> Grammar:
-    """JSON Schema of `[{"name", "parameters"}, ...]`; each tool's schema keeps its own $defs."""
-    schemas = {str(place): _moved(_parameters(tool), place) for place, tool in enumerate(tools)}
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "parameters": {"$ref": f"#/$defs/{place}"},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for place, tool in enumerate(tools)
-    ]
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": calls},
-        "$defs": schemas,
-        **_SPACING,
-    }
-    if not is_parallel:
-        schema["maxItems"] = 1
-    return Grammar("json_schema", (json.dumps(schema),))
-
-
-def _moved(schema: Any, place: int) -> Any:
-    """A schema whose references hold although it became a definition of another."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/{place}{reference[1:]}"
-    return moved
 
 
 def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:

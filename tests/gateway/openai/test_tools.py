@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.gateway.conftest import Stack
@@ -200,7 +201,11 @@ async def test_special_tokens_that_open_calls_are_seen(stack: Stack) -> None:
             "tool_choice",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [NOW], "extra_body": {"guided_regex": "a"}}, "guided_regex"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]},
+            "tools[0].function.strict",
+        ),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"extra_body": {"chat_template_kwargs": "x"}}, "chat_template_kwargs"),
     ],
@@ -211,3 +216,70 @@ async def test_bad_tools_are_named(stack: Stack, fields: dict[str, Any], param: 
     with pytest.raises(openai.BadRequestError) as caught:
         await _ask(stack, **fields)
     assert caught.value.param == param
+
+
+class City(pydantic.BaseModel):
+    """of a city"""
+
+    city: str
+
+
+class Answer(pydantic.BaseModel):
+    degrees: int
+
+
+STRICT = openai.pydantic_function_tool(City, name="weather")
+
+
+async def test_strict_functions_and_an_answer_format_are_parsed_by_the_official_client(
+    talker: Stack,
+) -> None:
+    """What its `parse` sends by itself; a call comes back as an object of the caller's class."""
+    client = talker.openai()
+    fields: dict[str, Any] = {"model": "base", "messages": ASK, "tools": [STRICT]}
+    _says(talker, f"hm\n</think>\n{CALL}")
+    free = await client.chat.completions.parse(**fields)
+    (call,) = free.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == City(city="Zürich")
+    assert free.choices[0].message.to_dict()["reasoning_content"] == "hm"
+    _says(talker, CALL)
+    both = await client.chat.completions.parse(**fields, response_format=Answer)
+    (call,) = both.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == City(city="Zürich")
+    _says(talker, '{"degrees": 3}')
+    answered = await client.chat.completions.parse(**fields, response_format=Answer)
+    assert answered.choices[0].message.parsed == Answer(degrees=3)
+    lax, fit, same = [request.grammar.ebnf for request in talker.workers[0].requests]
+    assert "TEXT" in lax.partition("call:")[0] and "answer" not in lax
+    assert fit == same and fit.startswith("start: answer | call")
+
+
+async def test_calls_are_free_where_no_function_is_strict(talker: Stack) -> None:
+    _says(talker, f"</think>{CALL}")
+    await _ask(talker, tools=[WEATHER])
+    assert not talker.workers[0].requests[0].HasField("grammar")
+
+
+async def test_an_answer_format_says_nothing_of_calls_that_must_be_made(talker: Stack) -> None:
+    _says(talker, '[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    answer = await _ask(
+        talker,
+        tools=[WEATHER],
+        tool_choice="required",
+        response_format={"type": "json_object"},
+    )
+    assert len(answer.choices[0].message.tool_calls) == 1
+    schema = json.loads(talker.workers[0].requests[0].grammar.json_schema)
+    assert schema["type"] == "array"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_calls_only_the_first_counts(talker: Stack, stream: bool) -> None:
+    _says(talker, f"</think>{CALL}\n{CALL}")
+    answer = await _ask(talker, tools=[WEATHER], parallel_tool_calls=False, stream=stream)
+    if not stream:
+        assert len(answer.choices[0].message.tool_calls) == 1
+        return
+    deltas = [d async for chunk in answer for d in chunk.choices[0].delta.tool_calls or []]
+    assert {delta.index for delta in deltas} == {0}
+    assert len([delta for delta in deltas if delta.id]) == 1
