@@ -16,9 +16,11 @@ NAMES = LayerNames(fused_qkv=True)
 
 def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096)
+    defaults = Defaults(
+        norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096
+    )
     config = read_plain(reader, "phi3", eos_token_ids, defaults)
-    reader.get("original_max_position_embeddings")  # read with longrope; nothing else uses it
+    reader.get("original_max_position_embeddings")  # written without scaling, too
     window = reader.get("sliding_window")
     return replace(config, windows=(window,) * config.num_layers)
 

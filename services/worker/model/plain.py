@@ -25,6 +25,8 @@ class Defaults:
     activation: str = "silu"
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
+    original_max_position_embeddings: int | None = None
+    """Of a scaled rotary embedding; None = the family has no such key."""
 
 
 def read_plain(
@@ -39,6 +41,7 @@ def read_plain(
     hidden_size = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", absent.head_dim or hidden_size // num_heads)
     num_layers = reader.integer("num_hidden_layers")
+    original = absent.original_max_position_embeddings
     return ModelConfig(
         model_type=model_type,
         vocab_size=reader.integer("vocab_size"),
@@ -55,7 +58,7 @@ def read_plain(
         tied_embeddings=reader.flag("tie_word_embeddings", absent.tied_embeddings),
         eos_token_ids=eos_token_ids,
         windows=(None,) * num_layers,
-        ropes=(read_rope(reader, head_dim, absent.rope_theta),) * num_layers,
+        ropes=(read_rope(reader, head_dim, absent.rope_theta, original),) * num_layers,
         attention_scale=head_dim**-0.5,
     )
 

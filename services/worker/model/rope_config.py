@@ -27,14 +27,23 @@ _OPTIONAL = {
     "dynamic": ("original_max_position_embeddings",),
 }
 _OLD_NAMES = {"su": "longrope"}
+_ORIGINAL = "original_max_position_embeddings"
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _NO_NUMBERS = frozenset({"short_factor", "long_factor", "truncate"})
 _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
-def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader,
+    head_dim: int,
+    default_theta: float = 10000.0,
+    default_original: int | None = None,
+) -> RopeConfig:
     """The one rotary embedding of a model whose layers share it.
 
     New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+    `default_original`: what an absent `original_max_position_embeddings` of the config means, in
+    families that have the key.
     """
     theta = reader.number("rope_theta", default_theta)
     partial = reader.number("partial_rotary_factor", 1.0)
@@ -42,10 +51,8 @@ def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.
     params = reader.get("rope_parameters", scaling)
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
-    if kind_of(params) == "longrope":
-        params = _longrope(reader, params)
-    elif kind_of(params) in ("llama3", "yarn"):
-        params = _with_original(reader, params)
+    if kind_of(params) in _WITH_ORIGINAL:
+        params = _with_original(reader, params, default_original)
     return rope_from_params(reader, params, head_dim, theta, partial)
 
 
@@ -55,22 +62,18 @@ def kind_of(params: dict[str, Any]) -> str:
     return _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else str(kind)
 
 
-def _longrope(reader: ConfigReader, params: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults that depend on the rest of the config."""
-    own = reader.get("original_max_position_embeddings")
-    original = params.get("original_max_position_embeddings") or own
-    found = {**params, "original_max_position_embeddings": original}
-    if type(original) is int and original > 0 and found.get("factor") is None:
-        found["factor"] = reader.integer("max_position_embeddings", original) / original
-    return found
-
-
-def _with_original(reader: ConfigReader, params: dict[str, Any]) -> dict[str, Any]:
-    """Files may leave out what equals the context."""
+def _with_original(
+    reader: ConfigReader, params: dict[str, Any], default_original: int | None
+) -> dict[str, Any]:
+    """With the context that the base was trained for: the config's goes before the rope's, as in
+    transformers; where neither is said, it is the base's context."""
     context = reader.get("max_position_embeddings")
-    if context is None or params.get("original_max_position_embeddings") is not None:
-        return params
-    return {**params, "original_max_position_embeddings": context}
+    original = reader.get(_ORIGINAL, default_original) or params.get(_ORIGINAL) or context
+    found = {**params, _ORIGINAL: original}
+    if kind_of(params) == "longrope" and found.get("factor") is None:
+        if type(original) is int and original > 0:
+            found["factor"] = reader.integer("max_position_embeddings", original) / original
+    return found
 
 
 def rope_from_params(

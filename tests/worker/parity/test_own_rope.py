@@ -75,9 +75,7 @@ def rescaled(base: TinyBase, scaling: dict[str, object]) -> TinyBase:
     own.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     if own["rope_type"] in ("linear", "default"):
         del own["original_max_position_embeddings"]
-    if hasattr(config, "original_max_position_embeddings"):
-        del config.original_max_position_embeddings
-    if own["rope_type"] == "longrope":
+    if "original_max_position_embeddings" in own:  # the config's goes before that of the rope
         config.original_max_position_embeddings = own["original_max_position_embeddings"]
     own = {**kept, **own}
     config.rope_parameters = {**parameters, "full_attention": own} if nested else own
