@@ -1,4 +1,4 @@
-"""Compile the kernels: `python -m services.worker.native.build`.
+"""Compile the kernels: `python -m services.worker.native.build`, with `--all` for an image.
 
 One shared library for each instruction set, in the virtual environment (or the
 user's cache), named by a hash of the sources. No torch headers, so a build takes seconds.
@@ -6,6 +6,7 @@ user's cache), named by a hash of the sources. No torch headers, so a build take
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from services.worker.native.isa import ISA_FLAGS, TORCH, choose_isa
+from services.worker.native.isa import ISA_FLAGS, TORCH, choose_isa, family_isas
 
 SOURCE_DIR = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
@@ -117,15 +118,24 @@ def _writable_dir() -> Path:
     raise BuildFailed(f"cannot write to {' or '.join(map(str, library_dirs()))}")
 
 
-def main() -> int:
-    """Build what this machine uses by default."""
-    isa = choose_isa("auto")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build what this machine uses by default, or what any of its family may use."""
+    parser = argparse.ArgumentParser(description="Compile the CPU kernels.")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="for every instruction set of this machine's family, not for its own best alone",
+    )
+    isas = family_isas() if parser.parse_args(argv).all else (choose_isa("auto"),)
     try:
-        path = None if isa == TORCH else build_library(isa)
+        built = {isa: build_library(isa) for isa in isas if isa != TORCH}
     except BuildFailed as error:
         print(f"native kernels: {error}", file=sys.stderr)
         return 1
-    print(f"native kernels: {isa}{f': {path}' if path else ' alone computes on this processor'}")
+    for isa, path in built.items():
+        print(f"native kernels: {isa}: {path}")
+    if not built:
+        print(f"native kernels: {TORCH} alone computes on this processor")
     return 0
 
 

@@ -19,6 +19,7 @@ ISA_FLAGS = {
 """Libraries that can be built, best first; `generic` is portable C++, slow unless the compiler is
 good at it, and only used when asked for."""
 
+_X86_64 = ("x86_64", "AMD64")
 _LINUX_NAMES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
 _NEEDED = {
     isa: {
@@ -36,7 +37,7 @@ _SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
 @cache
 def cpu_flags() -> frozenset[str]:
     """Features that the processor and the system offer; empty where Linux does not say."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in _X86_64:
         return frozenset()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -44,6 +45,13 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
     return frozenset(next(flags, "").split())
+
+
+def family_isas() -> tuple[str, ...]:
+    """Libraries chosen by themselves on some processor of this machine's family, best first."""
+    if platform.machine() not in _X86_64:
+        return ()
+    return tuple(isa for isa in ISA_FLAGS if isa != GENERIC)
 
 
 def host_isas() -> tuple[str, ...]:

@@ -10,10 +10,14 @@ from loraplex.errors import InvalidRequest
 from services.worker.layers.rotary import rotate
 from services.worker.native import bindings, build
 from services.worker.native.check import computes_right
-from services.worker.native.isa import ISA_FLAGS, choose_isa, host_isas
+from services.worker.native.isa import GENERIC, ISA_FLAGS, choose_isa, family_isas, host_isas
 from tests.worker.kernels.native_isas import ISAS, native
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def test_an_image_holds_what_any_host_of_its_family_chooses():
+    assert set(host_isas()) - {GENERIC} <= set(family_isas())
 
 
 @pytest.fixture(params=ISAS)
