@@ -10,6 +10,10 @@ RUN python -m venv /opt/loraplex \
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/loraplex /opt/loraplex
 USER 10001:10001
-ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    LORAPLEX_METRICS_LISTEN=127.0.0.1:9090
 EXPOSE 8080 50051 9090
+# Kubernetes has probes of its own; this one is for plain containers, on the port without TLS.
+HEALTHCHECK --start-period=30s \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9090/healthz', timeout=5)"]
 ENTRYPOINT ["python", "-m", "services.gateway"]

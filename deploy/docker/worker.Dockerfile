@@ -1,8 +1,11 @@
-# Build from the repository root. The default is a CPU image; for NVIDIA GPUs build with
+# Build from the repository root. The default is a CPU image with the kernels of every processor of this
+# family; for NVIDIA GPUs, whose Triton compiles its launchers as it runs, build with
 #   --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX=https://pypi.org/simple
+#   --build-arg RUNTIME_PACKAGES="gcc libc6-dev" -t loraplex-worker:0.1.0-cuda
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 RUN python -m venv /opt/loraplex \
     && /opt/loraplex/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH}"
@@ -10,11 +13,20 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
 COPY services services
 RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker]'
+WORKDIR /
+RUN /opt/loraplex/bin/python -m services.worker.native.build --all
 
 FROM python:3.12-slim-bookworm
+ARG RUNTIME_PACKAGES=""
+RUN [ -z "${RUNTIME_PACKAGES}" ] || { apt-get update \
+    && apt-get install -y --no-install-recommends ${RUNTIME_PACKAGES} && rm -rf /var/lib/apt/lists/*; }
 COPY --from=build /opt/loraplex /opt/loraplex
 COPY demo/base /opt/loraplex/demo/base
 USER 10001:10001
-ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    LORAPLEX_METRICS_LISTEN=127.0.0.1:9090
 EXPOSE 50053 9090
+# Kubernetes has probes of its own; this one is for plain containers, on the port without TLS.
+HEALTHCHECK --start-period=20m \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9090/healthz', timeout=5)"]
 ENTRYPOINT ["python", "-m", "services.worker"]

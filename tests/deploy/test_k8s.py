@@ -10,11 +10,14 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client.metrics import MetricWrapperBase
 
 from services.common import env
 from services.gateway import config as gateway_config
+from services.gateway import metrics as gateway_metrics
 from services.registry import config as registry_config
 from services.worker import config as worker_config
+from services.worker import metrics as worker_metrics
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render
 
@@ -29,8 +32,8 @@ def overlay(request: pytest.FixtureRequest) -> Path:
 
 
 MTLS = "prod-mtls"
-PATHS = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 SERVICES = ["registry", "gateway", "worker"]
+PATHS = {"readiness": "/readyz", "liveness": "/healthz"}
 
 
 def workloads(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,34 +78,75 @@ def test_pods_are_locked_down(overlay: Path) -> None:
             assert security["capabilities"] == {"drop": ["ALL"]}, container["name"]
 
 
-@pytest.mark.parametrize("name", ["registry", "gateway", "worker"])
+@pytest.mark.parametrize("name", SERVICES)
 def test_services_are_probed_on_a_port_they_open(overlay: Path, name: str) -> None:
-    deployment = next(doc for doc in workloads(render(overlay)) if doc["metadata"]["name"] == name)
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    container = _container(render(overlay), name)
     opened = {port["containerPort"] for port in container["ports"]}
-    if overlay.name == MTLS:
-        for probe, path in PATHS.items():
-            assert container[probe]["httpGet"] == {"port": "metrics", "path": path}
-            assert "grpc" not in container[probe], "the kubelet knows no TLS there"
-        return
     expected = {
-        "startupProbe": "readiness",
+        # Only a worker waits for itself; a restart of the others brings no neighbour back.
+        "startupProbe": "readiness" if name == "worker" else "liveness",
         "readinessProbe": "readiness",
         "livenessProbe": "liveness",
     }
     for probe, service in expected.items():
-        grpc = container[probe]["grpc"]
-        assert grpc["service"] == service
-        assert grpc["port"] in opened
+        if overlay.name == MTLS:
+            assert container[probe]["httpGet"] == {"port": "metrics", "path": PATHS[service]}
+            assert "grpc" not in container[probe], "the kubelet knows no TLS there"
+        else:
+            assert container[probe]["grpc"]["service"] == service
+            assert container[probe]["grpc"]["port"] in opened
 
 
-def test_every_setting_is_a_known_variable(overlay: Path) -> None:
+def test_every_shared_setting_is_a_known_variable(overlay: Path) -> None:
+    shared = next(doc for doc in render(overlay) if identity(doc) == ("ConfigMap", "loraplex"))
     known = {knob.name for knob in env.ALL_KNOBS}
-    for document in render(overlay):
-        names = list(document.get("data", {})) if document["kind"] == "ConfigMap" else []
-        names += [var["name"] for box in containers(document) for var in box.get("env", [])]
-        ours = {name for name in names if name.startswith("LORAPLEX_")}
-        assert ours <= known, ours - known
+    assert {name for name in shared["data"] if name.startswith("LORAPLEX_")} <= known
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_reads_every_setting_of_its_own(overlay: Path, name: str) -> None:
+    read = {knob.name for knob in env.read_by(name)}
+    own = {var["name"] for var in _container(render(overlay), name)["env"]}
+    assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
+
+
+def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
+    documents = render(overlay)
+    stores = {
+        name: [
+            source["secretRef"]["name"]
+            for source in _container(documents, name)["envFrom"]
+            if "secretRef" in source
+        ]
+        for name in SERVICES
+    }
+    assert stores == {
+        "registry": ["loraplex-objects"],
+        "gateway": [],
+        "worker": ["loraplex-objects-read"],
+    }
+    for name in ("gateway", "worker"):
+        deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        auth = next(volume for volume in volumes if volume["name"] == "auth")
+        assert [item["key"] for item in auth["secret"]["items"]] == ["service-token"]
+
+
+@pytest.mark.parametrize("name", ["prod-gpu", MTLS])
+def test_autoscalers_read_metrics_that_are_served(name: str) -> None:
+    ours = [*vars(gateway_metrics).values(), *vars(worker_metrics).values()]
+    metrics_served = [value for value in ours if isinstance(value, MetricWrapperBase)]
+    served = {metric.describe()[0].name.replace(":", "_") for metric in metrics_served}
+    documents = render(K8S / "overlays" / name)
+    scalers = [doc for doc in documents if doc["kind"] == "HorizontalPodAutoscaler"]
+    metrics = [metric for scaler in scalers for metric in scaler["spec"]["metrics"]]
+    wanted = {
+        metric[kind]["metric"]["name"]
+        for metric in metrics
+        for kind in ("external", "pods")
+        if kind in metric
+    }
+    assert wanted and wanted <= served
 
 
 def test_grace_period_covers_the_drain(overlay: Path) -> None:
@@ -115,12 +159,18 @@ def test_grace_period_covers_the_drain(overlay: Path) -> None:
             assert pod["terminationGracePeriodSeconds"] > drain_s + pre_stop_s
 
 
+def _container(documents: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The container of a service."""
+    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+    container: dict[str, Any] = deployment["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
 def _environment(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
     """The variables of a service's container that the manifests give a value."""
     shared = next(doc for doc in documents if identity(doc) == ("ConfigMap", "loraplex"))
-    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    own = {var["name"]: var["value"] for var in container["env"] if "value" in var}
+    env_of = _container(documents, name)["env"]
+    own = {var["name"]: var["value"] for var in env_of if "value" in var}
     return {**shared["data"], **own}
 
 
