@@ -126,7 +126,7 @@ class Side:
         name = self._num_sent
         return Submit(
             request_id=str(name),
-            prompt_ids=[(name * 31 + i) % 1000 for i in range(NUM_PROMPT)],
+            prompt_ids=[(name * 31 + i) % 100 + 2 for i in range(NUM_PROMPT)],
             output_ids=[],
             sampling=SamplingParams(
                 num_tokens, seed=name, ignore_eos=True, temperature=0.8 * (name % 2)

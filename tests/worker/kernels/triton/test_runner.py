@@ -114,14 +114,15 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
-def test_graph_replay_equals_eager(kernel_runner):
+def test_graph_replay_equals_eager(kernel_runner, device):
     runner, free = kernel_runner
     requests = new_requests(free, runner.num_kv_groups)
     run_step(runner, requests)
     plan, gpu = plan_of(requests), runner._batches.gpu
     with torch.inference_mode():
         eager = runner._model.forward(runner._batches.make(plan))
-        replayed = gpu.forward(plan, runs_of(plan))
+        before = torch.zeros(0, dtype=torch.int64, device=device)
+        replayed = gpu.replay(plan, runs_of(plan), before)
     torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)
 
 
