@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from loraplex.channel import Channel
-from loraplex.chunk_wire import ChunkStub, Data, Piece
 from loraplex.decoding import adapter_version
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
 from loraplex.types import AdapterFile, AdapterVersion
@@ -38,7 +37,7 @@ class ReceivedFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("xb")
 
-    def take(self, offset: int, data: Data) -> None:
+    def take(self, offset: int, data: bytes) -> None:
         """Count and hash `data`, which must continue at `offset`. Raises DataLoss on a gap."""
         if offset != self._num_bytes:
             raise DataLoss(f"{self._declared.path}: bytes are missing at {self._num_bytes}")
@@ -54,7 +53,7 @@ class ReceivedFile:
                 f"{self._declared.size_bytes} bytes with {self._declared.sha256}"
             )
 
-    def write(self, data: Data) -> None:
+    def write(self, data: bytes) -> None:
         """Append what was taken."""
         self._file.write(data)
 
@@ -76,30 +75,31 @@ class ReceivedFiles:
 
     def __init__(self, folder: Path, declared: Sequence[AdapterFile]) -> None:
         self._files = {file.path: ReceivedFile(folder, file) for file in declared}
-        self._batch: list[tuple[ReceivedFile, Data]] = []
+        self._batch: list[tuple[ReceivedFile, bytes]] = []
         self._batch_bytes = 0
         self._unsynced_bytes = 0
         self._writing: asyncio.Future[None] | None = None
         self._syncing: asyncio.Future[None] | None = None
 
-    async def take(self, piece: Piece) -> None:
-        """Append a chunk to its file.
+    async def take(self, chunk: pb.FileChunk) -> int:
+        """Append a chunk to its file; returns its size.
 
         Raises DataLoss for a gap, or a file that was not declared.
         """
-        chunk = piece.head.chunk
         file = self._files.get(chunk.path)
         if file is None:
             raise DataLoss(f"the registry sent a file that is not listed: {chunk.path!r}")
-        file.take(chunk.offset, piece.data)
-        self._batch.append((file, piece.data))
-        self._batch_bytes += len(piece.data)
+        data = chunk.data  # Each look at it is a copy.
+        file.take(chunk.offset, data)
+        self._batch.append((file, data))
+        self._batch_bytes += len(data)
         if self._batch_bytes >= _BATCH_BYTES:
             await self._pass_on()
             if self._unsynced_bytes >= _SYNC_BYTES and _is_done(self._syncing):
                 await _result(self._syncing)
                 self._syncing = asyncio.ensure_future(asyncio.to_thread(file.sync))
                 self._unsynced_bytes = 0
+        return len(data)
 
     async def finish(self) -> None:
         """Make every file durable. Raises DataLoss unless all are whole and true."""
@@ -128,7 +128,7 @@ class ReceivedFiles:
         self._writing = asyncio.ensure_future(asyncio.to_thread(_write, batch))
 
 
-def _write(batch: Sequence[tuple[ReceivedFile, Data]]) -> None:
+def _write(batch: Sequence[tuple[ReceivedFile, bytes]]) -> None:
     for file, data in batch:
         file.write(data)
 
@@ -181,35 +181,37 @@ async def download(
 
 
 async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 << 20) -> bytes:
-    """One small file of a version."""
+    """One small file of a version. Raises DataLoss where it is not what was published."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
-    content = bytearray()
-    responses = channel.stream(stub.DownloadAdapter, pb.DownloadAdapterRequest(ref=ref))
+    content, sha256 = bytearray(), ""
+    request = pb.DownloadAdapterRequest(ref=ref, paths=[path])
+    responses = channel.stream(stub.DownloadAdapter, request)
     async with contextlib.aclosing(responses):
         async for message in responses:
-            if message.WhichOneof("part") == "chunk" and message.chunk.path == path:
-                content += message.chunk.data
-                if len(content) > max_bytes:
-                    raise DataLoss(f"{path} is larger than {max_bytes} bytes")
-            elif content:
-                break
+            if message.WhichOneof("part") == "version":
+                sha256 = next((f.sha256 for f in message.version.files if f.path == path), "")
+                continue
+            content += message.chunk.data
+            if len(content) > max_bytes:
+                raise DataLoss(f"{path} is larger than {max_bytes} bytes")
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DataLoss(f"{path} of {ref} is not what was published")
     return bytes(content)
 
 
 async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress) -> AdapterVersion:
-    chunks = channel.stub(ChunkStub)
-    pieces = channel.stream(chunks.download, pb.DownloadAdapterRequest(ref=ref))
-    async with contextlib.aclosing(pieces):
-        first = await anext(pieces, Piece(pb.DownloadAdapterResponse()))
-        if first.head.WhichOneof("part") != "version":
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    responses = channel.stream(stub.DownloadAdapter, pb.DownloadAdapterRequest(ref=ref))
+    async with contextlib.aclosing(responses):
+        first = await anext(responses, pb.DownloadAdapterResponse())
+        if first.WhichOneof("part") != "version":
             raise DataLoss("the registry sent no version record")
-        version = adapter_version(first.head.version)
+        version = adapter_version(first.version)
         received = ReceivedFiles(folder, version.files)
         done_bytes = 0
         try:
-            async for piece in pieces:
-                await received.take(piece)
-                done_bytes += len(piece.data)
+            async for response in responses:
+                done_bytes += await received.take(response.chunk)
                 progress("download", done_bytes, version.size_bytes)
             await received.finish()
         finally:

@@ -77,11 +77,12 @@ class RegistryClient:
         """
         options = publication.to_proto()
         files = local_files(Path(folder))
-        specs = await hash_files(files, progress)
+        summed = await hash_files(files, progress)
+        specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         # What config and header give away is refused before a byte of a large file is sent.
         await self._validate(options, files, specs)
-        answer = await upload(self._channel, options, files, specs, progress)
+        answer = await upload(self._channel, options, files, summed, progress)
         return Published(
             decoding.adapter_version(answer.version),
             answer.created,
@@ -92,7 +93,7 @@ class RegistryClient:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
-        specs = await hash_files(files, ignore_progress)
+        specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, files, specs)
         return Checked(answer.base_id, answer.max_rank, decoding.violations(answer.warnings))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 
 from loraplex.channel import CHUNK_BYTES, Channel
-from loraplex.chunk_wire import ChunkStub, Part
 from loraplex.errors import Blocked, DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -46,23 +45,36 @@ class LocalFile:
     """What the content must hash to, where that is known."""
 
 
-async def hash_files(files: Sequence[LocalFile], progress: Progress) -> list[pb.FileSpec]:
-    """The declared form of the files: path, size and sha256."""
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What is known of a file once it was read."""
+
+    spec: pb.FileSpec
+    crc32s: Sequence[int]
+    """Of each chunk of CHUNK_BYTES, the last one shorter."""
+
+
+async def hash_files(files: Sequence[LocalFile], progress: Progress) -> list[Summed]:
+    """The declared form of the files: path, size and sha256; and the sums to send them with."""
     loop = asyncio.get_running_loop()
     total_bytes = sum(file.size_bytes for file in files)
     done_bytes = 0
-    specs = []
+    summed = []
     for file in files:
 
         def report(num_bytes: int, before: int = done_bytes) -> None:
             loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
 
-        num_bytes, sha256 = await asyncio.to_thread(_hash_file, file.location, report)
+        # While nothing is sent, the sums of chunks cost no time of their own on a second core.
+        (num_bytes, sha256), crc32s = await asyncio.gather(
+            asyncio.to_thread(_hash_file, file.location, report),
+            asyncio.to_thread(_sum_chunks, file.location),
+        )
         if file.sha256 not in ("", sha256):
             raise DataLoss(f"{file.path}: {file.location} is damaged, its sha256 is {sha256}")
         done_bytes += num_bytes
-        specs.append(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256))
-    return specs
+        summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
+    return summed
 
 
 def _hash_file(path: Path, report: Callable[[int], None]) -> tuple[int, str]:
@@ -78,22 +90,28 @@ def _hash_file(path: Path, report: Callable[[int], None]) -> tuple[int, str]:
     return num_bytes, digest.hexdigest()
 
 
+def _sum_chunks(path: Path) -> list[int]:
+    with path.open("rb", buffering=0) as file:
+        return [zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")]
+
+
 async def upload(
     channel: Channel,
     options: pb.PublishOptions,
     files: Sequence[LocalFile],
-    specs: Sequence[pb.FileSpec],
+    summed: Sequence[Summed],
     progress: Progress = ignore_progress,
 ) -> pb.FinishUploadResponse:
-    """Send the files, declared by `specs`, and publish them as one version.
+    """Send the files, as `hash_files` read them, and publish them as one version.
 
     Safe to repeat: an upload cut short, by either side, continues with the bytes that are missing.
     """
-    request = pb.CreateUploadRequest(options=options, files=specs)
+    request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
+    crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
     for pause_s in PAUSES_S:
         try:
-            return await _send(channel, session, files, progress)
+            return await _send(channel, session, files, crc32s, progress)
         except Unavailable as error:
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
@@ -102,7 +120,7 @@ async def upload(
                 raise
         with contextlib.suppress(Unavailable):
             session = await _open(channel, request)
-    return await _send(channel, session, files, progress)
+    return await _send(channel, session, files, crc32s, progress)
 
 
 async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:
@@ -116,11 +134,11 @@ async def _send(
     channel: Channel,
     session: pb.CreateUploadResponse,
     files: Sequence[LocalFile],
+    crc32s: Mapping[str, Sequence[int]],
     progress: Progress,
 ) -> pb.FinishUploadResponse:
     """Send the bytes that the session lacks, then publish."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
-    chunks = channel.stub(ChunkStub)
     total_bytes = sum(file.size_bytes for file in files)
     committed = {p.path: p.committed_bytes for p in session.progress}
     complete = {p.path for p in session.progress if p.complete}
@@ -129,12 +147,14 @@ async def _send(
     for file in files:
         if file.path in complete:
             continue
-        call = chunks.upload(metadata=channel.metadata)
+        call = stub.UploadPart(metadata=channel.metadata)
         with channel.typed_errors():
             try:
-                async for part in _parts(session.upload_id, file, committed.get(file.path, 0)):
+                begin = committed.get(file.path, 0)
+                parts = _parts(session.upload_id, file, begin, crc32s[file.path])
+                async for part, num_bytes in parts:
                     await call.write(part)
-                    done_bytes += len(part.data)
+                    done_bytes += num_bytes
                     progress("upload", done_bytes, total_bytes)
                 await call.done_writing()
             except (grpc.RpcError, asyncio.InvalidStateError):
@@ -147,20 +167,26 @@ async def _send(
     return answer
 
 
-async def _parts(upload_id: str, file: LocalFile, offset: int) -> AsyncIterator[Part]:
-    """Chunks from `offset` on; at least one message, as it names the file."""
-    head = pb.UploadPartRequest(upload_id=upload_id, path=file.path, offset=offset)
-    async for chunk, crc32 in _chunks(file.location, offset):
-        head.crc32 = crc32
-        yield Part(head, chunk)
+async def _parts(
+    upload_id: str, file: LocalFile, offset: int, crc32s: Sequence[int]
+) -> AsyncIterator[tuple[pb.UploadPartRequest, int]]:
+    """(message, bytes in it) from `offset` on; at least one, as the first names the file."""
+    names = upload_id, file.path
+    async for chunk in _chunks(file.location, offset):
+        index, inside = divmod(offset, CHUNK_BYTES)
+        crc32 = zlib.crc32(chunk) if inside or index >= len(crc32s) else crc32s[index]
+        part = pb.UploadPartRequest(
+            upload_id=names[0], path=names[1], offset=offset, data=chunk, crc32=crc32
+        )
+        yield part, len(chunk)
         offset += len(chunk)
-        head = pb.UploadPartRequest(offset=offset)
-    if head.upload_id:
-        yield Part(head, b"")
+        names = "", ""
+    if names[0]:
+        yield pb.UploadPartRequest(upload_id=names[0], path=names[1], offset=offset), 0
 
 
-async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:
-    """(chunk, its crc32) from `offset` on. The next ones are read while some are in use."""
+async def _chunks(path: Path, offset: int) -> AsyncIterator[bytes]:
+    """Chunks from `offset` on. The next ones are read while some are in use."""
 
     def read() -> list[bytes]:
         chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
@@ -173,6 +199,6 @@ async def _chunks(path: Path, offset: int) -> AsyncIterator[tuple[bytes, int]]:
             while current := await reading:
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
                 for chunk in current:
-                    yield chunk, zlib.crc32(chunk)
+                    yield chunk
         finally:
             await asyncio.wait([reading])

@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
-
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
-from loraplex.chunk_wire import Data, Part, Piece, decode_part, encode_piece
 from loraplex.convert import files_from_proto, violation_to_proto
 from loraplex.errors import InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
@@ -62,15 +59,14 @@ class RegistryService(AdminService):
         )
 
     async def UploadPart(
-        self, request_iterator: AsyncIterator[Part], context: Any
+        self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
     ) -> pb.UploadPartResponse:
         first = await anext(aiter(request_iterator), None)
         if first is None:
             raise InvalidRequest.field("upload_id", "", "the first message must name the upload")
-        session = await self._session(first.head.upload_id)
+        session = await self._session(first.upload_id)
         chunks = _chunks(first, request_iterator)
-        head = first.head
-        state = await self._registry.uploads.receive(session, head.path, head.offset, chunks)
+        state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
     async def GetUpload(self, request: pb.GetUploadRequest, context: Any) -> pb.GetUploadResponse:
@@ -237,15 +233,15 @@ class RegistryService(AdminService):
 
     async def DownloadAdapter(
         self, request: pb.DownloadAdapterRequest, context: Any
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[pb.DownloadAdapterResponse]:
         access = caller_access()
         access.require("reader")
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         access.require_pull(found.version.tenant, found.adapter)
-        yield Piece(pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found)))
+        yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
         async for chunk in chunks_of(self._registry.store, found.version, request.paths):
-            part = pb.FileChunk(path=chunk.path, offset=chunk.offset)
-            yield Piece(pb.DownloadAdapterResponse(chunk=part), chunk.data)
+            part = pb.FileChunk(path=chunk.path, offset=chunk.offset, data=chunk.data)
+            yield pb.DownloadAdapterResponse(chunk=part)
 
     async def WatchAdapters(
         self, request: pb.WatchAdaptersRequest, context: Any
@@ -310,30 +306,22 @@ class RegistryService(AdminService):
         return targets
 
 
-async def _chunks(first: Part, rest: AsyncIterator[Part]) -> AsyncIterator[tuple[Data, int]]:
-    yield first.data, first.head.crc32
-    offset = first.head.offset + len(first.data)
+async def _chunks(
+    first: pb.UploadPartRequest, rest: AsyncIterator[pb.UploadPartRequest]
+) -> AsyncIterator[tuple[bytes, int]]:
+    data = first.data
+    yield data, first.crc32
+    offset = first.offset + len(data)
     async for part in rest:
-        if part.head.offset != offset:
+        if part.offset != offset:
             description = f"chunks must follow each other: {offset} comes next"
-            raise InvalidRequest.field("offset", part.head.offset, description)
-        offset += len(part.data)
-        yield part.data, part.head.crc32
+            raise InvalidRequest.field("offset", part.offset, description)
+        data = part.data  # Each look at it is a copy.
+        offset += len(data)
+        yield data, part.crc32
 
 
 def service(registry: Registry) -> grpc_server.Service:
     """What `grpc_server.start` serves."""
-    return _add, RegistryService(registry), SERVICE_NAME
-
-
-def _add(servicer: RegistryService, server: grpc.aio.Server) -> None:
-    """The generated handlers, after those of the methods that carry bytes: the first one serves."""
-    upload = grpc.stream_unary_rpc_method_handler(
-        servicer.UploadPart, decode_part, pb.UploadPartResponse.SerializeToString
-    )
-    download = grpc.unary_stream_rpc_method_handler(
-        servicer.DownloadAdapter, pb.DownloadAdapterRequest.FromString, encode_piece
-    )
-    handlers: dict[str, Any] = {"UploadPart": upload, "DownloadAdapter": download}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)])
-    registry_pb2_grpc.add_RegistryServiceServicer_to_server(servicer, server)
+    add = registry_pb2_grpc.add_RegistryServiceServicer_to_server
+    return add, RegistryService(registry), SERVICE_NAME

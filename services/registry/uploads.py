@@ -14,12 +14,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import TENSOR_FILE, File
-from loraplex.chunk_wire import Data
 from loraplex.errors import InvalidRequest, NotFound
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.failpoint import failpoint
-from services.registry.part_writer import MAX_PART_BYTES, PartWriter, check_chunk
+from services.registry.part_writer import MAX_PART_BYTES, PartWriter, damaged
 from services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, encode
 from services.registry.scanning import ArrivingScan, Scans
 
@@ -168,7 +167,7 @@ class Uploads:
         return [_covered(file, parts.get(index, [])) for index, file in enumerate(session.files)]
 
     async def receive(
-        self, session: Session, path: str, offset: int, chunks: AsyncIterator[tuple[Data, int]]
+        self, session: Session, path: str, offset: int, chunks: AsyncIterator[tuple[bytes, int]]
     ) -> FileState:
         """Store the bytes of one file that follow `offset`; returns how far the file is then.
 
@@ -195,7 +194,8 @@ class Uploads:
                     description = "chunks are at most 1 MiB"
                     raise InvalidRequest.field("data", f"{len(data)} bytes", description)
                 if skip:
-                    check_chunk(data, crc32)
+                    if zlib.crc32(data) != crc32:
+                        raise damaged()
                     crc32 = zlib.crc32(data[skip:])
                 fresh, skip = data[skip:], max(0, skip - len(data))
                 if writer.end + len(fresh) > state.file.size:

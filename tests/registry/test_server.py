@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -108,6 +109,28 @@ async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(door: Door) -> 
     part.crc32 ^= 1
     with pytest.raises(DataLoss, match="crc32"):
         await door.client._channel.call(door.client._stub.UploadPart, iter([part]))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 19, 1 << 20])
+async def test_chunks_before_a_damaged_one_are_kept(door: Door, chunk_bytes: int) -> None:
+    data = random.Random(1).randbytes(5 * chunk_bytes)
+    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
+    request.files.add(path=CONFIG, size=2, sha256=_sha256(b"{}"))
+    request.files.add(path=TENSORS, size=len(data), sha256=_sha256(data))
+    stub = door.client._stub
+    session = await stub.CreateUpload(request)
+    parts = [
+        _part(session.upload_id, TENSORS, begin, data[begin : begin + chunk_bytes])
+        for begin in range(0, len(data), chunk_bytes)
+    ]
+    parts[3].crc32 ^= 1
+    with pytest.raises(DataLoss, match="crc32"):
+        await door.client._channel.call(stub.UploadPart, iter(parts))
+    state = await stub.GetUpload(pb.GetUploadRequest(upload_id=session.upload_id))
+    assert {p.path: p.committed_bytes for p in state.progress}[TENSORS] == 3 * chunk_bytes
+    parts[3].crc32 ^= 1
+    answer = await stub.UploadPart(iter(parts[3:]))
+    assert answer.progress.complete
 
 
 @pytest.mark.parametrize(
@@ -223,6 +246,17 @@ async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
     path.write_bytes(data)
     with pytest.raises(DataLoss):
         await door.client.pull("sql", tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+    path.write_bytes(data[:-1])
+    with pytest.raises(DataLoss, match="damaged in the store"):
+        await door.client.pull("sql", tmp_path / "pulled")
+    path.unlink()
+    with pytest.raises(DataLoss, match="gone from the store"):
+        await door.client.pull("sql", tmp_path / "pulled")
+    config = next(file for file in published.version.files if file.path == CONFIG)
+    (objects_folder / layout.blob(config.sha256)).write_bytes(b" " * config.size_bytes)
+    with pytest.raises(DataLoss, match="not what was published"):
+        await door.client.read_file("sql", CONFIG)
 
 
 @pytest.fixture

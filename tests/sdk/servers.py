@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -62,6 +63,7 @@ class FlakyRegistry(registry_pb2_grpc.RegistryServiceServicer):
                 path = part.path
                 self.offsets.append(part.offset)
             assert part.offset == len(self.stored[path])
+            assert part.crc32 == zlib.crc32(part.data)
             self.stored[path] += part.data
             received += len(part.data)
             if self.num_breaks and received >= self.break_at:

@@ -37,8 +37,8 @@ async def _upload(servicer: FlakyRegistry, files: list[LocalFile]) -> list[tuple
             def progress(*step: Any) -> None:
                 seen.append(step)
 
-            specs = await hash_files(files, progress)
-            await upload(channel, OPTIONS, files, specs, progress)
+            summed = await hash_files(files, progress)
+            await upload(channel, OPTIONS, files, summed, progress)
         finally:
             await channel.close()
     return seen
@@ -65,6 +65,16 @@ async def test_continues_after_a_broken_stream_where_the_server_has_it(
     resumed = [offset for offset in servicer.offsets if offset > 0]
     assert len(resumed) == 2
     assert all(offset % CHUNK_BYTES == 0 for offset in resumed)
+
+
+async def test_continues_within_a_chunk_where_the_server_has_part_of_one(
+    files: list[LocalFile],
+) -> None:
+    servicer = FlakyRegistry()
+    servicer.stored[files[1].path] = bytearray(files[1].location.read_bytes()[:1000])
+    await _upload(servicer, files)
+    assert servicer.stored[files[1].path] == files[1].location.read_bytes()
+    assert servicer.offsets == [0, 1000]
 
 
 async def test_gives_up_after_its_attempts(files: list[LocalFile]) -> None:
@@ -98,7 +108,7 @@ async def test_nobody_there_fails_at_once_naming_the_address(files: list[LocalFi
 
 
 async def test_declares_size_and_sha256_of_each_file(files: list[LocalFile]) -> None:
-    specs = await hash_files(files, ignore_progress)
-    for spec, file in zip(specs, files, strict=True):
-        content = file.location.read_bytes()
+    summed = await hash_files(files, ignore_progress)
+    for each, file in zip(summed, files, strict=True):
+        content, spec = file.location.read_bytes(), each.spec
         assert (spec.size, spec.sha256) == (len(content), hashlib.sha256(content).hexdigest())

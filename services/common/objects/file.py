@@ -269,13 +269,17 @@ class _FileWriter:
         self._unsynced_bytes = 0
         self._syncing: asyncio.Future[None] | None = None
 
-    async def write(self, data: bytes) -> None:
-        await _in_thread(_write_all, self._file.fileno(), data)
-        self._unsynced_bytes += len(data)
+    async def write(self, *data: bytes) -> None:
+        await _in_thread(self._append, data)
+        self._unsynced_bytes += sum(map(len, data))
         if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             await self._synced()
             self._unsynced_bytes = 0
             self._syncing = asyncio.ensure_future(_in_thread(os.fsync, self._file.fileno()))
+
+    def _append(self, chunks: Sequence[bytes]) -> None:
+        for chunk in chunks:
+            _write_all(self._file.fileno(), chunk)
 
     async def _synced(self) -> None:
         """Wait for the disk. Raises where it failed: the next sync would not tell again."""

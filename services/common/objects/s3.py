@@ -329,8 +329,8 @@ class _SpooledWriter:
         self._store = store
         self._file = tempfile.TemporaryFile()
 
-    async def write(self, data: bytes) -> None:
-        await self._store._run(self._file.write, data)
+    async def write(self, *data: bytes) -> None:
+        await self._store._run(self._file.writelines, data)
 
     async def commit(self, key: str) -> None:
         await self._store._run(self._store._upload, key, self._file)

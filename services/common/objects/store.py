@@ -80,8 +80,8 @@ class Segment:
 class BlobWriter(Protocol):
     """Bytes on their way into the store. Nothing is visible before `commit` returns."""
 
-    async def write(self, data: bytes) -> None:
-        """Append."""
+    async def write(self, *data: bytes) -> None:
+        """Append, one after another."""
 
     async def commit(self, key: str) -> None:
         """Make the bytes durable and visible under `key`, all at once. Ends the writer."""
