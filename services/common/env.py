@@ -230,6 +230,13 @@ DTYPE: Knob[str] = Knob(
     "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
     "else float32.",
 )
+ADAPTER_DTYPE: Knob[str] = Knob(
+    "LORAPLEX_ADAPTER_DTYPE",
+    choice("auto", "int8"),
+    "auto",
+    "worker",
+    "How A and B are kept; auto = as computed with or published, int8 = half those bytes, rounded.",
+)
 CPU_ISA: Knob[str] = Knob(
     "LORAPLEX_CPU_ISA",
     choice("auto", "amx", "avx512", "avx2", "generic", "torch"),

@@ -18,6 +18,7 @@ from loraplex.allocation import reuse_large_blocks
 from loraplex.errors import InvalidRequest
 from services.common.callers import Auth
 from services.common.grpc_interceptor import DoorInterceptor
+from services.common.rotation import Rotation
 from services.common.signals import stop_event
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,22 @@ class ServerTls:
     """When set, clients must show a certificate of this CA (mTLS)."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Read the files."""
+        """Read the files, and again at the first handshake after they were replaced."""
+        rotation = Rotation(self.client_ca, pair=(self.cert, self.key))
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            return self._configuration() if rotation.is_renewed() else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(),
+            renewed,  # type: ignore[arg-type]  # None = nothing new, which the stubs leave out
+            require_client_authentication=bool(self.client_ca),
+        )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         root = self.client_ca.read_bytes() if self.client_ca else None
-        return grpc.ssl_server_credentials([pair], root, require_client_auth=root is not None)
+        return grpc.ssl_server_certificate_configuration([pair], root)
 
 
 class RunningServer:

@@ -36,11 +36,9 @@ class MetricsServer:
     def __init__(
         self,
         ready: Callable[[], bool],
-        live: Callable[[], bool] = lambda: True,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._ready = ready
-        self._live = live
         self._registry = registry
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -87,7 +85,7 @@ class MetricsServer:
         if path == b"/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         if path == b"/healthz":
-            return _probe(self._live())
+            return _probe(True)
         if path == b"/readyz":
             return _probe(self._ready())
         return 404, _TEXT, b"try /metrics, /healthz or /readyz\n"

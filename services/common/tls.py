@@ -13,11 +13,12 @@ from loraplex.errors import InvalidRequest
 from services.common import env
 from services.common.grpc_server import ServerTls
 from services.common.knob import Knob
+from services.common.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files; read when a door or a channel opens."""
+    """PEM files. Doors read them again when they were replaced, channels when they are opened."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -38,6 +39,11 @@ class TlsFiles:
         if self.cert is None or self.key is None:
             return None
         return ServerTls(self.cert, self.key, self.ca if for_services else None)
+
+    def rotation(self) -> Rotation:
+        """Tells when they were replaced."""
+        pair = (self.cert, self.key) if self.cert is not None and self.key is not None else None
+        return Rotation(self.ca, pair=pair)
 
     def channel(self) -> grpc.ChannelCredentials | None:
         """Credentials to call other services with, None without a CA: they are called in plain."""

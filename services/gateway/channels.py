@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -25,30 +24,55 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-OpenChannel = Callable[[str], grpc.aio.Channel]
+class OpenChannel(Protocol):
+    """Opens the way to an address."""
+
+    def __call__(self, address: str) -> grpc.aio.Channel: ...
+
+    @property
+    def version(self) -> int:
+        """Grows when the files that channels are opened with were replaced."""
+
+
+class PlainChannels:
+    """Channels without TLS."""
+
+    version = 0
+
+    def __call__(self, address: str) -> grpc.aio.Channel:
+        """To `HOST:PORT` or `unix:/path`; connects when first used."""
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+class SecureChannels:
+    """Channels with TLS; Unix sockets stay plain. Each reads the files as they are by then."""
+
+    def __init__(self, tls: TlsFiles, server_name: str = "") -> None:
+        """`server_name`: expected in the server's certificate in place of its address."""
+        self._tls = tls
+        self._rotation = tls.rotation()
+        self._version = 0
+        self._credentials = tls.channel()
+        self._options = list(_OPTIONS)
+        if server_name:
+            self._options.append(("grpc.ssl_target_name_override", server_name))
+
+    @property
+    def version(self) -> int:
+        if self._rotation.is_renewed():
+            self._credentials = self._tls.channel()
+            self._version += 1
+        return self._version
+
+    def __call__(self, address: str) -> grpc.aio.Channel:
+        if address.startswith("unix:") or self._credentials is None:
+            return open_channel(address)
+        return grpc.aio.secure_channel(address, self._credentials, options=self._options)
+
+
+open_channel = PlainChannels()
 
 
 def channel_opener(tls: TlsFiles, server_name: str = "") -> OpenChannel:
-    """What opens channels with TLS where there is a CA; Unix sockets and the rest stay plain.
-
-    Args:
-        server_name: expected in the server's certificate in place of its address.
-    """
-    credentials = tls.channel()
-    if credentials is None:
-        return open_channel
-    options = list(_OPTIONS)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-
-    def open_secure(address: str) -> grpc.aio.Channel:
-        if address.startswith("unix:"):
-            return open_channel(address)
-        return grpc.aio.secure_channel(address, credentials, options=options)
-
-    return open_secure
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A plain channel to `HOST:PORT` or `unix:/path`; connects when first used."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    """What opens channels: with TLS where there is a CA."""
+    return SecureChannels(tls, server_name) if tls.ca is not None else open_channel

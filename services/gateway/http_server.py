@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Generator
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from loraplex.errors import InvalidRequest
+from services.common.rotation import Rotation
 from services.common.tls import PLAIN, TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,9 @@ class HttpServer:
             ssl_certfile=tls.cert,
             ssl_keyfile=tls.key,
         )
+        if tls.cert is not None and tls.key is not None:
+            config.load()
+            _renew(config.ssl, tls.cert, tls.key)
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -63,6 +69,24 @@ class HttpServer:
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=grace_s + 2)
         self._socket.close()
+
+
+def _renew(context: ssl.SSLContext | None, cert: Path, key: Path) -> None:
+    """Let every handshake look whether the files were replaced. Mutates: context."""
+    assert context is not None, "a certificate was given"
+    rotation = Rotation(pair=(cert, key))
+
+    def before_handshake(
+        connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, current: ssl.SSLContext
+    ) -> None:
+        if rotation.is_renewed():
+            current.load_cert_chain(cert, key)
+            # This connection already copied the old pair from `current`.
+            fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            fresh.load_cert_chain(cert, key)
+            connection.context = fresh
+
+    context.sni_callback = before_handshake
 
 
 def _bound(listen: str, setting: str) -> socket.socket:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 2.0
 REGISTER_TIMEOUT_S = 10.0
+_RENEW_CHECK_S = 10.0
 _RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
 
@@ -39,12 +40,18 @@ class RegistryLink:
         channel: OpenChannel = open_channel,
     ) -> None:
         """`metadata` goes with every call, such as a service token."""
-        self._channel = channel(address)
-        self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
+        self._address = address
+        self._open_channel = channel
+        self._open()
         self._metadata = tuple(metadata)
         self.has_snapshot = asyncio.Event()
         """Set once the first snapshot is complete."""
         self._is_current = False
+
+    def _open(self) -> None:
+        self._channel_version = self._open_channel.version
+        self._channel = self._open_channel(self._address)
+        self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
 
     @property
     def is_watching(self) -> bool:
@@ -148,6 +155,29 @@ class RegistryLink:
     async def follow(self, resolver: Resolver) -> None:
         """Keep `resolver.catalog` up to date for ever; the last one stays while disconnected."""
         watch = _Watch(resolver)
+        while True:
+            following = asyncio.create_task(self._follow(watch))
+            replaced = asyncio.create_task(self._replaced())
+            try:
+                await asyncio.wait({following, replaced}, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
+            finally:
+                following.cancel()
+                replaced.cancel()
+                await asyncio.gather(following, replaced, return_exceptions=True)
+            watch.abandon_snapshot()
+            old = self._channel
+            self._open()
+            await old.close(LOOKUP_TIMEOUT_S)
+
+    async def _replaced(self) -> None:
+        """Returns when the certificate shown to the registry was replaced: what waits for the
+        registry on the old channel would show the old one for ever."""
+        while self._channel_version == self._open_channel.version:
+            await asyncio.sleep(_RENEW_CHECK_S)
+
+    async def _follow(self, watch: _Watch) -> None:
         failures = 0
         while True:
             try:

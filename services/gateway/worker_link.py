@@ -60,8 +60,8 @@ class WorkerLink:
         pace: Pace | None = None,
     ) -> None:
         """`model_seen` is awaited for each connection, `changed` called when the view changed."""
-        self._channel = channel(address)
-        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._open_channel = channel
+        self._open(address)
         self._gateway_id = gateway_id
         self._model_seen = model_seen
         self._changed = changed
@@ -71,6 +71,11 @@ class WorkerLink:
         self._heard_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
         self._shown = _Shown(self._view, None, self._view)
+
+    def _open(self, address: str) -> None:
+        self._channel_version = self._open_channel.version
+        self._channel = self._open_channel(address)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def view(self) -> WorkerView:
         """The worker now, with our own requests counted."""
@@ -137,6 +142,9 @@ class WorkerLink:
 
     async def _connected(self) -> None:
         """One connection from its first call to its end. Raises: LoraplexError."""
+        if self._channel_version != self._open_channel.version:
+            await self._channel.close(None)
+            self._open(self._view.address)
         model = await self._get_model(include_tokenizer=False)
         if not await self._model_seen(model):
             await self._model_seen(await self._get_model(include_tokenizer=True))

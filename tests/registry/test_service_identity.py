@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -15,8 +16,10 @@ from loraplex.settings import Credentials
 from services.common import grpc_server
 from services.common.service_token import ServiceAuth
 from services.common.tls import TlsFiles, tls_files
+from services.gateway import registry_link
 from services.gateway.channels import channel_opener
 from services.gateway.registry_link import RegistryLink
+from services.gateway.resolve import Resolver
 from services.registry import server
 from services.registry.assembly import Registry
 from services.registry.auth import KeyAuth
@@ -113,6 +116,26 @@ async def test_gateways_reach_the_registry_by_their_certificate(
         key = await link.check_key(doors.admin_token)
         assert key.tenant == "default"
     finally:
+        await link.close()
+
+
+async def test_a_gateway_shows_the_certificate_that_lies_there_now(
+    doors: Doors, house: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_link, "_RENEW_CHECK_S", 0.05)
+    own, other = house.issue("printer"), house.issue("gateway")
+    tls = TlsFiles(house.ca, own.cert, own.key)
+    link = RegistryLink(doors.services, channel=channel_opener(tls))
+    following = asyncio.create_task(link.follow(Resolver(link, dict)))
+    try:
+        with pytest.raises(Unauthenticated):
+            await link.tenant("default")
+        assert not link.has_snapshot.is_set()
+        own.cert.write_bytes(other.cert.read_bytes())
+        own.key.write_bytes(other.key.read_bytes())
+        await asyncio.wait_for(link.has_snapshot.wait(), 20)
+    finally:
+        following.cancel()
         await link.close()
 
 

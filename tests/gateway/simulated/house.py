@@ -33,6 +33,19 @@ from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer
 MAX_REQUEST_S = 600.0
 
 
+class Channels:
+    """Opens the way to a worker."""
+
+    version = 0
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    def __call__(self, address: str) -> Any:
+        worker = self._house.workers[address]
+        return Channel(worker.way, worker)
+
+
 class SimulatedGateway:
     """All of a gateway but its doors."""
 
@@ -43,7 +56,7 @@ class SimulatedGateway:
             name,
             TemplatePool(),
             base_seen=lambda message: None,
-            channel=house.channel,
+            channel=Channels(house),
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
         self.resolver.catalog = house.registry.snapshot(house.known)
@@ -138,11 +151,6 @@ class House:
         self.redis = SimulatedRedis()
         self.tenants: dict[str, TenantLimits] = {}
         self.gateways: list[SimulatedGateway] = []
-
-    def channel(self, address: str) -> Any:
-        """Opens the way to a worker."""
-        worker = self.workers[address]
-        return Channel(worker.way, worker)
 
     async def limits_of(self, tenant: str) -> TenantLimits:
         """A tenant as the registry knows it."""

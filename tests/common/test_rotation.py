@@ -1,0 +1,88 @@
+"""Certificates that are replaced while doors are open."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common import grpc_server
+from services.common.rotation import Rotation
+from services.common.tls import TlsFiles
+from services.gateway.http_server import HttpServer
+from tests.certificates import Authority
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+async def _serial(house: Authority, port: int, name: str = "localhost") -> str:
+    """The serial number of the certificate that a door shows."""
+
+    def shake_hands() -> str:
+        context = ssl.create_default_context(cafile=house.ca)
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            context.wrap_socket(plain, server_hostname=name) as secure,
+        ):
+            shown = secure.getpeercert()
+        assert shown is not None
+        return str(shown["serialNumber"])
+
+    return await asyncio.to_thread(shake_hands)
+
+
+def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: Authority) -> None:
+    pair = house.issue("door")
+    rotation = Rotation(pair=(pair.cert, pair.key))
+    assert not rotation.is_renewed()
+    other = house.issue("other")
+    pair.cert.write_bytes(other.cert.read_bytes())
+    assert not rotation.is_renewed()
+    pair.key.unlink()
+    assert not rotation.is_renewed()
+    pair.key.write_bytes(other.key.read_bytes())
+    assert rotation.is_renewed()
+    assert not rotation.is_renewed()
+
+
+async def test_a_grpc_door_shows_the_certificate_that_lies_there_now(house: Authority) -> None:
+    pair = house.issue("door")
+    door = TlsFiles(cert=pair.cert, key=pair.key).door()
+    running = await grpc_server.start([], ["127.0.0.1:0"], tls=door)
+    first = await _serial(house, running.port)
+    house.issue("door")
+    second = await _serial(house, running.port)
+    pair.key.write_text("half of it")
+    third = await _serial(house, running.port)
+    await running.stop(0)
+    assert first != second == third
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+async def test_the_http_door_shows_the_certificate_that_lies_there_now(
+    house: Authority, name: str
+) -> None:
+    """Also to clients that name no host, as those do that dial an address."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks")
+
+    pair = house.issue("door")
+    tls = TlsFiles(cert=pair.cert, key=pair.key)
+    server = HttpServer(app, "127.0.0.1:0", setting="--listen", tls=tls)
+    await server.start()
+    first = await _serial(house, server.port, name)
+    house.issue("door")
+    seen = [await _serial(house, server.port, name) for _ in range(2)]
+    pair.key.write_text("half of it")
+    seen.append(await _serial(house, server.port, name))
+    await server.stop(1)
+    assert first not in seen and len(set(seen)) == 1
