@@ -13,23 +13,16 @@ from pathlib import Path
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.backoff import Backoff
-from services.worker.adapters.facts import AdapterFacts
-from services.worker.adapters.residency import (
-    CachedAdapter,
-    Choose,
-    Evict,
-    Load,
-    Tier,
-    adapter_owner,
-    least_recently_used,
+from services.worker.adapters.eviction import (
+    COPY_START_S,
+    DEFAULT_COPY_S_PER_BLOCK,
+    IdleOrder,
+    LeastExpectedLoss,
 )
+from services.worker.adapters.facts import AdapterFacts
+from services.worker.adapters.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
 from services.worker.memory.arena import Arena
 from services.worker.memory.reclaimer import Offer, Reclaimer, reuse_probability
-
-COPY_START_S = 1e-3
-"""A copy of an adapter takes this long plus its share for each block."""
-DEFAULT_COPY_S_PER_BLOCK = 1e-4
-"""Until a copy has been measured."""
 
 
 class AdapterCache:
@@ -43,7 +36,7 @@ class AdapterCache:
         max_resident: int,
         max_adapter_blocks: int,
         max_pinned_blocks: int,
-        choose: Choose = least_recently_used,
+        order: IdleOrder | None = None,
     ) -> None:
         self._arena = arena
         self._reclaimer = reclaimer
@@ -51,7 +44,7 @@ class AdapterCache:
         self._max_adapter_blocks = max_adapter_blocks
         self._max_pinned_blocks = max_pinned_blocks
         self._max_pinned = max_resident // 2
-        self._choose = choose
+        self._order = order or LeastExpectedLoss()
         self._adapters: dict[str, CachedAdapter] = {}
         self._idle: dict[str, CachedAdapter] = {}
         self._in_use: set[str] = set()
@@ -152,6 +145,7 @@ class AdapterCache:
     def _acquire(self, adapter: CachedAdapter, now: float) -> int:
         assert adapter.tier == Tier.DEVICE, f"{adapter.digest} is {adapter.tier.name}"
         self._leave_idle(adapter)
+        self._order.used(adapter, now)
         adapter.num_running += 1
         adapter.unload = False
         adapter.last_used_s = now
@@ -291,11 +285,13 @@ class AdapterCache:
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
         """The idle adapter that would go next."""
-        victim = self._choose(self._unprotected(protected))
+        victim = self._order.next_victim(protected)
         if victim is None:
             return None
         restore_s = COPY_START_S + victim.num_blocks * self._copy_s_per_block
-        return Offer(victim.num_blocks, restore_s, reuse_probability(now - victim.last_used_s))
+        reuse = reuse_probability(now - victim.last_used_s)
+        reuse = min(1.0, max(reuse, self._order.uses_per_s(victim, now)))
+        return Offer(victim.num_blocks, restore_s, reuse)
 
     def give_up(self, protected: Collection[str]) -> None:
         """Evict the adapter that `offer` named."""
@@ -335,11 +331,8 @@ class AdapterCache:
         self._changed[digest] = None
         self.num_changes += 1
 
-    def _unprotected(self, protected: Collection[str]) -> Iterable[CachedAdapter]:
-        return (a for digest, a in self._idle.items() if digest not in protected)
-
     def _evict_one(self, protected: Collection[str]) -> bool:
-        victim = self._choose(self._unprotected(protected))
+        victim = self._order.next_victim(protected)
         if victim is None:
             return False
         self._evict(victim)
@@ -370,12 +363,14 @@ class AdapterCache:
 
     def _leave_idle(self, adapter: CachedAdapter) -> None:
         if self._idle.pop(adapter.digest, None) is not None:
+            self._order.leave(adapter)
             self._idle_blocks -= adapter.num_blocks
 
     def _enter_idle(self, adapter: CachedAdapter) -> None:
         if not adapter.is_idle or adapter.digest in self._idle:
             return
         self._idle[adapter.digest] = adapter
+        self._order.enter(adapter)
         self._idle_blocks += adapter.num_blocks
         if adapter.unload:
             self._evict(adapter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,8 @@ class CachedAdapter:
     unload: bool = False
     """Leaves the device as soon as it is idle."""
     last_used_s: float = 0.0
+    heat: float = -math.inf
+    """Logarithm of the fading count of its uses; see `eviction.LeastExpectedLoss`."""
     last_step: int = -1
     """The last step planned when a request ceased to use it."""
     facts: AdapterFacts = field(default_factory=AdapterFacts)
@@ -65,16 +67,6 @@ class CachedAdapter:
     def is_idle(self) -> bool:
         """On the device, and nothing would miss it now."""
         return self.tier == Tier.DEVICE and not self.num_running and not self.pinned
-
-
-Choose = Callable[[Iterable[CachedAdapter]], CachedAdapter | None]
-"""Picks the next of the idle adapters to evict, given longest idle first; None when there is none.
-"""
-
-
-def least_recently_used(idle: Iterable[CachedAdapter]) -> CachedAdapter | None:
-    """The adapter that has been idle longest."""
-    return next(iter(idle), None)
 
 
 def adapter_owner(digest: str) -> str:

@@ -9,6 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from loraplex.errors import DataLoss, ResourceExhausted
 from services.worker.adapters.cache import AdapterCache
+from services.worker.adapters.eviction import (
+    IdleOrder,
+    LeastExpectedLoss,
+    LeastRecentlyUsed,
+)
 from services.worker.adapters.residency import Evict, Load, Tier
 from services.worker.memory.arena import Arena
 from services.worker.memory.reclaimer import Reclaimer
@@ -156,10 +161,15 @@ CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=4
 TestCache = CacheMachine.TestCase
 
 
-def test_evicts_the_idle_adapter_used_longest_ago() -> None:
+@pytest.mark.parametrize(
+    ("order", "victim"), [(LeastRecentlyUsed(), "sha256:b"), (LeastExpectedLoss(), "sha256:c")]
+)
+def test_evicts_what_its_order_says(order: IdleOrder, victim: str) -> None:
+    """a was used twice; b is one block less than c, and one use older."""
     arena = Arena(6)
     reclaimer = Reclaimer(arena)
-    cache = make_cache(reclaimer, arena)
+    limits = {"max_resident": MAX_RESIDENT, "max_adapter_blocks": 8, "max_pinned_blocks": 10}
+    cache = AdapterCache(arena, reclaimer, order=order, **limits)
     for now, digest in enumerate(["sha256:a", "sha256:b", "sha256:c"]):
         fetch(cache, digest)
         assert cache.load([digest], (), float(now))
@@ -167,7 +177,7 @@ def test_evicts_the_idle_adapter_used_longest_ago() -> None:
     cache.acquire(["sha256:a"], 9.0)
     cache.release(["sha256:a"], 9.0)
     assert reclaimer.reclaim(1, 9.0)
-    assert [a.digest for a in carry_out(cache)] == ["sha256:b"]
+    assert [a.digest for a in carry_out(cache)] == [victim]
 
 
 def test_an_adapter_in_use_is_never_evicted() -> None:
