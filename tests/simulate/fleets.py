@@ -7,6 +7,7 @@ from typing import Any
 from services.simulate.costs import Costs
 from services.simulate.simulation import Fleet
 from services.worker.messages import EngineConfig
+from tests.worker.commands import make_config
 
 COSTS = Costs(
     step_s=0.010,
@@ -28,19 +29,14 @@ COSTS = Costs(
 def engine_config(**changes: Any) -> EngineConfig:
     """A worker with an arena of 4096 blocks."""
     fields: dict[str, Any] = {
-        "model_dir": "",
         "device": "simulated",
-        "dtype": "float32",
         "arena_bytes": 4096 * COSTS.block_bytes,
-        "load_format": "auto",
         "max_lora_rank": 256,
         "max_resident": 1024,
         "max_step_tokens": 512,
         "max_running": 64,
-        "max_loras": None,
-        "policy": "fcfs",
     }
-    return EngineConfig(**{**fields, **changes})
+    return make_config(**{**fields, **changes})
 
 
 def fleet(**changes: Any) -> Fleet:

@@ -11,16 +11,16 @@ from services.worker.adapters.loader import AtOnce
 from services.worker.engine import Engine
 from services.worker.messages import (
     Command,
-    EngineConfig,
     Fetched,
     StepOutput,
     Submit,
     TokenOutput,
     Unload,
 )
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.request import SamplingParams
 from services.worker.runner import TorchRunner, build_runner
 from tests.worker import tiny
+from tests.worker.commands import make_config, make_submit
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
@@ -63,18 +63,9 @@ class Stage:
     failures: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = EngineConfig(
-            model_dir="",
-            device="cpu",
-            dtype="float32",
-            arena_bytes=0,
-            load_format="auto",
-            max_lora_rank=64,
-            max_resident=8,
+        config = make_config(
             max_step_tokens=self.max_step_tokens,
             max_running=min(16, self.max_step_tokens),
-            max_loras=None,
-            policy="fcfs",
             prefix_cache=self.prefix_cache,
         )
         self.engine = Engine(self.runner, config, lambda: self.now)
@@ -119,19 +110,14 @@ def submit(
     rng = random.Random(seed)
     prompt_ids = [rng.randrange(tiny.VOCAB - 1) for _ in range(fields.pop("num_prompt", 9))]
     sampling = {"max_tokens": 12, "seed": seed, "ignore_eos": True, **fields}
-    remaining_s = sampling.pop("remaining_s", None)
-    return Submit(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
+    left = {k: sampling.pop(k, None) for k in ("remaining_s", "remaining_first_token_s")}
+    return make_submit(
+        request_id,
+        prompt_ids,
+        SamplingParams(**sampling),
+        digests,
         output_ids=list(output_ids),
-        sampling=SamplingParams(**sampling),
-        adapters=AdapterSet(tuple((digest, 1.0) for digest in sorted(digests))),
-        tenant="t",
-        priority=0,
-        fairness_weight=1.0,
-        cache_salt="",
-        sample_index=0,
-        remaining_s=remaining_s,
+        **left,
     )
 
 

@@ -12,22 +12,11 @@ from loraplex.errors import InvalidRequest
 from services.worker.intake import IntakeLimits, check_submit
 from services.worker.messages import Submit
 from services.worker.request import AdapterSet, Pooling, SamplingParams
+from tests.worker.commands import make_submit
 
 LIMITS = IntakeLimits(vocab_size=50, max_model_len=20, max_adapters=2)
 DIGESTS = ["sha256:" + letter * 64 for letter in "abc"]
-GOOD = Submit(
-    request_id="r",
-    prompt_ids=[1, 2, 49],
-    output_ids=[],
-    sampling=SamplingParams(max_tokens=17, seed=0),
-    adapters=AdapterSet(),
-    tenant="t",
-    priority=0,
-    fairness_weight=1.0,
-    cache_salt="",
-    sample_index=0,
-    remaining_s=None,
-)
+GOOD = make_submit("r", [1, 2, 49], SamplingParams(max_tokens=17, seed=0))
 
 
 def with_sampling(**fields: object) -> Submit:

@@ -15,15 +15,14 @@ from services.worker.engine import POLICIES, Engine
 from services.worker.messages import (
     Cancel,
     Command,
-    EngineConfig,
     Fetched,
     Gone,
-    Submit,
     Unload,
     Unpin,
     Want,
 )
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.request import SamplingParams
+from tests.worker.commands import make_config, make_submit
 
 BLOCK_BYTES, NUM_BLOCKS = 64, 40
 COSTS = Costs(
@@ -61,7 +60,7 @@ class Stage:
         self.clock = VirtualClock()
         costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
         self.runner = TimedRunner(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
-        config = EngineConfig("", "cpu", "float32", 0, "auto", 64, 5, 16, 4, None, policy)
+        config = make_config(max_resident=5, max_step_tokens=16, max_running=4, policy=policy)
         self.engine = Engine(self.runner, config, self.clock)
         self.live: dict[str, tuple[str, ...]] = {}
         self.num_sent = 0
@@ -81,11 +80,9 @@ class Stage:
         self.num_sent += 1
         name = str(self.num_sent)
         self.live[name] = tuple(sorted(digests))
-        adapters = AdapterSet(tuple((digest, 1.0) for digest in self.live[name]))
         sampling = SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
         start = self.num_sent << 8
-        prompt = list(range(start, start + num_prompt))
-        request = Submit(name, prompt, [], sampling, adapters, "t", 0, 1.0, "", 0, None)
+        request = make_submit(name, range(start, start + num_prompt), sampling, self.live[name])
         self.step(request, *self.fetched(self.live[name]))
 
     def fetched(self, digests: tuple[str, ...]) -> list[Fetched]:
@@ -148,9 +145,8 @@ def test_a_short_copy_makes_its_request_part_of_the_step_that_began_it() -> None
             stage.step()
         stage.engine.scheduler.times.copies.add(load_s)
         stage.live["x"] = (DIGESTS[0],)
-        adapters = AdapterSet(((DIGESTS[0], 1.0),))
         sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
-        request = Submit("x", [1, 2, 3], [], sampling, adapters, "t", 0, 1.0, "", 0, None)
+        request = make_submit("x", [1, 2, 3], sampling, [DIGESTS[0]])
         count = 1
         stage.step(request, *stage.fetched((DIGESTS[0],)))
         while "x" in stage.live:

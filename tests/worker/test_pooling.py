@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from services.worker.engine import Engine
-from services.worker.messages import EngineConfig, Submit, TokenOutput
-from services.worker.request import AdapterSet, FinishReason, Pooling, SamplingParams
+from services.worker.messages import Submit, TokenOutput
+from services.worker.request import FinishReason, Pooling, SamplingParams
 from services.worker.runner import build_runner
 from tests.worker import tiny
+from tests.worker.commands import make_config, make_submit
 
 CHUNK = 16
 
@@ -22,37 +23,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     torch.set_num_threads(1)
     base = tiny.write_base(tmp_path_factory.mktemp("tiny") / "base")
     runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=1 << 20)
-    config = EngineConfig(
-        model_dir=str(base),
-        device="cpu",
-        dtype="float32",
-        arena_bytes=0,
-        load_format="auto",
-        max_lora_rank=64,
-        max_resident=8,
-        max_step_tokens=CHUNK,
-        max_running=8,
-        max_loras=None,
-        policy="fcfs",
-    )
+    config = make_config(model_dir=str(base), max_step_tokens=CHUNK, max_running=8)
     return Engine(runner, config, time.monotonic)
 
 
 def submit(request_id: str, num_prompt: int, pooling: Pooling = Pooling.NONE) -> Submit:
-    return Submit(
-        request_id=request_id,
-        prompt_ids=[(7 * i + num_prompt) % 90 for i in range(num_prompt)],
-        output_ids=[],
-        sampling=SamplingParams(max_tokens=0 if pooling else 6, seed=0, ignore_eos=True),
-        adapters=AdapterSet(),
-        tenant="t",
-        priority=0,
-        fairness_weight=1.0,
-        cache_salt="",
-        sample_index=0,
-        remaining_s=None,
-        pooling=pooling,
-    )
+    prompt_ids = [(7 * i + num_prompt) % 90 for i in range(num_prompt)]
+    sampling = SamplingParams(max_tokens=0 if pooling else 6, seed=0, ignore_eos=True)
+    return make_submit(request_id, prompt_ids, sampling, pooling=pooling)
 
 
 def run(engine: Engine, *commands: Submit) -> dict[str, list[TokenOutput]]:

@@ -15,10 +15,11 @@ import pytest
 
 from services.worker.adapters.image import ImageFile, image_path
 from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, Gone, Submit, Unload
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.messages import Command, Fetched, Gone, Unload
+from services.worker.request import SamplingParams
 from services.worker.runner import TorchRunner, build_runner
 from tests.worker import tiny
+from tests.worker.commands import make_config, make_submit
 
 NUM_NAMES, NUM_ROUNDS = 5000, 700
 RSS_SLACK_BYTES = 32 << 20
@@ -49,9 +50,7 @@ class Soak:
         base = tiny.write_base(self.root / "base")
         self.runner = make_runner(base, 1 << 20, self.overlap)
         self.alone = make_runner(base, 1 << 20, "off")
-        config = EngineConfig(
-            str(base), "cpu", "float32", 0, "auto", 64, 64, 64, 8, None, "fcfs", True
-        )
+        config = make_config(max_resident=64, max_running=8)
         self.engine = Engine(self.runner, config, time.monotonic)
 
     def folder(self, name: int) -> Path:
@@ -71,9 +70,7 @@ class Soak:
         digest = digest_of(name, self.versions[name])
         self.live[str(number)] = (name, number)
         sampling = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
-        adapters = AdapterSet(((digest, 1.0),))
-        prompt = self.prompt(number)
-        submit = Submit(str(number), prompt, [], sampling, adapters, "t", 0, 1.0, "", 0, None)
+        submit = make_submit(str(number), self.prompt(number), sampling, [digest])
         return [submit, Fetched(digest, str(self.folder(name)), 2, self.num_blocks(name))]
 
     def prompt(self, number: int) -> list[int]:
@@ -103,9 +100,7 @@ class Soak:
 
     def alone_output(self, number: int, name: int) -> list[int]:
         """What an engine that has just this one adapter says."""
-        config = EngineConfig(
-            "", "cpu", "float32", 0, "auto", 64, 64, 64, 8, None, "fcfs", prefix_cache=False
-        )
+        config = make_config(max_resident=64, max_running=8, prefix_cache=False)
         stage = Soak.__new__(Soak)
         stage.__dict__.update(self.__dict__)
         stage.engine = Engine(self.alone, config, time.monotonic)

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine import Engine
-from services.worker.messages import Cancel, Command, EngineConfig, Submit
-from services.worker.request import AdapterSet, FinishReason, Grammar, SamplingParams
+from services.worker.messages import Cancel, Command, Submit
+from services.worker.request import FinishReason, Grammar, SamplingParams
 from services.worker.runner import TorchRunner, build_runner
+from tests.worker.commands import make_config, make_submit
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
 BOS, EOS = 256, 257
@@ -84,19 +85,7 @@ def runner() -> Iterator[TorchRunner]:
 
 @pytest.fixture(scope="module")
 def stage(runner: TorchRunner) -> Stage:
-    config = EngineConfig(
-        model_dir=str(BASE),
-        device="cpu",
-        dtype="float32",
-        arena_bytes=0,
-        load_format="auto",
-        max_lora_rank=64,
-        max_resident=8,
-        max_step_tokens=64,
-        max_running=16,
-        max_loras=None,
-        policy="fcfs",
-    )
+    config = make_config(model_dir=str(BASE))
     return Stage(Engine(runner, config, time.monotonic))
 
 
@@ -107,18 +96,11 @@ def submit(
     **sampling: Any,
 ) -> Submit:
     fields: dict[str, Any] = {"max_tokens": 160, "seed": 1, "temperature": 1.2, **sampling}
-    return Submit(
-        request_id=request_id,
-        prompt_ids=PROMPT,
+    return make_submit(
+        request_id,
+        PROMPT,
+        SamplingParams(**fields),
         output_ids=list(output_ids),
-        sampling=SamplingParams(**fields),
-        adapters=AdapterSet(),
-        tenant="t",
-        priority=0,
-        fairness_weight=1.0,
-        cache_salt="",
-        sample_index=0,
-        remaining_s=None,
         grammar=grammar,
     )
 

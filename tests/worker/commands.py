@@ -1,0 +1,52 @@
+"""A request and the settings of an engine, with what a test leaves open filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from services.worker.messages import EngineConfig, Submit
+from services.worker.request import AdapterSet, SamplingParams
+
+
+def make_submit(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    digests: Iterable[str] = (),
+    **others: object,
+) -> Submit:
+    """Of tenant `t`, each adapter with weight 1, without a deadline."""
+    fields = {
+        "output_ids": [],
+        "adapters": AdapterSet(tuple((digest, 1.0) for digest in sorted(digests))),
+        "tenant": "t",
+        "priority": 0,
+        "fairness_weight": 1.0,
+        "cache_salt": "",
+        "sample_index": 0,
+        "remaining_s": None,
+    }
+    return Submit(
+        request_id=request_id,
+        prompt_ids=list(prompt_ids),
+        sampling=sampling,
+        **{**fields, **others},
+    )
+
+
+def make_config(**others: object) -> EngineConfig:
+    """Of a small engine in float32, first come, first served."""
+    fields = {
+        "model_dir": "",
+        "device": "cpu",
+        "dtype": "float32",
+        "arena_bytes": 0,
+        "load_format": "auto",
+        "max_lora_rank": 64,
+        "max_resident": 8,
+        "max_step_tokens": 64,
+        "max_running": 16,
+        "max_loras": None,
+        "policy": "fcfs",
+    }
+    return EngineConfig(**{**fields, **others})
