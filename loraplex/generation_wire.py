@@ -43,9 +43,11 @@ def generate_request(
     prompt: Prompt,
     sampling: Sampling,
     adapters: Mapping[str, float] | None = None,
+    first_token_s: float | None = None,
 ) -> pb.GenerateRequest:
     """The wire form of one request."""
     request = pb.GenerateRequest(model=model, sampling=_sampling(sampling))
+    request.first_token_s = first_token_s or 0.0
     for ref, weight in (adapters or {}).items():
         request.adapters.add(ref=ref, weight=weight)
     prompt_into(request, prompt)

@@ -65,6 +65,7 @@ class InferenceClient:
         sampling: Sampling = DEFAULTS,
         *,
         adapters: Mapping[str, float] | None = None,
+        first_token_s: float | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Stream the output of one prompt. Closing the iterator cancels the request.
 
@@ -72,8 +73,10 @@ class InferenceClient:
             model: a base id, or an adapter reference such as `upper:prod`.
             prompt: text, token ids, or messages for the chat template.
             adapters: weight by reference, to combine several; `model` is then the base id.
+            first_token_s: how long the first token may take; what cannot make that is given up
+                at once (`DeadlineExceeded`). None = as long as the call's deadline allows.
         """
-        request = generation_wire.generate_request(model, prompt, sampling, adapters)
+        request = generation_wire.generate_request(model, prompt, sampling, adapters, first_token_s)
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
             async for response in responses:
@@ -86,10 +89,14 @@ class InferenceClient:
         sampling: Sampling = DEFAULTS,
         *,
         adapters: Mapping[str, float] | None = None,
+        first_token_s: float | None = None,
     ) -> Completion:
         """Collect the whole output of one prompt. Arguments as for `generate`."""
         pieces = [
-            piece async for piece in self.generate(model, prompt, sampling, adapters=adapters)
+            piece
+            async for piece in self.generate(
+                model, prompt, sampling, adapters=adapters, first_token_s=first_token_s
+            )
         ]
         return collect(pieces)
 

@@ -46,7 +46,11 @@ def check_lengths(base: Model, max_tokens: int) -> None:
 
 
 async def drive(
-    client: InferenceClient, trace: Sequence[TracedRequest], models: Sequence[Model], seed: int
+    client: InferenceClient,
+    trace: Sequence[TracedRequest],
+    models: Sequence[Model],
+    seed: int,
+    first_token_s: float | None = None,
 ) -> list[Outcome]:
     """Send every request at its time and wait for all. `models[0]` is the base.
 
@@ -58,7 +62,7 @@ async def drive(
         model = models[0 if request.adapter is None else request.adapter + 1]
         prompt = random_prompt(f"{seed}/{index}", request.num_input)
         await asyncio.sleep(begin_s + request.arrival_s - time.monotonic())
-        return await _one(client, model.id, prompt, request, begin_s)
+        return await _one(client, model.id, prompt, request, (begin_s, first_token_s))
 
     return await asyncio.gather(*(send(i, request) for i, request in enumerate(trace)))
 
@@ -70,18 +74,25 @@ def random_prompt(seed: str, num_tokens: int) -> list[int]:
 
 
 async def _one(
-    client: InferenceClient, model: str, prompt: list[int], request: TracedRequest, begin_s: float
+    client: InferenceClient,
+    model: str,
+    prompt: list[int],
+    request: TracedRequest,
+    times: tuple[float, float | None],
 ) -> Outcome:
+    """`times`: when the trace began, and how long first tokens may take."""
+    begin_s, first_token_s = times
     sampling = Sampling(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
-    first_token_s: float | None = None
+    first_s: float | None = None
     engine_s: float | None = None
     num_output = 0
     reason = ""
     try:
-        async with aclosing(client.generate(model, prompt, sampling)) as pieces:
+        answer = client.generate(model, prompt, sampling, first_token_s=first_token_s)
+        async with aclosing(answer) as pieces:
             async for piece in pieces:
-                if piece.token_ids and first_token_s is None:
-                    first_token_s = time.monotonic() - begin_s
+                if piece.token_ids and first_s is None:
+                    first_s = time.monotonic() - begin_s
                 num_output += len(piece.token_ids)
                 if piece.timings:
                     engine_s = piece.timings.queue_s + piece.timings.prefill_s
@@ -92,7 +103,7 @@ async def _one(
     reason = reason or ("" if finished else "ENDED_EARLY")
     return Outcome(
         arrival_s=request.arrival_s,
-        first_token_s=first_token_s,
+        first_token_s=first_s,
         end_s=end_s,
         num_output=num_output,
         finished=finished,

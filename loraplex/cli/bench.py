@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.generate import DEFAULT_GATEWAY
-from loraplex.cli.parsing import add_command, add_connection, add_group, credentials_of
+from loraplex.cli.parsing import (
+    add_command,
+    add_connection,
+    add_group,
+    credentials_of,
+    seconds,
+)
 from loraplex.cli.workload_flags import add_workload, print_summary, workload_of
 
 if TYPE_CHECKING:
@@ -31,6 +37,12 @@ def add(commands: Any) -> None:
     )
     add_workload(parser)
     parser.add_argument(
+        "--first-token",
+        type=seconds,
+        metavar="TIME",
+        help="ask for first tokens within it; what cannot make it is given up",
+    )
+    parser.add_argument(
         "--prepare-from",
         type=Path,
         metavar="DIR",
@@ -49,7 +61,7 @@ async def _trace(args: argparse.Namespace) -> None:
     workload = workload_of(args)
     prefix = await _prepare(args)
     async with InferenceClient(args.gateway, credentials_of(args)) as client:
-        outcomes = await _drive(client, workload, prefix)
+        outcomes = await _drive(client, workload, prefix, args.first_token)
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
     print_summary(summarize(outcomes, args.slo), {"failures": dict(reasons)}, as_json=args.json)
 
@@ -67,10 +79,12 @@ async def _prepare(args: argparse.Namespace) -> str:
     return NAME_PREFIX
 
 
-async def _drive(client: InferenceClient, workload: Workload, prefix: str) -> list[Outcome]:
+async def _drive(
+    client: InferenceClient, workload: Workload, prefix: str, first_token_s: float | None
+) -> list[Outcome]:
     from loraplex.trace_driving import check_lengths, drive, targets
     from loraplex.workload import generate
 
     models = await targets(client, workload.num_adapters, prefix)
     check_lengths(models[0], workload.lengths.max_tokens)
-    return await drive(client, generate(workload), models, workload.seed)
+    return await drive(client, generate(workload), models, workload.seed, first_token_s)

@@ -54,12 +54,16 @@ class Ticket:
     """How long it will probably run once it starts; 0 = unknown."""
     weight: float = 1.0
     """A tenant with weight 2 deserves twice the service of one with 1."""
+    first_token_due_s: float | None = None
+    """When its first token must be there, as `deadline_s`; None = whenever that allows."""
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def start_by_s(self) -> float:
-        """The latest start that leaves time to finish."""
-        return self.deadline_s - self.run_s
+        """The latest start that leaves time to finish, and for a first token in time."""
+        finish_s = self.deadline_s - self.run_s
+        due_s = self.first_token_due_s
+        return finish_s if due_s is None else min(due_s, finish_s)
 
     @property
     def ahead_tokens(self) -> int:

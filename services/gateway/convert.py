@@ -173,9 +173,17 @@ def job_to_wire(job: Job, request_id: str, now_s: float) -> worker_pb2.WorkerReq
             for t in job.grammar_tokens.added
         ],
         grammar_eos_ids=job.grammar_tokens.eos_ids,
+        remaining_first_token_s=_first_token_left_s(job, now_s),
         pools=job.pooling is Pooling.LAST,
         pooling=_POOLINGS[job.pooling],
     )
+
+
+def _first_token_left_s(job: Job, now_s: float) -> float:
+    """0 where the first token has come, or may come whenever the deadline allows."""
+    if job.first_token_due_s is None or job.output_ids:
+        return 0.0
+    return max(job.first_token_due_s - now_s, 0.001)
 
 
 def tokens_from_wire(event: worker_pb2.TokenEvent, worker_id: str) -> Tokens:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
-from loraplex.errors import LoraplexError, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.gateway.adapter_text import AdapterText
 from services.gateway.admission import Ticket, too_late
 from services.gateway.chat_style import ChatStyle
@@ -74,6 +75,8 @@ class Prepared:
     grammar_tokens: GrammarTokens
     """For a grammar, if it has one."""
     pooling: Pooling = Pooling.NONE
+    first_token_due_s: float | None = None
+    """None = whenever the deadline allows."""
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
 
@@ -109,6 +112,7 @@ class Prepared:
             grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
             pooling=self.pooling,
             fairness_weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
         )
 
     def ticket(self, run_s: float) -> Ticket:
@@ -122,6 +126,7 @@ class Prepared:
             max_output_tokens=self.most_output,
             run_s=run_s,
             weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
         )
 
     @property
@@ -133,6 +138,15 @@ class Prepared:
     def most_output(self) -> int:
         """Tokens that one choice may have."""
         return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0
+
+
+def _first_token_due_s(call: GenerateCall, arrival_s: float) -> float | None:
+    """Raises: InvalidRequest."""
+    if (seconds := call.first_token_s) is None:
+        return None
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidRequest.field("first_token_s", seconds, "must be a number of seconds above 0")
+    return arrival_s + seconds
 
 
 class Generation:
@@ -202,6 +216,7 @@ class Generation:
             resolved=resolved,
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s,
+            first_token_due_s=_first_token_due_s(call, arrival_s),
             limits=await self._tenants.limits(call.tenant),
             pooling=pooling,
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
@@ -257,7 +272,9 @@ class Generation:
     def _check_deadline(self, prepared: Prepared) -> None:
         """Raises: DeadlineExceeded when its first token would come too late, before any work."""
         views = self._fleet.views(prepared.base.base_id)
-        left_s = prepared.deadline_s - now_s()
+        due_s = prepared.first_token_due_s
+        start_by_s = prepared.deadline_s if due_s is None else min(due_s, prepared.deadline_s)
+        left_s = start_by_s - now_s()
         if not can_start_within(views, len(prepared.prompt_ids), left_s):
             raise too_late()
 

@@ -226,7 +226,8 @@ class Placing:
         return choose(others, self._placement) or choose(views, self._placement)
 
     async def _wait_for_worker(self) -> WorkerView | None:
-        left_s = self._job.deadline_s - now_s()
+        job = self._job
+        left_s = (job.deadline_s if self._emitted else job.start_by_s) - now_s()
         try:
             async with asyncio.timeout(min(self._limits.wait_for_worker_s, left_s)):
                 while (view := self._choose()) is None:

@@ -143,6 +143,8 @@ class GenerateCall:
     split_key: str = ""
     timeout_s: float | None = None
     """What is left of the client's deadline; None = the gateway's longest request."""
+    first_token_s: float | None = None
+    """How long the first token may take; None = as long as the deadline allows."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
@@ -232,6 +234,14 @@ class Job:
     """With one its max_tokens is 0."""
     fairness_weight: float = 1.0
     """The tenant's, for the workers' own fair queue."""
+    first_token_due_s: float | None = None
+    """Absolute, as `deadline_s`; None = whenever that allows."""
+
+    @property
+    def start_by_s(self) -> float:
+        """When a request that has no token yet is over."""
+        due_s = self.first_token_due_s
+        return self.deadline_s if due_s is None else min(due_s, self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

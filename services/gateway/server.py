@@ -205,6 +205,7 @@ def call_from_wire(
         priority=request.priority,
         split_key=request.split_key or beginning_hash(prompt),
         timeout_s=timeout_s,
+        first_token_s=request.first_token_s or None,
         trace=trace,
     )
 

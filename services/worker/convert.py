@@ -44,6 +44,7 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
             tuple(message.grammar_eos_ids),
         ),
         pooling=_pooling_from_wire(message),
+        remaining_first_token_s=message.remaining_first_token_s or None,
     )
 
 

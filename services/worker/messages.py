@@ -48,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prefix_cache: bool = True
     overlap: str = "off"
     """`auto`, `on` or `off`: see `steps`."""
+    adapter_dtype: str = "auto"
+    """How A and B are kept: `auto` or `int8`."""
     first_token_s: float | None = None
     """The longest that a first token may take; see `SchedulerLimits`."""
 
@@ -94,6 +96,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     grammar_tokens: GrammarTokens = GrammarTokens()
     pooling: Pooling = Pooling.NONE
     """With one: a vector and no output."""
+    remaining_first_token_s: float | None = None
+    """Until the first token is due; None = whenever the deadline allows."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

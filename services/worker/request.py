@@ -150,6 +150,8 @@ class Request:
     sample_index: int = 0
     deadline_s: float | None = None
     """Absolute, on the engine's clock."""
+    first_token_due_s: float | None = None
+    """As `deadline_s`, of the first token; None = whenever that allows."""
     arrival_s: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE

@@ -47,6 +47,17 @@ def test_request_with_more_choices_than_the_limit_runs_alone() -> None:
     assert queue.offer(Ticket("a"), 0.0) is Verdict.WAIT
 
 
+def test_a_ticket_starts_in_time_for_its_first_token_or_is_refused() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    assert queue.offer(Ticket("a"), 0.0) is Verdict.RUN
+    due = Ticket("a", deadline_s=100.0, run_s=1.0, first_token_due_s=5.0)
+    assert due.start_by_s == 5.0
+    assert Ticket("a", deadline_s=4.0, run_s=1.0, first_token_due_s=5.0).start_by_s == 3.0
+    assert queue.offer(due, 0.0) is Verdict.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(Ticket("a", deadline_s=100.0, first_token_due_s=1.0), 2.0)
+
+
 def test_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1))
     first, second = Ticket("a"), Ticket("a")

@@ -257,6 +257,14 @@ async def test_adapters_and_scale_reach_the_worker(stack: Stack) -> None:
     assert sent == {digest_of("a", 1): 2.0, digest_of("b", 1): 1.0}
 
 
+async def test_first_token_s_is_a_field_of_the_body(stack: Stack) -> None:
+    await stack.start()
+    await _send(stack, body=BODY | {"first_token_s": 2.5})
+    assert 0 < stack.workers[0].requests[0].remaining_first_token_s <= 2.5
+    status, _, body = await _send(stack, body=BODY | {"first_token_s": 0})
+    assert status == 400 and _error(body)["param"] == "first_token_s"
+
+
 async def test_token_ids_stream_with_every_chunk(stack: Stack) -> None:
     await stack.start()
     fields = {"stream": True, "return_token_ids": True, "prompt": [97], "stop": ["never"]}

@@ -156,6 +156,25 @@ async def test_clients_deadline_reaches_the_worker(stack: Stack, stub: Stub) -> 
     await eventually(lambda: stack.workers[0].num_live == 0)
 
 
+async def test_the_moment_of_the_first_token_reaches_the_worker(stack: Stack, stub: Stub) -> None:
+    await stack.start()
+    request = inference_pb2.GenerateRequest(model="base", text="x", first_token_s=3.0)
+    async for _ in stub.Generate(request):
+        pass
+    async for _ in stub.Generate(inference_pb2.GenerateRequest(model="base", text="x")):
+        pass
+    first, second = stack.workers[0].requests
+    assert 0 < first.remaining_first_token_s <= 3.0
+    assert first.remaining_s > 3.0
+    assert second.remaining_first_token_s == 0.0
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Generate(
+            inference_pb2.GenerateRequest(model="base", text="x", first_token_s=-1.0)
+        ):
+            pass
+    assert from_rpc_error(caught.value).violations[0].field == "first_token_s"
+
+
 async def test_draining_gateway_finishes_what_runs_and_refuses_the_rest(
     stack: Stack, stub: Stub
 ) -> None:

@@ -267,6 +267,19 @@ def test_deadlines_end_requests(stage: Stage) -> None:
     assert 0 < len(stage.outputs["r"]) < 100
 
 
+def test_a_first_token_that_is_due_too_soon_is_never_worked_for(stage: Stage) -> None:
+    for seconds in (0.5, 1.0):  # what first tokens take here, as measured
+        stage.engine.scheduler.times.prefilled(9, seconds)
+    stage.run(
+        submit("soon", remaining_first_token_s=0.2),
+        submit("begun", remaining_first_token_s=2.0, max_tokens=100),
+        submit("patient"),
+    )
+    assert stage.failures == {"soon": "DEADLINE_INFEASIBLE"}
+    assert "soon" not in stage.outputs
+    assert len(stage.outputs["begun"]) == 100, "it is the first token's moment, not the request's"
+
+
 def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> None:
     output = stage.step(*stage.fetched(A), Want(A, pin=True))
     [entry] = [r for r in output.residency if r.digest == A]

@@ -112,6 +112,7 @@ def _call(
     cache_salt, priority = body.text("cache_salt") or "", body.whole("priority") or 0
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
+    first_token_s = body.number("first_token_s")
     grammar, grammar_field = read_grammar(body)
     if grammar is not None and _offers_tools(prompts[0]) and grammar_field != "response_format":
         raise Unsupported.field(
@@ -134,6 +135,7 @@ def _call(
             priority=priority,
             split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
+            first_token_s=first_token_s,
             trace=origin.trace,
         )
         for place, prompt in enumerate(prompts)

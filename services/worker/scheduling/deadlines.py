@@ -1,7 +1,8 @@
 """Which requests are given up: past their deadline, or without a chance of a first token in time.
 
-A request's first token is due at its own deadline or, where the worker promises first tokens
-within a time, that long after its arrival, whichever is sooner. See `early_abort` for the rule.
+A request's first token is due at its own deadline, at the moment that it names for it or, where
+the worker promises first tokens within a time, that long after its arrival: whichever is soonest.
+See `early_abort` for the rule.
 """
 
 from __future__ import annotations
@@ -77,10 +78,13 @@ class Deadlines:
 
     def _due_s(self, request: Request) -> float | None:
         """When the first token must be there."""
-        if self._first_token_s is None:
-            return request.deadline_s
-        due_s = request.arrival_s + self._first_token_s
-        return due_s if request.deadline_s is None else min(due_s, request.deadline_s)
+        promised_s = self._first_token_s
+        moments = (
+            request.deadline_s,
+            request.first_token_due_s,
+            None if promised_s is None else request.arrival_s + promised_s,
+        )
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def _latest_start_s(self, request: Request, now: float) -> float:
         """When `request` must have started at the latest.
@@ -110,7 +114,7 @@ def _is_fresh(request: Request) -> bool:
 
 def _infeasible() -> DeadlineExceeded:
     return DeadlineExceeded(
-        "the first token would come after the request's deadline, or later than this worker lets "
-        "first tokens take: allow more time or try later",
+        "the first token would come after the request's deadline or first_token_s, or later than "
+        "this worker lets first tokens take: allow more time or try later",
         reason="DEADLINE_INFEASIBLE",
     )
