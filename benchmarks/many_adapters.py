@@ -182,13 +182,9 @@ class Bench:
         return self.engine.cache.tier(digest_of(adapter)) == Tier.DEVICE
 
 
-def make_bench(base: Path, folders: list[Path], arena_bytes: int) -> Bench:
-    """Load the base; make sure of every image."""
-    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=arena_bytes)
-    runner.__class__ = Counting
-    assert isinstance(runner, Counting)
-    runner.steps, runner.slot_bytes = [], {}
-    config = EngineConfig(
+def make_config(base: Path, arena_bytes: int) -> EngineConfig:
+    """Of an engine without prefix cache."""
+    return EngineConfig(
         model_dir=str(base),
         device="cpu",
         dtype="float32",
@@ -202,7 +198,15 @@ def make_bench(base: Path, folders: list[Path], arena_bytes: int) -> Bench:
         policy="fcfs",
         prefix_cache=False,
     )
-    engine = Engine(runner, config, time.monotonic)
+
+
+def make_bench(base: Path, folders: list[Path], arena_bytes: int) -> Bench:
+    """Load the base; make sure of every image."""
+    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=arena_bytes)
+    runner.__class__ = Counting
+    assert isinstance(runner, Counting)
+    runner.steps, runner.slot_bytes = [], {}
+    engine = Engine(runner, make_config(base, arena_bytes), time.monotonic)
     layout = runner.layout
     reader = ModuleReader(runner.model_info().geometry, layout.sites, layout.max_rank)
     packer, num_blocks = Packer(reader, layout), []

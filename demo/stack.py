@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,13 @@ class StackFailed(Exception):
 
 
 @contextmanager
-def running_stack(model: Path, model_name: str, state_dir: Path) -> Iterator[Stack]:
+def running_stack(
+    model: Path, model_name: str, state_dir: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
     """A stack on free ports with its own state; stopped with SIGTERM at the end.
+
+    Args:
+        settings: `LORAPLEX_*` variables; none of this process's own count.
 
     Raises:
         StackFailed: with the last lines of its log.
@@ -49,6 +54,7 @@ def running_stack(model: Path, model_name: str, state_dir: Path) -> Iterator[Sta
         *("--http-port", "0", "--grpc-port", "0", "--registry-port", "0"),
     ]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    environ.update(settings or {})
     with log.open("w") as log_file:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environ
