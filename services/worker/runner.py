@@ -25,6 +25,7 @@ from services.worker.adapters.packing import Packer
 from services.worker.adapters.weights import AdapterWeights
 from services.worker.kernels.launch import INTERPRETING
 from services.worker.kernels.lora.records import Records
+from services.worker.kernels.lora.stacked import stacked_share
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.native_operators import NativeOperators
 from services.worker.layers.operators import Operators, TorchOperators
@@ -217,12 +218,12 @@ def build_runner(
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     family, config = read_model_config(model_dir)
     weights = _weights(load_format, model_dir, torch_dtype, torch_device)
-    operators = _operators(torch_device, torch_dtype, cpu_isa)
+    operators = _operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
     model = family.build(config, weights, operators)
     _share_threads(model.weight_bytes, operators, torch_device)
     heads = config.num_kv_heads, config.head_dim
     groups = plan_kv_groups(config.windows, *heads, torch_dtype.itemsize)
-    num_blocks = blocks_for(arena_bytes, groups.block_bytes)
+    num_blocks = blocks_for(arena_bytes - operators.adapter_copy_bytes, groups.block_bytes)
     arena = ArenaBuffer(num_blocks, groups.block_bytes, torch_device)
     sites = model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
@@ -276,7 +277,9 @@ def _gpu_path(
     return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits))
 
 
-def _operators(device: torch.device, dtype: torch.dtype, cpu_isa: str) -> Operators:
+def _operators(
+    device: torch.device, dtype: torch.dtype, cpu_isa: str, arena_bytes: int
+) -> Operators:
     """Triton on a GPU (or under its interpreter), C++ on a CPU that has kernels for the dtype,
     else torch."""
     if device.type == "cuda" or (INTERPRETING and cpu_isa == "auto"):
@@ -286,7 +289,9 @@ def _operators(device: torch.device, dtype: torch.dtype, cpu_isa: str) -> Operat
     native = None
     if device.type == "cpu" and dtype in ACTIVATION_DTYPES:
         native = load_native(cpu_isa)
-    return TorchOperators() if native is None else NativeOperators(native, dtype)
+    if native is not None:
+        return NativeOperators(native, dtype)
+    return TorchOperators(stacked_share(arena_bytes) if dtype in ACTIVATION_DTYPES else 0)
 
 
 def _share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:

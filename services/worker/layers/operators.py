@@ -26,6 +26,8 @@ class Operators(Protocol):
 
     name: str
     """For logs and the numerics fingerprint."""
+    adapter_copy_bytes: int
+    """The most that copies of adapters take, out of the memory that is given to the arena."""
 
     @property
     def make_metadata(self) -> Callable[..., AttentionMetadata]:
@@ -65,8 +67,9 @@ class TorchOperators:
     make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
     rotate: Rotate = staticmethod(rotate_heads)
 
-    def __init__(self) -> None:
-        self._lora = StackedLora()
+    def __init__(self, adapter_copy_bytes: int = 0) -> None:
+        self.adapter_copy_bytes = adapter_copy_bytes
+        self._lora = StackedLora(adapter_copy_bytes)
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""

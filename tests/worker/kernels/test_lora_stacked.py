@@ -87,13 +87,28 @@ def test_a_slot_that_holds_another_adapter_now_is_read_anew(made):
 
 
 def test_long_runs_and_stacks_beyond_the_limit_are_computed_one_by_one(made, monkeypatch):
-    table, lora = table_of(4, 4), StackedLora()
-    monkeypatch.setattr(stacked, "MAX_STACKED_BYTES", 1000)
-    check(lora, batch(table, [0, 1]), 2)
-    monkeypatch.setattr(stacked, "MAX_STACKED_BYTES", 1 << 20)
+    table = table_of(4, 4)
+    check(StackedLora(1000), batch(table, [0, 1]), 2)
     monkeypatch.setattr(stacked, "WORTH_OF_A_RUN", 100)
-    check(lora, batch(table, [0, 1]), 2)
+    check(StackedLora(), batch(table, [0, 1]), 2)
     assert made == []
+
+
+def test_copies_of_all_sites_stay_within_their_share(monkeypatch):
+    kept, make = [], stacked.make_stack
+
+    def keep(*args):
+        kept.append(make(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(stacked, "make_stack", keep)
+    lora = StackedLora(80_000)
+    for site in range(8):
+        table = {(slot, site): random_delta(4, PARTS) for slot in range(3)}
+        x, y = torch.randn(3, NUM_INPUTS), torch.zeros(3, NUM_OUTPUTS)
+        lora.add_lora(y, x, site, batch(table, [0, 1, 2]))
+    assert 0 < sum(stack.num_bytes for stack in kept) <= 80_000
+    assert len(kept) < 8
 
 
 def test_scales_that_differ_between_sites_are_each_sites_own():

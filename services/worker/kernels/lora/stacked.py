@@ -21,7 +21,9 @@ from services.worker.kernels.lora.tables import SiteDelta, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
 
 MAX_STACKED_BYTES = 1 << 30
-"""Of all sites together; beyond them runs are computed one by one."""
+"""More than this is never kept, whatever the arena."""
+ARENA_SHARE = 3
+"""Stacks take one part in so many of the memory that is given to the arena."""
 WORTH_OF_A_RUN = 10_000_000
 """Multiply-adds that take as long as the calls for one run."""
 NOBODY = -1
@@ -85,10 +87,17 @@ class Mask:
     """float32 `[T, R]`: scale times coefficient."""
 
 
+def stacked_share(arena_bytes: int) -> int:
+    """What stacks may take of the memory for KV cache and adapters."""
+    return min(MAX_STACKED_BYTES, arena_bytes // ARENA_SHARE)
+
+
 class StackedLora:
     """`add_lora` for all sites of a model; stacks are made when a step first needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_STACKED_BYTES) -> None:
+        """`max_bytes`: of all sites together; beyond them runs are computed one by one."""
+        self._max_bytes = max_bytes
         self._stacks: dict[int, Stack] = {}
         self._num_bytes = 0
         self._batch: LoraBatch | None = None
@@ -130,7 +139,9 @@ class StackedLora:
             return None
         if stack is not None:
             self._num_bytes -= self._stacks.pop(site_id).num_bytes
-        if self._num_bytes + rank * (x.shape[1] + y.shape[1]) * y.itemsize > MAX_STACKED_BYTES:
+        groups = {(p.out_begin, p.out_len) for d in members.values() for p in d.slices}
+        padded = rank + len(groups) * (RANK_MULTIPLE - 1)
+        if self._num_bytes + padded * (x.shape[1] + y.shape[1]) * y.itemsize > self._max_bytes:
             return None
         stack = self._stacks[site_id] = make_stack(members, x.shape[1], y.dtype)
         self._num_bytes += stack.num_bytes
