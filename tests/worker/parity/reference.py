@@ -32,7 +32,7 @@ class Reference:
         self, adapter: str | None, token_ids: Sequence[int], num_prompt: int | None = None
     ) -> Tensor:
         """`[tokens, V]` float32, as if the tokens after the prompt came one by one."""
-        return self._logits(self._models[adapter], token_ids, num_prompt)
+        return self.logits_of(self._models[adapter], token_ids, num_prompt)
 
     @torch.inference_mode()
     def logits64(
@@ -40,11 +40,12 @@ class Reference:
     ) -> Tensor:
         """The same in float64."""
         model = copy.deepcopy(self._models[adapter]).double()
-        return self._logits(model, token_ids, num_prompt)
+        return self.logits_of(model, token_ids, num_prompt)
 
-    def _logits(
+    def logits_of(
         self, model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None
     ) -> Tensor:
+        """The same of a model that is none of these."""
         whole = model(torch.tensor([token_ids]), **_offsets(model, token_ids, num_prompt)).logits[0]
         switch_len = getattr(model.config, "original_max_position_embeddings", None)
         is_switching = num_prompt is not None and switch_len and num_prompt <= switch_len

@@ -1,5 +1,6 @@
 """Odd geometries and random combinations of features in one batch == transformers + peft."""
 
+import copy
 import random
 from functools import partial
 
@@ -16,7 +17,9 @@ from tests.worker.parity.unusual import unusual_adapter, unusual_base
 NUM_ADAPTERS = 5
 NUM_NEW_TOKENS = 16
 DAILY = (3, 8)
-SEEDS = 40
+SEEDS = 160
+MAX_NOISES = 3.0
+NUM_NOISES = 4
 
 
 def params():
@@ -35,11 +38,30 @@ def make_jobs(rng, adapters, slots, vocab_size):
     return jobs
 
 
-def error_of(found, logits, num_prompt):
-    """Largest difference from a reference's logits `[tokens, V]`."""
-    rows = logits.log_softmax(-1)[num_prompt - 1 : -1]
-    pairs = zip(found, rows, strict=True)
-    return max(abs(entry.logprob - row[entry.token_id].item()) for entry, row in pairs)
+def logprobs_of(logits, tokens, num_prompt):
+    """Of the tokens after the prompt, float64, by logits `[tokens, V]`."""
+    rows = logits.double().log_softmax(-1)[num_prompt - 1 : -1]
+    return rows.gather(1, torch.tensor(tokens[num_prompt:])[:, None])[:, 0]
+
+
+def noise_of(reference, name, tokens, num_prompt, exact):
+    """What rounding does to transformers + PEFT themselves in float32: the largest logprob error of
+    the model with weights a rounding error away, over a few draws.
+
+    Random weights make some models amplify: seed 47's queries and keys of +-50 give scores in the
+    thousands, so each of its layers multiplies an error by 5 to 25, and PEFT in float32 is itself
+    1.3e-3 from PEFT in float64. No float32 result can be nearer than such noise but by luck.
+    """
+    noises = []
+    for draw in range(NUM_NOISES):
+        generator = torch.Generator().manual_seed(draw)
+        model = copy.deepcopy(reference.model(name))
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data.float() * (1 + 2**-23 * noise)
+        logits = reference.logits_of(model, tokens, num_prompt)
+        noises.append((logprobs_of(logits, tokens, num_prompt) - exact).abs().max().item())
+    return max(noises)
 
 
 @pytest.mark.parametrize("path", ["auto", "torch"])
@@ -64,8 +86,14 @@ def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_p
             logits = reference.logits(name, tokens, len(prompt))
             again = partial(reference.logits64, name, tokens, len(prompt))
             total.judge(len(prompt), ours, logits, again, f"{base.name} {name}")
-            found = [s.logprobs for s in job.samples if s.logprobs is not None]
-            if error_of(found, logits, len(prompt)) > MAX_LOGPROB_ERROR:
-                # Some random models amplify rounding: then float32 itself is no reference.
-                assert error_of(found, again(), len(prompt)) < MAX_LOGPROB_ERROR, name
+            found = [s.logprobs.logprob for s in job.samples if s.logprobs is not None]
+            found = torch.tensor(found, dtype=torch.float64)
+            if (found - logprobs_of(logits, tokens, len(prompt))).abs().max() <= MAX_LOGPROB_ERROR:
+                continue
+            exact = logprobs_of(again(), tokens, len(prompt))
+            error = (found - exact).abs().max().item()
+            if error > MAX_LOGPROB_ERROR:
+                noise = noise_of(reference, name, tokens, len(prompt), exact)
+                print(f"{base.name} {name}: error {error:.1e}, noise of float32 {noise:.1e}")
+                assert error <= MAX_NOISES * noise, name
     total.finish()
