@@ -127,7 +127,7 @@ class RegistryClient:
         base_id: str = "",
         all_versions: bool = False,
     ) -> AsyncIterator[AdapterVersion]:
-        """Versions the caller may see: the latest of each adapter, or all."""
+        """Versions the caller may see: of each adapter what `latest` points at, or all."""
         request = pb.ListAdaptersRequest(
             page_size=PAGE_SIZE,
             tenant=tenant,

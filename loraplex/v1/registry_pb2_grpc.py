@@ -252,7 +252,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DownloadAdapter(self, request, context):
-        """DownloadAdapter streams the files of a version.
+        """DownloadAdapter streams the files of a version, which readers check against its sha256s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -160,7 +160,7 @@ class Catalog:
     ) -> tuple[str, list[tuple[str, Found]]]:
         """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
         documents)."""
-        which = "all" if all_versions else "newest"
+        which = "all" if all_versions else "current"
         epoch, page = await self._run("page", [index, low, high, limit, which])
         return _text(epoch), [(_text(scope), _found(tags, versions, adapter))
                               for scope, adapter, tags, versions in page]  # fmt: skip

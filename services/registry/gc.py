@@ -11,10 +11,11 @@ import logging
 from dataclasses import dataclass
 
 from services.common.objects import ObjectInfo, ObjectStore
-from services.registry import documents, layout
+from services.registry import layout
 from services.registry.failpoint import failpoint
 from services.registry.publish import BLOB_FRESH_S
-from services.registry.records import VersionRecord
+from services.registry.records import VersionRecord, decode
+from services.registry.snapshots import Snapshots
 from services.registry.uploads import SESSION_MAX_AGE_S
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 MIN_AGE_S = 2 * BLOB_FRESH_S
 RETENTION_S = 7 * 24 * 3600.0
 """How long the bytes of a deleted version are kept, unless it was purged."""
-_BATCH_KEYS = 500
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class Collector:
         await self._collect_uploads(now_s, result, dry_run=dry_run)
         blobs = [info async for info in self.store.list_objects(layout.BLOBS)]
         # Blobs are listed before references are read: what is published in between keeps its own.
+        # Copies of versions in a snapshot count only where a listing made now names the same tag.
         referenced = await self._referenced(now_s)
         for info in blobs:
             old = now_s - info.modified_s >= self.min_age_s
@@ -85,21 +86,12 @@ class Collector:
     async def _referenced(self, now_s: float) -> set[str]:
         """sha256 of every blob that a version needs, live or still retained."""
         referenced: set[str] = set()
-        keys: list[str] = []
-        async for info in self.store.list_objects(layout.ADAPTERS):
-            if "/versions/" in info.key:
-                keys.append(info.key)
-            if len(keys) == _BATCH_KEYS:
-                referenced |= await self._files_of(keys, now_s)
-                keys = []
-        return referenced | await self._files_of(keys, now_s)
-
-    async def _files_of(self, keys: list[str], now_s: float) -> set[str]:
-        found: set[str] = set()
-        for record in await documents.read_all(self.store, keys, VersionRecord):
-            expired = now_s - record.deleted_s >= self.retention_s
-            if record.deleted and (record.purged or expired):
-                continue
-            found.add(record.digest.removeprefix("sha256:"))
-            found.update(file.sha256 for file in record.files)
-        return found
+        async for batch in Snapshots(self.store).documents("versions"):
+            for _, data in batch:
+                record = decode(VersionRecord, data)
+                expired = now_s - record.deleted_s >= self.retention_s
+                if record.deleted and (record.purged or expired):
+                    continue
+                referenced.add(record.digest.removeprefix("sha256:"))
+                referenced.update(file.sha256 for file in record.files)
+        return referenced

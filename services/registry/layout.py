@@ -110,6 +110,10 @@ def upload_intent(upload_id: str) -> str:
     return f"{upload_folder(upload_id)}intent.json"
 
 
+def upload_refused(upload_id: str) -> str:
+    return f"{upload_folder(upload_id)}refused.json"
+
+
 def upload_finished(upload_id: str) -> str:
     return f"{upload_folder(upload_id)}finished.json"
 

@@ -178,6 +178,15 @@ def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
     return live[-1] if live else None
 
 
+def _current(found: Found, live: list[VersionRecord]) -> list[VersionRecord]:
+    """The version that `latest` points at, as in `page.lua`; the newest where it points at none."""
+    latest = next((tag for tag in found.tags if tag.tag == "latest"), None)
+    if latest is not None and latest.targets:
+        number = max(latest.targets, key=lambda target: target.weight).version
+        return [record for record in live if record.version == number] or live[-1:]
+    return live[-1:]
+
+
 def _kept(found: Found, query: Query, access: Access, scope: str) -> list[VersionRecord]:
     """The versions of one adapter that a list shows."""
     tenant, _, name = scope.partition("/")
@@ -188,7 +197,7 @@ def _kept(found: Found, query: Query, access: Access, scope: str) -> list[Versio
     if not name.startswith(query.name_prefix):
         return []
     live = [record for record in found.versions if not record.deleted]
-    kept = live if query.all_versions else live[-1:]
+    kept = live if query.all_versions else _current(found, live)
     return [
         record
         for record in kept

@@ -1,18 +1,32 @@
 -- One page of a list: names after a cursor with their documents.
 -- KEYS[1] = prefix; ARGV = set ('names' | 'shared'), min, max (ZRANGEBYLEX bounds), limit,
--- 'newest' | 'all'.
+-- 'current' | 'all'. The current version is the one that `latest` points at (the heaviest side of a
+-- split), the newest where it points at none.
 -- Returns {epoch, {{scope, adapter, tags, versions}...}}, or false where there is no index.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
 local ns = KEYS[1] .. epoch .. ':'
 local page = {}
+
+local function current(scope, key)
+  local tag = redis.call('HGET', ns .. 't:' .. scope, 'latest')
+  local chosen = nil
+  for _, target in ipairs(tag and cjson.decode(string.match(tag, '^%d+ (.*)$')).targets or {}) do
+    if not chosen or target.weight > chosen.weight then chosen = target end
+  end
+  local value = chosen and redis.call('HGET', key, 'v' .. string.format('%d', chosen.version))
+  if value and string.sub(value, 1, 2) == '1 ' then return value end
+  local newest = redis.call('HGET', key, 'newest')
+  return newest and redis.call('HGET', key, 'v' .. newest)
+end
+
 local scopes = redis.call('ZRANGEBYLEX', ns .. ARGV[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
 for _, scope in ipairs(scopes) do
   local key = ns .. 'a:' .. scope
   local versions = {}
-  if ARGV[5] == 'newest' then
-    local newest = redis.call('HGET', key, 'newest')
-    if newest then versions[1] = redis.call('HGET', key, 'v' .. newest) end
+  if ARGV[5] == 'current' then
+    local value = current(scope, key)
+    if value then versions[1] = value end
   else
     for _, field in ipairs(redis.call('HKEYS', key)) do
       if string.match(field, '^v%d+$') then

@@ -96,10 +96,8 @@ class Publisher:
         except DamagedFile as error:
             await self._uploads.reopen(session.upload_id, error.path)
             raise
-        except InvalidAdapter:
-            # Nobody has a use for bytes that were refused.
-            for file in session.files:
-                await self._uploads.reopen(session.upload_id, file.path)
+        except InvalidAdapter as error:
+            await self._uploads.refuse(session, error.violations)
             raise
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
@@ -114,7 +112,12 @@ class Publisher:
         raise Conflict("the version is deleted again and again while it is published; try later")
 
     async def sources(self, session: Session) -> list[Source]:
-        """Where the bytes of each file are. Raises Blocked where some are missing."""
+        """Where the bytes of each file are.
+
+        Raises:
+            InvalidAdapter: they are gone because they were refused.
+            Blocked: some are missing.
+        """
         states = await self._uploads.state(session)
         missing = [state for state in states if not state.complete]
         known = await self.known_files(session, [state.file for state in missing])
@@ -130,6 +133,9 @@ class Publisher:
             else:
                 lacking.append(f"{state.file.path} ({state.committed_bytes}/{state.file.size})")
         if lacking:
+            refusal = await self._uploads.refusal(session.upload_id)
+            if refusal is not None and not any(state.committed_bytes for state in missing):
+                raise InvalidAdapter.of(refusal.violations)
             raise Blocked(
                 f"the upload is not complete: {', '.join(lacking)}", reason="UPLOAD_INCOMPLETE"
             )

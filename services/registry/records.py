@@ -51,11 +51,11 @@ class VersionRecord:
     deleted_s: float = 0.0
     task: str = CAUSAL_LM
     pooling: PoolingFields = field(default_factory=PoolingFields)
+    """How its vectors and scores are read; `num_labels` is always that of its head."""
     rope_scaling: str = ""
     """JSON of the adapter's own `RopeScaling`; "" = it turns as its base."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty: the base's end its output."""
-    """How its vectors and scores are read; `num_labels` is always that of its head."""
     purged: bool = False
     """Deleted with --purge: the bytes need not be retained."""
 

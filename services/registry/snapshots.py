@@ -47,10 +47,15 @@ class Snapshots:
         """Whether the store's listing can tell if a copy is current."""
         return self._store.lists_etags
 
-    async def documents(self) -> AsyncIterator[list[tuple[str, bytes]]]:
-        """(key, bytes) of everything under `adapters/`, whole adapters together, by key."""
+    async def documents(self, folder: str = "") -> AsyncIterator[list[tuple[str, bytes]]]:
+        """(key, bytes) of everything under `adapters/`, whole adapters together, by key.
+
+        Args:
+            folder: "versions" or "tags", to have only what lies in those.
+        """
         with tempfile.TemporaryFile() as file:
-            async for infos, copies in self._listed(await self._newest(file)):
+            async for listed, copies in self._listed(await self._newest(file)):
+                infos = [i for i in listed if not folder or f"/{folder}/" in i.key]
                 unread = [info.key for info in infos if info.key not in copies]
                 found = zip(unread, await self._store.get_many(unread), strict=True)
                 copies.update({key: data for key, data in found if data is not None})

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import TENSOR_FILE, File
-from loraplex.errors import InvalidRequest, NotFound
+from loraplex.errors import InvalidRequest, NotFound, Violation
 from services.common.objects import ObjectStore, Segment
 from services.registry import documents, layout
 from services.registry.failpoint import failpoint
@@ -79,6 +79,13 @@ class Finished:
     version: VersionRecord
     adapter: AdapterRecord | None
     created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why validation refused the bytes that were sent, kept for clients that ask again."""
+
+    violations: tuple[Violation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +244,18 @@ class Uploads:
         failpoint("publish.finished")
         async for info in self._store.list_objects(layout.upload_parts(upload_id)):
             await self._store.delete(info.key)
+
+    async def refuse(self, session: Session, violations: Sequence[Violation]) -> None:
+        """Note a refusal and drop the bytes, as nobody has a use for them. Sent again, they are
+        looked at again: another base may be known by then."""
+        refusal = Refusal(tuple(violations))
+        await self._store.put(layout.upload_refused(session.upload_id), encode(refusal))
+        for file in session.files:
+            await self.reopen(session.upload_id, file.path)
+
+    async def refusal(self, upload_id: str) -> Refusal | None:
+        """The last refusal of this session."""
+        return await documents.read(self._store, layout.upload_refused(upload_id), Refusal)
 
     async def reopen(self, upload_id: str, path: str) -> None:
         """Drop the parts of a file whose content is not what was declared."""

@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.adapter_format import File
+from loraplex.publishing import Publication
 from loraplex.refs import LATEST, parse_name
+from loraplex.registry_client import RegistryClient
+from loraplex.types import Published
 from services.common.objects import ObjectStore
 from services.common.redis_url import connect_redis
 from services.registry import layout
@@ -111,6 +114,14 @@ async def publish(
     files = adapter_files(seed)
     session = await opened(registry, name, files, *tags, latest=latest, **options)
     return await registry.publisher.finish(session)
+
+
+async def upload(
+    client: RegistryClient, tmp_path: Path, name: str, seed: int, **options: object
+) -> Published:
+    """Send the adapter of a seed through the door."""
+    folder = write_folder(tmp_path / f"adapter-{seed}", adapter_files(seed))
+    return await client.upload(folder, Publication(name, **options))  # type: ignore[arg-type]
 
 
 async def orphans(registry: Registry) -> set[str]:

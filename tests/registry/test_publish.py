@@ -167,14 +167,31 @@ async def test_a_refused_adapter_leaves_nothing_visible(
 async def test_a_nan_is_refused_with_the_name_of_its_tensor(registry: Registry) -> None:
     files = adapter_files(1)
     files[TENSORS] = files[TENSORS][:-4] + b"\x00\x00\xc0\x7f"
+    session = await opened(registry, "sql", files)
     with pytest.raises(InvalidAdapter, match="NaN") as refused:
-        await registry.publisher.finish(await opened(registry, "sql", files))
+        await registry.publisher.finish(session)
     assert "lora_B" in refused.value.violations[0].field
     assert [info.key async for info in registry.store.list_objects(layout.BLOBS)] == []
     left = [info.key async for info in registry.store.list_objects(layout.UPLOADS)]
-    assert len(left) == 1 and left[0].endswith("session.json"), "its bytes went with the refusal"
+    told = {key.rpartition("/")[2] for key in left}
+    assert told == {"session.json", "refused.json"}, "its bytes went with the refusal"
+    with pytest.raises(InvalidAdapter) as again:
+        await registry.publisher.finish(session)
+    assert again.value.violations == refused.value.violations, "asked again, it says the same"
     with pytest.raises(InvalidAdapter, match="NaN"):
         await registry.publisher.finish(await opened(registry, "sql", files))
+
+
+async def test_what_was_refused_is_looked_at_again_once_its_bytes_are_sent_again(
+    registry: Registry,
+) -> None:
+    session = await opened(registry, "sql", adapter_files(1), base_id="another")
+    with pytest.raises(InvalidAdapter, match="known bases"):
+        await registry.publisher.finish(session)
+    await registry.bases.register(tiny_base("another"), replace=False)
+    again = await opened(registry, "sql", adapter_files(1), base_id="another")
+    assert again.upload_id == session.upload_id
+    assert (await registry.publisher.finish(again)).version.base_id == "another"
 
 
 async def test_an_adapter_may_not_take_the_id_of_a_base(registry: Registry) -> None:

@@ -12,9 +12,10 @@ import pytest
 from services.common.objects import ObjectStore, open_store
 from services.registry import housekeeping, layout
 from services.registry.assembly import Registry
+from services.registry.gc import Collector
 from services.registry.housekeeping import copy_if_due
 from services.registry.snapshots import Snapshots
-from tests.registry.house import house_of, publish
+from tests.registry.house import ANY_AGE_S, TENSORS, house_of, orphans, publish
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 
 TURNS = 40
@@ -142,6 +143,32 @@ async def test_what_was_copied_is_not_read_again(
     found = dict(await _by_snapshot(store))
     assert read == [keys[3]]
     assert found[keys[3]] == b"newer" and keys[5] not in found and len(found) == 29
+
+
+async def test_collecting_reads_what_no_copy_tells_and_keeps_what_versions_need(
+    house: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await publish(house, "sql", 1)
+    for seed in (2, 3):
+        await publish(house, "sql", seed, "prod")
+    await Snapshots(house.store).write()
+    await house.deletion.version("default", "sql", 1, "", force=True, purge=True)
+    await publish(house, "sql", 4)
+    read: list[str] = []
+    get_many = house.store.get_many
+
+    async def noting(wanted: list[str]) -> list[bytes | None]:
+        read.extend(wanted)
+        return await get_many(wanted)
+
+    monkeypatch.setattr(house.store, "get_many", noting)
+    before = {info.key async for info in house.store.list_objects(layout.BLOBS)}
+    await Collector(house.store, min_age_s=ANY_AGE_S).collect()
+    assert read == [layout.version("default", "sql", number) for number in (1, 4)]
+    after = {info.key async for info in house.store.list_objects(layout.BLOBS)}
+    weights = next(file for file in first.version.files if file.path == TENSORS)
+    assert before - after == {layout.blob(weights.sha256), layout.blob(first.version.digest)}
+    assert await orphans(house) == set()
 
 
 async def test_snapshots_of_many_registries_leave_the_two_newest(store: ObjectStore) -> None:
