@@ -1,5 +1,7 @@
 """Compiled products and elementwise operators against torch; dispatch and building."""
 
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -176,3 +178,21 @@ def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
     with pytest.raises(build.BuildFailed, match="no such luck"):
         build.build_library(choose_isa("auto"))
     assert list(folder.iterdir()) == []
+
+
+X86_COMPILERS = ("g++", "clang++")
+CROSS = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("compiler", "isa"),
+    [*((name, isa) for name in X86_COMPILERS for isa in ISA_FLAGS), (CROSS, GENERIC)],
+)
+def test_compilers_have_nothing_to_warn_of(compiler, isa):
+    """aarch64 has the portable kernels only, which nobody chooses: torch computes there."""
+    if shutil.which(compiler) is None or (compiler != CROSS and not family_isas()):
+        pytest.skip(f"{compiler} for this processor is not here")
+    sources = [str(path) for path in build.SOURCE_DIR.glob("*.cpp")]
+    strict = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fsyntax-only")
+    subprocess.run([compiler, *strict, *ISA_FLAGS[isa], *sources], check=True)

@@ -134,10 +134,17 @@ inline float widened(bf16 x) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+// In integers: _Float16 is not in every compiler's C++.
 inline float widened(half x) {
-    _Float16 value;
-    std::memcpy(&value, &x, sizeof value);
-    return static_cast<float>(value);
+    const uint32_t exponent = x.bits >> 10 & 31, mantissa = x.bits & 0x3ff;
+    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
+    float value = static_cast<float>(mantissa) * 0x1p-24f;  // zero and subnormal numbers
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (exponent != 0) bits = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 inline Vec zero() { return {Lanes{}}; }
 inline Vec set1(float x) { return {x - Lanes{}}; }
