@@ -9,8 +9,14 @@ from pathlib import Path
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.folder import file_names, read_config, read_files, read_header_prefix
-from loraplex.errors import DataLoss, InvalidRequest
+from loraplex.adapter_format.folder import (
+    file_names,
+    left_out,
+    read_config,
+    read_files,
+    read_header_prefix,
+)
+from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest, Violation
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
 from loraplex.signature_bundle import SIGNATURE_FILE
@@ -97,6 +103,18 @@ def local_files(folder: Path) -> list[LocalFile]:
         LocalFile(name, folder / name, (folder / name).stat().st_size)
         for name in file_names(folder)
     ]
+
+
+def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
+    """Warnings about what stands in a folder beside the adapter and is not uploaded.
+
+    Raises:
+        InvalidAdapter: there is something, and `strict`.
+    """
+    warnings = () if is_layout(folder) else left_out(folder)
+    if strict and warnings:
+        raise InvalidAdapter.of(warnings)
+    return warnings
 
 
 def read_adapter(folder: Path) -> AdapterFolder:

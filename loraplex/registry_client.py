@@ -12,7 +12,13 @@ from loraplex import decoding, settings
 from loraplex.channel import Channel
 from loraplex.downloading import download, read_file
 from loraplex.model_layout import make_layout
-from loraplex.publishing import Publication, config_and_header, local_files, signatures_of
+from loraplex.publishing import (
+    Publication,
+    config_and_header,
+    left_behind,
+    local_files,
+    signatures_of,
+)
 from loraplex.registry_admin import RegistryAdmin
 from loraplex.settings import Credentials
 from loraplex.types import (
@@ -77,6 +83,7 @@ class RegistryClient:
         """
         options = publication.to_proto()
         files = local_files(Path(folder))
+        beside = left_behind(Path(folder), strict=publication.strict)
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
@@ -86,17 +93,19 @@ class RegistryClient:
         return Published(
             decoding.adapter_version(answer.version),
             answer.created,
-            decoding.violations(answer.warnings),
+            (*beside, *decoding.violations(answer.warnings)),
         )
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
+        beside = left_behind(Path(folder), strict=publication.strict)
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, files, specs)
-        return Checked(answer.base_id, answer.max_rank, decoding.violations(answer.warnings))
+        warnings = (*beside, *decoding.violations(answer.warnings))
+        return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
         self, options: pb.PublishOptions, files: Sequence[LocalFile], specs: Sequence[pb.FileSpec]

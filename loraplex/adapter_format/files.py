@@ -31,8 +31,11 @@ MAX_BYTES: dict[str, int] = {
 }
 """Every allowed file with its size limit in bytes."""
 
-IGNORED = frozenset({".gitattributes", ".gitignore", ".DS_Store", "model.sig"})
-"""Files that `folder` leaves out without a word; a signature is no part of what it signs."""
+IGNORED = frozenset({
+    ".DS_Store", ".cache", ".git", ".gitattributes", ".gitignore", ".huggingface",
+    ".ipynb_checkpoints", "model.sig",
+})  # fmt: skip
+"""What `folder` leaves out without a word; a signature is no part of what it signs."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
 _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl")

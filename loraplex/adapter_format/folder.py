@@ -12,9 +12,11 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapter_format.files import IGNORED, File, name_problem
 from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.leftovers import file_left_out, folder_left_out
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, TENSOR_FILE, prefix_bytes
+from loraplex.adapter_format.sentence_folder import check_pooling
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Violation
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -96,23 +98,66 @@ def file_names(path: Path) -> tuple[str, ...]:
         InvalidRequest: there is no such folder.
         InvalidAdapter: something in it is refused, or config or tensors are missing.
     """
+    return _look(path)[0]
+
+
+def left_out(path: Path) -> tuple[Violation, ...]:
+    """What is in a folder and no part of the adapter: the state of its training, pictures, logs.
+
+    Raises as `file_names` does.
+    """
+    return _look(path)[1]
+
+
+def _look(path: Path) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
     if not path.is_dir():
         raise InvalidRequest.field("DIR", str(path), "is not a folder; give an adapter's folder")
     findings = Findings()
+    entries = [e for e in sorted(os.scandir(path), key=lambda e: e.name) if e.name not in IGNORED]
+    present = {entry.name for entry in entries}
+    missing = [name for name in (CONFIG_FILE, TENSOR_FILE) if name not in present]
+    inner = [entry.name for entry in entries if _holds_adapter(entry)]
     names = []
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.name in IGNORED:
-            continue
-        problem = _entry_problem(entry)
-        if problem:
+    for entry in entries:
+        reason = _reason_to_leave(entry, is_whole=not missing)
+        problem = None if reason else _entry_problem(entry)
+        if reason:
+            findings.warn(entry.name, entry.name, reason)
+        elif problem:
             findings.refuse(entry.name, entry.name, problem)
         else:
             names.append(entry.name)
-    for name in (CONFIG_FILE, TENSOR_FILE):
-        if name not in names:
-            findings.refuse(name, "missing", "is needed; save the adapter with PEFT")
+    for name in missing:
+        there = f"; {path / _newest(inner)} holds an adapter, give that folder" if inner else ""
+        findings.refuse(name, "missing", f"is needed; save the adapter with PEFT{there}")
+    if not missing:
+        check_pooling(path, (path / CONFIG_FILE).read_bytes(), findings)
     findings.raise_if_refused()
-    return tuple(names)
+    return tuple(names), tuple(findings.warnings)
+
+
+def _holds_adapter(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and (Path(entry.path) / CONFIG_FILE).exists()
+
+
+def _newest(names: list[str]) -> str:
+    """Of checkpoints, the one with most steps."""
+    return max(names, key=lambda name: (len(name), name))
+
+
+def _reason_to_leave(entry: os.DirEntry[str], *, is_whole: bool) -> str | None:
+    """Why something stays behind; None if it is taken or refused."""
+    if entry.is_symlink():
+        is_other = _is_hub_blob(Path(entry.path)) and name_problem(entry.name) is not None
+        return file_left_out(entry.name) if is_other else None
+    if entry.is_dir(follow_symlinks=False):
+        if is_whole and _holds_adapter(entry) and not folder_left_out(entry.name):
+            return "holds another adapter, which is left out; to publish it, upload that folder"
+        return folder_left_out(entry.name)
+    is_file = stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode)
+    if not is_file or name_problem(entry.name) is None:
+        return None
+    return file_left_out(entry.name)
 
 
 def _entry_problem(entry: os.DirEntry[str]) -> str | None:
@@ -121,8 +166,7 @@ def _entry_problem(entry: os.DirEntry[str]) -> str | None:
             return name_problem(entry.name)
         return "is a link; copy the file itself"
     if entry.is_dir(follow_symlinks=False):
-        inner = Path(entry.path) / CONFIG_FILE
-        if inner.exists():
+        if _holds_adapter(entry):
             return f"holds an adapter saved under another name than 'default'; use {entry.path}"
         return "is a folder; an adapter is a flat folder"
     if not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):

@@ -88,9 +88,9 @@ def test_a_named_adapter_in_a_sub_folder_is_pointed_at(tmp_path: Path) -> None:
     assert "adapter_config.json" in problems
 
 
-def test_a_checkpoint_folder_is_refused(tmp_path: Path) -> None:
-    (write(tmp_path) / "checkpoint-500").mkdir()
-    assert "flat" in refused(tmp_path)["checkpoint-500"]
+def test_an_unknown_folder_is_refused(tmp_path: Path) -> None:
+    (write(tmp_path) / "stuff").mkdir()
+    assert "flat" in refused(tmp_path)["stuff"]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

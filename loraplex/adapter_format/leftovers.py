@@ -1,0 +1,75 @@
+"""What stands beside an adapter in the folders that trainers and hubs write, and is not uploaded.
+
+Only names are looked at; nothing of these is opened. What may hold weights or is not known to be
+harmless is in neither table, and `files.name_problem` refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FLAGS = re.ASCII | re.IGNORECASE
+_FILES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(
+            r"training_args\.(bin|json)|(optimizer|scheduler|scaler)\.(pt|bin)"
+            r"|rng_state(_\d+)?\.pth|trainer_state\.json|trainer_log\.jsonl"
+            r"|(all|train|eval|predict|test)_results\.json|latest|zero_to_fp32\.py",
+            _FLAGS,
+        ),
+        "is the state of a training, which decoding does not need",
+    ),
+    (
+        re.compile(
+            r"config\.json|modules\.json|sentence_bert_config\.json"
+            r"|config_sentence_transformers\.json|(video_)?(pre)?processor_config\.json",
+            _FLAGS,
+        ),
+        "describes the base or a pipeline around it; the base's own is used",
+    ),
+    (
+        re.compile(r"vocab\.txt|spiece\.model|sentencepiece\.bpe\.model", re.ASCII),
+        "is a tokenizer file that is not read; tokenizer.json is",
+    ),
+    (
+        re.compile(
+            r".*\.(md|txt|rst|png|jpe?g|gif|svg|webp|pdf|html?|csv|tsv|jsonl|log|ya?ml|toml|ipynb)"
+            r"|(LICENSE|NOTICE|USE_POLICY)(\..*)?",
+            _FLAGS,
+        ),
+        "is no part of what is decoded",
+    ),
+)
+_FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"checkpoint-\d+", re.ASCII),
+        "is a checkpoint of the training; to publish it, upload that folder",
+    ),
+    (
+        re.compile(r"global_step\d+|runs|logs?|wandb|mlruns|tensorboard|events", re.ASCII),
+        "is the state of a training, which decoding does not need",
+    ),
+    (
+        re.compile(r"images|assets|figures|plots|media|samples|eval", re.ASCII),
+        "is no part of what is decoded",
+    ),
+    (
+        re.compile(r"\d+_(Pooling|Normalize|Transformer)", re.ASCII),
+        "is a step of sentence-transformers; adapter_config.json says the same",
+    ),
+)
+
+
+def file_left_out(name: str) -> str | None:
+    """Why a file of this name stays behind; None if it does not for its name alone."""
+    return _match(_FILES, name)
+
+
+def folder_left_out(name: str) -> str | None:
+    """Why a folder of this name stays behind; None if it does not for its name alone."""
+    return _match(_FOLDERS, name)
+
+
+def _match(table: tuple[tuple[re.Pattern[str], str], ...], name: str) -> str | None:
+    reason = next((reason for pattern, reason in table if pattern.fullmatch(name)), None)
+    return f"{reason}; it is left out" if reason else None
