@@ -49,6 +49,7 @@ class WorkerConfig:
     first_token_s: float | None
     prefix_cache: bool
     overlap: str
+    adapter_dtype: str
 
     def engine(self, model_dir: Path) -> EngineConfig:
         """The part that the engine process gets."""
@@ -67,6 +68,7 @@ class WorkerConfig:
             first_token_s=self.first_token_s,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
+            adapter_dtype=self.adapter_dtype,
         )
 
     @property
@@ -118,6 +120,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
+        adapter_dtype=env.ADAPTER_DTYPE.read(environ),
     )
 
 

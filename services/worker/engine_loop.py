@@ -153,6 +153,7 @@ def build_engine(config: EngineConfig) -> Engine:
         load_format=config.load_format,
         cpu_isa=CPU_ISA.read(os.environ),
         overlap=config.overlap,
+        adapter_dtype=config.adapter_dtype,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)

@@ -47,8 +47,12 @@ class GpuPath:
         kv: KvBuffer,
         table: DeltaTable,
         limits: GpuLimits,
+        int8: bool = False,
     ) -> None:
-        """Captures graphs when the device is a GPU, which takes a while."""
+        """Captures graphs when the device is a GPU, which takes a while.
+
+        `int8`: adapters' matrices are integers.
+        """
         assert isinstance(operators, TritonOperators), operators.name
         arena, sites = kv.arena, model.site_weights.table
         served = [site for site in sites.sites if site.kind in (LINEAR, LM_HEAD)]
@@ -64,6 +68,7 @@ class GpuPath:
             aligned_sites(sites),
             limits.max_resident,
             record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
+            int8,
         )
         max_ranks = limits.max_lora_rank * max(modules[site.id] for site in served)
         rows = max(MIN_PLANE_ROWS, limits.max_num_tokens)

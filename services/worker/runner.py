@@ -196,6 +196,7 @@ def build_runner(
     load_format: str = "auto",
     cpu_isa: str = "auto",
     overlap: str = "off",
+    adapter_dtype: str = "auto",
     executors: tuple[Executor, Executor] | None = None,
 ) -> TorchRunner:
     """Load a base and allocate its arena.
@@ -209,6 +210,7 @@ def build_runner(
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         overlap: whether steps run beside their caller (see `steps`).
+        adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         executors: of copies and of packing (see `AdapterLoader`).
 
     Raises:
@@ -229,7 +231,8 @@ def build_runner(
     geometry = base_geometry(model_dir, config, sites.table)
     is_native = isinstance(operators, NativeOperators)
     facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
-    layout = AdapterLayout(groups.block_bytes, *facts, sites.table, base_ropes(config))
+    is_int8 = adapter_dtype == "int8"
+    layout = AdapterLayout(groups.block_bytes, *facts, sites.table, base_ropes(config), is_int8)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes)
     values = SiteValues(sites, layout, torch_device)
     packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
@@ -237,7 +240,8 @@ def build_runner(
     info = _model_info(config, geometry, torch_device, torch_dtype, operators.name)
     kv = KvBuffer(arena, groups, torch_dtype)
     records = Records(adapters.table, len(sites.table.sites)) if is_native else None
-    gpu = _gpu_path(model, operators, kv, adapters, (max_resident, max_lora_rank, max_num_tokens))
+    limits = max_resident, max_lora_rank, max_num_tokens
+    gpu = _gpu_path(model, operators, kv, adapters, limits, is_int8)
     make_metadata = operators.make_metadata
     batches = BatchMaker(
         kv, model.ropes, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
@@ -265,6 +269,7 @@ def _gpu_path(
     kv: KvBuffer,
     adapters: AdapterWeights,
     limits: tuple[int, int, int],
+    is_int8: bool,
 ) -> GpuPath | None:
     """Tables, workspace and captured graphs where Triton computes, else None.
 
@@ -274,7 +279,7 @@ def _gpu_path(
         return None
     from services.worker.gpu_path import GpuLimits, GpuPath
 
-    return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits))
+    return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
 
 
 def _operators(

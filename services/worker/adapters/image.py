@@ -54,6 +54,8 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
     """Rows of the weight that it replaces, ascending; of an embedding or head, token ids."""
     num_rows: int = 0
     """Tokens of its own table, where they are not as many as the base's."""
+    factors: list[float] = []
+    """Of A and B together, by rank row, where they are integers; none elsewhere."""
 
 
 class ImageIndex(msgspec.Struct, frozen=True, array_like=True):

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 
 from services.worker.model.own_rope import BaseRopes
-from services.worker.model.sites import SiteTable
+from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
 
-IMAGE_VERSION = 4
+IMAGE_VERSION = 5
 """Of the images' format and of the arithmetic that fills them: raised with every change of either.
 """
 HALF_DTYPES = ("BF16", "F16")
@@ -31,9 +31,13 @@ class AdapterLayout:
     sites: SiteTable
     ropes: BaseRopes
     """The base's; what an adapter's are made from."""
+    int8: bool = False
+    """A and B of linears and the head become integers with a factor for each rank row."""
 
-    def lora_dtype(self, published: str) -> str:
+    def lora_dtype(self, published: str, site_kind: str) -> str:
         """What A and B are packed as."""
+        if self.int8 and site_kind in (LINEAR, LM_HEAD):
+            return "I8"
         keeps = self.keeps_half and self.dtype == "F32" and published in HALF_DTYPES
         return published if keeps else self.dtype
 
@@ -41,7 +45,7 @@ class AdapterLayout:
     def fingerprint(self) -> str:
         """Images of equal fingerprints hold the same bytes for an adapter."""
         sites = (self.sites.sites, sorted(self.sites.places.items()))
-        types = (self.block_bytes, self.dtype, self.keeps_half, self.max_rank)
+        types = (self.block_bytes, self.dtype, self.keeps_half, self.int8, self.max_rank)
         tokens = self.ropes.max_position_embeddings
         parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens))
         return hashlib.sha256(parts.encode()).hexdigest()[:16]

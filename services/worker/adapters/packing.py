@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,12 +89,14 @@ class Packer:
         file = TensorFile(folder)
         changed = self._changed(modules, file.read)
         row_ids = {name: rows.row_ids for name, rows in changed.items()}
-        lora_bytes = lambda info: itemsize(self._layout.lora_dtype(info.dtype))  # noqa: E731
-        sizes = ItemBytes(lora_bytes, itemsize(self._layout.dtype))
+        sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
         plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
         packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
         packed = self._fill(plans, packing, changed, file.read)
         return packed.told(_facts_of(packed.index.sites, report.config, self._layout.ropes))
+
+    def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
+        return itemsize(self._layout.lora_dtype(info.dtype, site_kind))
 
     def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
         found: dict[str, ChangedRows] = {}
@@ -123,17 +126,24 @@ class Packer:
         for plan in plans:
             by_role: dict[Role, tuple[str, list[PackedTile]]] = {}
             row_ids: list[int] = []
+            factors = np.ones(sum(part.rank_len for part in plan.slices), np.float32)
             for part in plan.parts:
                 if part.role is Role.ROWS:
                     row_ids += changed[part.module.name].row_ids
                     value = changed[part.module.name].rows.to(self._layout.dtype)
                 else:
                     value = self._value(part, plan.site_id, read)
+                if part.matrix.itemsize == itemsize("I8"):
+                    value, of_rows = value.to_int8()
+                    factors[part.row_begin : part.row_begin + len(of_rows)] *= of_rows
                 places = next(placed)
                 self._write(data, value, places)
                 _, tiles = by_role.setdefault(part.role, (value.dtype, []))
                 tiles += [_shifted(place, part) for place in places]
-            sites.append(self._site(plan, by_role, row_ids))
+            site = self._site(plan, by_role, row_ids)
+            if any(role.dtype == "I8" for role in site.roles):
+                site = msgspec.structs.replace(site, factors=factors.tolist())
+            sites.append(site)
         index = ImageIndex(self.fingerprint, packing.num_blocks, packing.num_bytes, sites)
         return PackedAdapter(index, data.data)
 
@@ -154,13 +164,13 @@ class Packer:
         return PackedSite(plan.site_id, slices, roles, row_ids, plan.num_rows)
 
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
-        """The matrix to be packed, in the type to be packed in."""
-        module, is_embedding = part.module, self._layout.sites.sites[site_id].kind == EMBEDDING
+        """The matrix to be packed, in the type to be packed in, unless that is an integer."""
+        module, kind = part.module, self._layout.sites.sites[site_id].kind
         if part.role is Role.A:
-            stacked = self._matrix(module.embedding_a or module.a, is_embedding, read)
+            stacked = self._matrix(module.embedding_a or module.a, kind == EMBEDDING, kind, read)
             return stacked if module.expert is None else _a_of_expert(stacked, module)
         if part.role is Role.B:
-            stacked = self._matrix(module.embedding_b or module.b, True, read)
+            stacked = self._matrix(module.embedding_b or module.b, True, kind, read)
             return stacked if module.expert is None else _b_of_expert(stacked, module.expert)
         if part.role is Role.LORA_BIAS:
             assert module.lora_bias is not None, "the plan asked for it"
@@ -169,9 +179,13 @@ class Packer:
         assert self._base is not None, "asked before"
         return self._base.value(part, site_id, read)
 
-    def _matrix(self, info: TensorInfo | None, is_turned: bool, read: Read) -> Values:
+    def _matrix(
+        self, info: TensorInfo | None, is_turned: bool, site_kind: str, read: Read
+    ) -> Values:
         assert info is not None, "the plan asked for it"
-        value = read(info).to(self._layout.lora_dtype(info.dtype))
+        value = read(info)
+        if (dtype := self._layout.lora_dtype(info.dtype, site_kind)) != "I8":
+            value = value.to(dtype)
         if value.dtype != info.dtype:
             check_finite(value, info.name)
         return Values(value.data.T, value.dtype) if is_turned else value

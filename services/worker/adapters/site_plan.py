@@ -50,8 +50,8 @@ class Part:
 class ItemBytes:
     """Bytes of one element as packed."""
 
-    lora: Callable[[TensorInfo], int]
-    """Of A and B, by what was published."""
+    lora: Callable[[TensorInfo, str], int]
+    """Of A and B, by what was published and the kind of site."""
     rows: int
 
 
@@ -122,17 +122,19 @@ def _lora_parts(
     place: Place,
     module: AdapterModule,
     rank: int,
-    item_bytes: Callable[[TensorInfo], int],
+    item_bytes: Callable[[TensorInfo, str], int],
 ) -> Iterator[Part]:
     a, b = module.embedding_a or module.a, module.embedding_b or module.b
     if a is None or b is None:
         return
     if site.kind == EMBEDDING:
         num_tokens = module.num_rows or site.in_features
-        yield Part(module, Role.A, 0, rank, Matrix(num_tokens, module.rank, item_bytes(a)))
+        matrix = Matrix(num_tokens, module.rank, item_bytes(a, site.kind))
+        yield Part(module, Role.A, 0, rank, matrix)
     else:
-        yield Part(module, Role.A, rank, 0, Matrix(module.rank, site.in_features, item_bytes(a)))
-    matrix = Matrix(module.rank, _outputs(site, place, module), item_bytes(b))
+        matrix = Matrix(module.rank, site.in_features, item_bytes(a, site.kind))
+        yield Part(module, Role.A, rank, 0, matrix)
+    matrix = Matrix(module.rank, _outputs(site, place, module), item_bytes(b, site.kind))
     yield Part(module, Role.B, rank, place.out_begin, matrix)
 
 

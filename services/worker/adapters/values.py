@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.errors import InvalidAdapter, Violation
 
-ITEM_TYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+ITEM_TYPES: dict[str, type[np.generic]] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I8": np.int8,
+}
+MAX_INT8 = 127
 _EXPONENT_BITS = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 
 
@@ -36,6 +42,15 @@ class Values(NamedTuple):
             return Values(_bfloat16_bits(wide), dtype)
         with np.errstate(over="ignore"):  # what becomes infinite is refused after it
             return Values(wide.astype(ITEM_TYPES[dtype]), dtype)
+
+    def to_int8(self) -> tuple[Values, NDArray[np.float32]]:
+        """Rows as integers of [-127, 127], and each row's float32 factor: row = factor * integers,
+        off by half a factor at the most."""
+        wide = _widened(self)
+        factors = np.abs(wide).max(axis=1, initial=0.0) / np.float32(MAX_INT8)
+        divisors = np.where(factors > 0, factors, np.float32(1))
+        integers = np.rint(wide / divisors[:, None])
+        return Values(integers.astype(np.int8), "I8"), factors
 
     def all_finite(self) -> bool:
         """False where any is NaN or infinite."""

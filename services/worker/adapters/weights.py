@@ -19,6 +19,10 @@ from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import ArenaBuffer
 from services.worker.model.own_rope import BaseRopes, own_ropes
+from services.worker.transfers import to_device
+
+STORED_DTYPES = TORCH_DTYPES | {"I8": torch.int8}
+"""Of tiles, by safetensors name."""
 
 
 class AdapterWeights:
@@ -64,7 +68,7 @@ class AdapterWeights:
         assert 0 <= slot < self._max_resident, (slot, self._max_resident)
         assert slot not in self._sites_of_slot, f"slot {slot} is in use"
         begins = [block * self._arena.block_bytes for block in blocks]
-        flats = {name: self._arena.flat(dtype) for name, dtype in TORCH_DTYPES.items()}
+        flats = {name: self._arena.flat(dtype) for name, dtype in STORED_DTYPES.items()}
         scales = _scales(index.sites, self._arena.data.device)
         for site, own_scales in zip(index.sites, scales, strict=True):
             delta = _site_delta(site, own_scales, begins, flats)
@@ -101,9 +105,16 @@ class _SideStream:
 
 
 def _scales(sites: Sequence[PackedSite], device: torch.device) -> Sequence[Tensor]:
-    """float32 `[rank]` of each site, views of one vector."""
+    """float32 `[rank]` of each site, views of one vector: scales, times factors where A and B are
+    integers."""
     by_site = [[s for _, n, _, _, scale in site.slices for s in [scale] * n] for site in sites]
-    flat = torch.tensor([s for part in by_site for s in part], dtype=torch.float32, device=device)
+    flat = torch.tensor([s for part in by_site for s in part], dtype=torch.float32)
+    factors = [
+        factor
+        for site, scales in zip(sites, by_site, strict=True)
+        for factor in site.factors or [1.0] * len(scales)
+    ]
+    flat = to_device(flat.mul_(torch.tensor(factors)), device)
     return flat.split([len(part) for part in by_site]) if by_site else ()
 
 
@@ -127,7 +138,7 @@ def _site_delta(
         biases=tiles.get(Role.BIAS, ()),
         norm=tiles.get(Role.NORM, ()),
         rows=tiles.get(Role.ROWS, ()),
-        row_ids=torch.tensor(site.row_ids, device=scales.device) if site.row_ids else None,
+        row_ids=to_device(torch.tensor(site.row_ids), scales.device) if site.row_ids else None,
         num_rows=site.num_rows,
     )
 

@@ -6,6 +6,7 @@ looks like: pointers 16-byte aligned, strides divisible by 16, and the constants
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -118,13 +119,15 @@ def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     types = dict.fromkeys(("site", "num_sites", *strides), "i32") | tables
     types |= {"x": f"*{name}", "y": f"*{name}"}
     for family, plan in (single if dtype is torch.float32 else half).items():
-        of_kernel = {
-            lora.shrink: lora_launch.shrink_constants(plan, 256, dtype, 16),
-            lora.expand: lora_launch.expand_constants(plan, 256, WIDEST_INPUTS, dtype, 16),
-        }
-        for kernel, constants in of_kernel.items():
+        of_int8 = (False, True) if dtype is torch.bfloat16 else (False,)
+        for int8, kernel in itertools.product(of_int8, (lora.shrink, lora.expand)):
+            if kernel is lora.shrink:
+                constants = lora_launch.shrink_constants(plan, 256, dtype, 16, int8)
+            else:
+                inputs = WIDEST_INPUTS
+                constants = lora_launch.expand_constants(plan, 256, inputs, dtype, 16, int8)
             yield Variant(
-                f"lora.{kernel.__name__}.{family}.{name}",
+                f"lora.{kernel.__name__}{'-int8' * int8}.{family}.{name}",
                 kernel,
                 {key: value for key, value in types.items() if key in kernel.arg_names},
                 constants,

@@ -19,7 +19,7 @@ from services.worker.native.isa import TORCH, choose_isa
 
 logger = logging.getLogger(__name__)
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/amx.cpp`)."""

@@ -4,7 +4,8 @@ Every record is `RECORD_WORDS` int64. Offsets are bytes from the arena's start; 
 name other records of the same adapter, as indices that `DeviceTables` shifts to their place.
 
     entry  first band, number of bands, first strip, number of strips
-    band   first rank row, number of rank rows (<= 64), first piece, number of pieces
+    band   first rank row, number of rank rows (<= 64), first piece, number of pieces,
+           address of the rank rows' float32 scales, which kernels of int8 matrices read
     piece  offset of the band's first row, first input, number of inputs, row stride in elements
     strip  first output, number of outputs, first tile, number of tiles, scale (float32 bits),
            offsets of gain, bias of B, bias delta (-1 = absent)
@@ -44,7 +45,7 @@ class RecordBuilder:
 
     def add_site(self, site_id: int, delta: SiteDelta) -> None:
         """Add what kernels can do for `delta`: matrices and vectors."""
-        bands = [self._band(*rows, delta.a) for rows in _bands(delta)]
+        bands = [self._band(*rows, delta) for rows in _bands(delta)]
         strips = [self._strip(*columns, delta) for columns in _strips(delta)]
         first_band = self._append(bands, link=2)
         first_strip = self._append(strips, link=2)
@@ -52,13 +53,14 @@ class RecordBuilder:
         self.entries[site_id] = self._append([entry], link=0)
         self.links.append((self.entries[site_id], 2))
 
-    def _band(self, row_begin: int, row_end: int, tiles: Sequence[Tile]) -> Record:
+    def _band(self, row_begin: int, row_end: int, delta: SiteDelta) -> Record:
         pieces = [
             (self._at(tile, row_begin, tile.col_begin), tile.col_begin, _width(tile), _width(tile))
-            for tile in tiles
+            for tile in delta.a
             if tile.row_begin <= row_begin and row_end <= tile.row_end
         ]
-        return row_begin, row_end - row_begin, self._append(pieces), len(pieces)
+        scales = delta.scales.data_ptr() + row_begin * delta.scales.itemsize
+        return row_begin, row_end - row_begin, self._append(pieces), len(pieces), scales
 
     def _strip(self, col_begin: int, col_end: int, delta: SiteDelta) -> Record:
         tiles = []
@@ -69,7 +71,8 @@ class RecordBuilder:
                 num_rows = min(TILE_ROWS, tile.row_end - row)
                 tiles.append((self._at(tile, row, col_begin), row, num_rows, _width(tile)))
         vectors = (self._vector(part, col_begin) for part in _vectors(delta))
-        scale = _float_bits(_scale_of(delta.slices, col_begin))
+        # Integers' scales are applied by shrink, row by row.
+        scale = _float_bits(1.0 if delta.is_int8 else _scale_of(delta.slices, col_begin))
         return col_begin, col_end - col_begin, self._append(tiles), len(tiles), scale, *vectors
 
     def _vector(self, tiles: Sequence[Tile], column: int) -> int:

@@ -28,6 +28,7 @@ class DeviceTables:
         is_aligned: Sequence[bool],
         max_resident: int,
         max_records: int,
+        int8: bool = False,
     ) -> None:
         """
         Args:
@@ -35,7 +36,9 @@ class DeviceTables:
             in_features: input width of each site, by site id.
             is_aligned: by site id, whether each tile row starts at a multiple of 16 elements, so
                 that kernels may load vectors.
+            int8: whether all adapters' A and B are integers.
         """
+        self.int8 = int8
         self.arena = arena
         self.is_aligned = tuple(is_aligned)
         self.in_features = torch.tensor(in_features, dtype=torch.int32, device=arena.device)

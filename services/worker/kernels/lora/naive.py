@@ -83,7 +83,7 @@ def _expand(delta: SiteDelta, shrunk: Tensor, num_outputs: int) -> Tensor:
     for part in delta.slices:
         ranks = slice(part.rank_begin, part.rank_begin + part.rank_len)
         outs = slice(part.out_begin, part.out_begin + part.out_len)
-        out[outs] += part.scale * (b[ranks, outs].T @ shrunk[ranks])
+        out[outs] += b[ranks, outs].T @ (delta.scales[ranks].double() * shrunk[ranks])
     return out
 
 

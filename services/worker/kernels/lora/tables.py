@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.slices import Slice as Slice
@@ -35,7 +36,8 @@ class SiteDelta:
     b: tuple[Tile, ...]
     """B as rank rows `[rank, out]`, defined where the slices say."""
     scales: Tensor
-    """float32 `[rank]`: each slice's scale on its rank rows."""
+    """float32 `[rank]`: each slice's scale on its rank rows, times the row's factors of A and B
+    where they are integers."""
     lora_biases: tuple[Tile, ...] = ()
     """float32 `[1, out]`: bias of B times its scale; 0 elsewhere."""
     gains: tuple[Tile, ...] = ()
@@ -55,6 +57,11 @@ class SiteDelta:
     def replaces_rows(self) -> bool:
         """Whether the weight under the update is not the base's, which only torch can do."""
         return self.row_ids is not None or self.num_rows > 0
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether A and B are integers."""
+        return any(tile.data.dtype is torch.int8 for tile in self.a)
 
     @property
     def rank(self) -> int:

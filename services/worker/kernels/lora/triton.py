@@ -168,7 +168,7 @@ def shrink(x: Tensor, site_id: int, work: StepWork, planes: Planes) -> None:
         x.stride(0),
         num_rows * work.rank_stride,
         work.rank_stride,
-        **shrink_constants(plan, work.max_runs, x.dtype, _alignment(tables, site_id)),
+        **shrink_constants(plan, work.max_runs, x.dtype, _alignment(tables, site_id), tables.int8),
         num_warps=plan.num_warps,
     )
 
@@ -191,13 +191,13 @@ def expand(y: Tensor, num_inputs: int, site_id: int, work: StepWork, planes: Pla
         y.stride(0),
         len(y) * work.rank_stride,
         work.rank_stride,
-        **expand_constants(plan, work.max_runs, num_inputs, y.dtype, alignment),
+        **expand_constants(plan, work.max_runs, num_inputs, y.dtype, alignment, tables.int8),
         num_warps=plan.num_warps,
     )
 
 
 def shrink_constants(
-    plan: LoraPlan, max_runs: int, dtype: torch.dtype, alignment: int
+    plan: LoraPlan, max_runs: int, dtype: torch.dtype, alignment: int, int8: bool = False
 ) -> dict[str, Any]:
     """What the kernel `shrink` is compiled for."""
     short, long = plan.short, plan.long
@@ -213,6 +213,7 @@ def shrink_constants(
         "LONG_RANKS": long.block_ranks,
         "LONG_INPUTS": long.block_inputs,
         "LONG_SPLIT": long.split_inputs,
+        "INT8": int8,
         "WIDEN": must_widen(dtype),
         "ALIGN": alignment,
         "STAGES": plan.num_stages,
@@ -220,7 +221,12 @@ def shrink_constants(
 
 
 def expand_constants(
-    plan: LoraPlan, max_runs: int, num_inputs: int, dtype: torch.dtype, alignment: int
+    plan: LoraPlan,
+    max_runs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    alignment: int,
+    int8: bool = False,
 ) -> dict[str, Any]:
     """What the kernel `expand` is compiled for."""
     short, long = plan.short, plan.long
@@ -234,6 +240,7 @@ def expand_constants(
         "LONG_ROWS": long.block_rows,
         "LONG_OUTPUTS": long.block_outputs,
         "LONG_PLANES": long.num_planes(num_inputs),
+        "INT8": int8,
         "WIDEN": must_widen(dtype),
         "ALIGN": alignment,
         "STAGES": plan.num_stages,

@@ -48,6 +48,7 @@ def shrink(
     LONG_RANKS: tl.constexpr,
     LONG_INPUTS: tl.constexpr,
     LONG_SPLIT: tl.constexpr,
+    INT8: tl.constexpr,
     WIDEN: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -66,13 +67,13 @@ def shrink(
             _shrink_item(
                 x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
                 num_inputs, x_stride, plane_stride, rank_stride, SHORT_ROWS, SHORT_RANKS,
-                SHORT_INPUTS, SHORT_SPLIT, SHORT_DOT, WIDEN, ALIGN, STAGES,
+                SHORT_INPUTS, SHORT_SPLIT, SHORT_DOT, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
         else:
             _shrink_item(
                 x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
                 num_inputs, x_stride, plane_stride, rank_stride, LONG_ROWS, LONG_RANKS,
-                LONG_INPUTS, LONG_SPLIT, True, WIDEN, ALIGN, STAGES,
+                LONG_INPUTS, LONG_SPLIT, True, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
 
 
@@ -81,8 +82,8 @@ def _shrink_item(
     x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
     num_inputs, x_stride, plane_stride, rank_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    SPLIT_INPUTS: tl.constexpr, USES_DOT: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
+    SPLIT_INPUTS: tl.constexpr, USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One item, in the bucket of ranks that its band needs: 16, 32 or 64 at a time."""
     num_planes = (num_inputs + SPLIT_INPUTS - 1) // SPLIT_INPUTS
@@ -102,23 +103,23 @@ def _shrink_item(
     if BLOCK_RANKS == 16:
         _shrink_band(
             x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin, in_end,
-            BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, WIDEN, ALIGN, STAGES,
+            BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
         )  # fmt: skip
     else:
         if num_ranks <= 16:
             _shrink_band(
                 x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, WIDEN, ALIGN, STAGES,
+                in_end, BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
         elif num_ranks <= 32:
             _shrink_band(
                 x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, 32, BLOCK_INPUTS, USES_DOT, WIDEN, ALIGN, STAGES,
+                in_end, BLOCK_ROWS, 32, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
         else:
             _shrink_band(
                 x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, BLOCK_RANKS, BLOCK_INPUTS, USES_DOT, WIDEN, ALIGN, STAGES,
+                in_end, BLOCK_ROWS, BLOCK_RANKS, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
 
 
@@ -126,7 +127,8 @@ def _shrink_item(
 def _shrink_band(
     x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin, in_end,
     BLOCK_ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    USES_DOT: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store x A^T over inputs [in_begin, in_end), float32 `[BLOCK_ROWS, RANKS]`, at `place`."""
     r = tl.arange(0, RANKS)
@@ -143,7 +145,7 @@ def _shrink_band(
         end = tl.minimum(in_end, col_begin + tl.load(piece + 2).to(tl.int32))
         end = tl.multiple_of(end, ALIGN)
         tile = arena + tl.multiple_of(tl.load(piece), ALIGN)
-        a_rows = tile.to(tl.pointer_type(x_rows.dtype.element_ty)) + (
+        a_rows = tile.to(tl.pointer_type(tl.int8 if INT8 else x_rows.dtype.element_ty)) + (
             (first_rank + r)[:, None] * tl.multiple_of(tl.load(piece + 3), ALIGN)
         )
         for at in tl.range(begin, end, BLOCK_INPUTS, num_stages=STAGES):
@@ -161,12 +163,17 @@ def _shrink_band(
             )
             if WIDEN:
                 a, x = a.to(tl.float32), x.to(tl.float32)
+            elif INT8:
+                a = a.to(x_rows.dtype.element_ty)
             if USES_DOT:
                 total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
             else:
                 total += x.to(tl.float32)[:, None, :] * a.to(tl.float32)[None, :, :]
     if not USES_DOT:
         total = tl.sum(total, axis=2)
+    if INT8:
+        scales = tl.load(band + 4).to(tl.pointer_type(tl.float32)) + first_rank
+        total *= tl.load(scales + r, mask=is_rank, other=0.0)[None, :]
     tl.store(place[:, None] + r[None, :], total, mask=is_row[:, None] & is_rank[None, :])
 
 
@@ -193,6 +200,7 @@ def expand(
     LONG_ROWS: tl.constexpr,
     LONG_OUTPUTS: tl.constexpr,
     LONG_PLANES: tl.constexpr,
+    INT8: tl.constexpr,
     WIDEN: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -211,13 +219,13 @@ def expand(
             _expand_item(
                 y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
                 plane_stride, rank_stride, SHORT_ROWS, SHORT_OUTPUTS, SHORT_PLANES, SHORT_DOT,
-                WIDEN, ALIGN, STAGES,
+                INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
         else:
             _expand_item(
                 y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
                 plane_stride, rank_stride, LONG_ROWS, LONG_OUTPUTS, LONG_PLANES, True,
-                WIDEN, ALIGN, STAGES,
+                INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
 
 
@@ -226,7 +234,8 @@ def _expand_item(
     y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
     plane_stride, rank_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, PLANES: tl.constexpr,
-    USES_DOT: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     num_parts = num_items // ((num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
     first_strip = records + tl.load(entry + 2) * WORDS
@@ -237,8 +246,8 @@ def _expand_item(
     is_column = column < tl.multiple_of(tl.load(strip + 1).to(tl.int32), ALIGN)
     total = _expand_strip(
         planes + rows * rank_stride, is_row, plane_stride, arena, records, strip, column,
-        is_column, coef, y.dtype.element_ty, BLOCK_ROWS, BLOCK_OUTPUTS, PLANES, USES_DOT, WIDEN,
-        ALIGN, STAGES,
+        is_column, coef, y.dtype.element_ty, BLOCK_ROWS, BLOCK_OUTPUTS, PLANES, USES_DOT, INT8,
+        WIDEN, ALIGN, STAGES,
     )  # fmt: skip
     mask = is_row[:, None] & is_column[None, :]
     place = y + rows[:, None] * y_stride
@@ -264,6 +273,7 @@ def _expand_strip(
     BLOCK_OUTPUTS: tl.constexpr,
     PLANES: tl.constexpr,
     USES_DOT: tl.constexpr,
+    INT8: tl.constexpr,
     WIDEN: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -276,7 +286,8 @@ def _expand_strip(
     for t in tl.range(0, tl.load(strip + 3).to(tl.int32), num_stages=STAGES):
         tile = records + (first_tile + t) * WORDS
         is_rank = r < tl.load(tile + 2)
-        b_rows = (arena + tl.multiple_of(tl.load(tile), ALIGN)).to(tl.pointer_type(dtype))
+        b_rows = arena + tl.multiple_of(tl.load(tile), ALIGN)
+        b_rows = b_rows.to(tl.pointer_type(tl.int8 if INT8 else dtype))
         b = tl.load(
             b_rows + r[:, None] * tl.multiple_of(tl.load(tile + 3), ALIGN) + column[None, :],
             mask=is_rank[:, None] & is_column[None, :],
@@ -288,6 +299,8 @@ def _expand_strip(
         h *= factor
         if WIDEN:
             b = b.to(tl.float32)
+        elif INT8:
+            b = b.to(dtype)
         if USES_DOT:
             total = _dot_in_two_parts(h, b, total)
         else:

@@ -8,7 +8,7 @@
 namespace lpx {
 
 // Element types as Python numbers them.
-enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 struct bf16 {
     uint16_t bits;
@@ -34,6 +34,16 @@ void with_weight(int64_t dtype, const F& f) {
         f(half());
     } else {
         with_activation(dtype, f);
+    }
+}
+
+// The same for an adapter's matrix, which may be integers.
+template <class F>
+void with_tile(int64_t dtype, const F& f) {
+    if (dtype == kInt8) {
+        f(int8_t());
+    } else {
+        with_weight(dtype, f);
     }
 }
 

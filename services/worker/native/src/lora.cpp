@@ -222,7 +222,7 @@ void add_product(const Use& use, const float* x, int64_t ldx, float* y, int64_t 
     std::memset(shrunk, 0, num_rows * rank * sizeof(float));
     for (int64_t i = 0; i < entry.num_a; ++i) {
         const Tile& tile = entry.a()[i];
-        with_weight(tile.dtype, [&](auto w) {
+        with_tile(tile.dtype, [&](auto w) {
             shrink_tile<decltype(w)>(x, ldx, num_rows, tile, shrunk, rank);
         });
     }
@@ -231,7 +231,7 @@ void add_product(const Use& use, const float* x, int64_t ldx, float* y, int64_t 
     }
     for (int64_t i = 0; i < entry.num_b; ++i) {
         const Tile& tile = entry.b()[i];
-        with_weight(tile.dtype, [&](auto w) {
+        with_tile(tile.dtype, [&](auto w) {
             expand_tile<decltype(w)>(y, ldy, num_rows, tile, shrunk, rank);
         });
     }

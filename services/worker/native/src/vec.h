@@ -29,6 +29,10 @@ inline Vec load(const bf16* p) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
+inline Vec load(const int8_t* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
+}
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 #if defined(__AVX512BF16__)
 inline void store(bf16* p, Vec a) {
@@ -80,6 +84,10 @@ inline Vec load(const half* p) {
 inline Vec load(const bf16* p) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
+}
+inline Vec load(const int8_t* p) {
+    const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw))};
 }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16* p, Vec a) {
@@ -146,6 +154,7 @@ inline float widened(half x) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+inline float widened(int8_t x) { return x; }
 inline Vec zero() { return {Lanes{}}; }
 inline Vec set1(float x) { return {x - Lanes{}}; }
 inline Vec load(const float* p) {

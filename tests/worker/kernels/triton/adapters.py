@@ -7,6 +7,7 @@ import random
 import torch
 
 from services.worker.adapters.tiles import Matrix, TileLayout
+from services.worker.adapters.values import Values
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -59,10 +60,18 @@ class PackedArena:
         return tiles
 
 
-def random_delta(rng, arena, num_inputs, num_outputs, dtype, ranks=(1, 3, 16, 17, 64)) -> SiteDelta:
+def integers(matrix):
+    """As packed with LORAPLEX_ADAPTER_DTYPE=int8: int8, and a factor for each row."""
+    values, factors = Values(matrix.float().numpy(), "F32").to_int8()
+    return torch.from_numpy(values.data), torch.from_numpy(factors)
+
+
+def random_delta(
+    rng, arena, num_inputs, num_outputs, dtype, ranks=(1, 3, 16, 17, 64), int8=False
+) -> SiteDelta:
     """Up to three slices of different ranks; absent outputs; vectors here and there."""
     cuts = sorted({0, rng.randrange(num_outputs + 1), rng.randrange(num_outputs + 1), num_outputs})
-    slices, a, b, rank = [], [], [], 0
+    slices, a, b, scales, rank = [], [], [], [], 0
     vectors = {"gains": [], "lora_biases": [], "biases": []}
     for begin, end in itertools.pairwise(cuts):
         for tiles in vectors.values():
@@ -72,9 +81,15 @@ def random_delta(rng, arena, num_inputs, num_outputs, dtype, ranks=(1, 3, 16, 17
             continue
         num_ranks, scale = rng.choice(ranks), rng.choice([0.25, 1.0, 2.0])
         slices.append(Slice(rank, num_ranks, begin, end - begin, scale))
-        a += arena.put((torch.randn(num_ranks, num_inputs) / math.sqrt(num_inputs)).to(dtype), rank)
-        b += arena.put((torch.randn(num_ranks, end - begin) / 8).to(dtype), rank, begin)
+        a_rows = (torch.randn(num_ranks, num_inputs) / math.sqrt(num_inputs)).to(dtype)
+        b_rows = (torch.randn(num_ranks, end - begin) / 8).to(dtype)
+        scales.append(torch.full((num_ranks,), scale))
+        if int8:
+            (a_rows, a_factors), (b_rows, b_factors) = integers(a_rows), integers(b_rows)
+            scales[-1] *= a_factors * b_factors
+        a += arena.put(a_rows, rank)
+        b += arena.put(b_rows, rank, begin)
         rank += num_ranks
-    scales = torch.cat([torch.full((part.rank_len,), part.scale) for part in slices])
+    scales = torch.cat(scales)
     vectors = {name: tuple(tiles) for name, tiles in vectors.items()}
     return SiteDelta(tuple(slices), tuple(a), tuple(b), scales.to(arena.data.device), **vectors)

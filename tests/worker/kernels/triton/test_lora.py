@@ -31,15 +31,16 @@ PLANS = {
 SHAPES = [(1, 1, 1), (3, 33, 5), (9, 40, 70)]
 
 
-def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64)):
+def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64), int8=False):
     """Tables with adapters of random shapes at SITE."""
     _, num_inputs, num_outputs = shape
     arena = PackedArena(400, block_bytes, device, rng)
     deltas = {
-        slot: random_delta(rng, arena, num_inputs, num_outputs, dtype, ranks)
+        slot: random_delta(rng, arena, num_inputs, num_outputs, dtype, ranks, int8)
         for slot in range(NUM_ADAPTERS)
     }
-    tables = DeviceTables(arena.data.view(-1), [8, num_inputs, 8], [False] * NUM_SITES, 8, 4000)
+    widths = [8, num_inputs, 8]
+    tables = DeviceTables(arena.data.view(-1), widths, [False] * NUM_SITES, 8, 4000, int8)
     for slot, delta in deltas.items():
         tables.enter(slot, {SITE: delta}, set())
     return tables, {(slot, SITE): delta for slot, delta in deltas.items()}
@@ -54,11 +55,11 @@ def apply(y, x, runs, tables, plan, num_ranks=256):
         fast.add_lora(y, x, SITE, work, planes)
 
 
-def check(shape, dtype, device, mix, plan, block_bytes=1024, ranks=(1, 3, 16, 17, 64)):
+def check(shape, dtype, device, mix, plan, block_bytes=1024, ranks=(1, 3, 16, 17, 64), int8=False):
     num_rows, num_inputs, num_outputs = shape
     rng = random.Random(f"{mix}{shape}{plan}")
     torch.manual_seed(rng.randrange(1 << 30))
-    tables, table = build(rng, shape, dtype, device, block_bytes, ranks)
+    tables, table = build(rng, shape, dtype, device, block_bytes, ranks, int8)
     slots = slots_of_mix(mix, num_rows, NUM_ADAPTERS, rng)
     slots.sort(key=lambda slot: (slot is None, slot or 0))
     runs = row_runs((1, [] if slot is None else [(slot, 0.5)]) for slot in slots)
@@ -88,6 +89,12 @@ def test_every_family_equals_the_naive_truth_on_odd_shapes(shape, family, device
 @pytest.mark.parametrize("family", PLANS)
 def test_half_precision_equals_the_naive_truth(dtype, family, device):
     check((5, 33, 34), dtype, device, "zipf", PLANS[family])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", PLANS)
+def test_integers_are_widened_and_scaled_by_rank_row(dtype, family, device):
+    check((5, 33, 34), dtype, device, "zipf", PLANS[family], ranks=(1, 16, 17), int8=True)
 
 
 def test_rows_wider_than_a_block_are_read_in_pieces(device):
