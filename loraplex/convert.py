@@ -82,11 +82,6 @@ def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:
     )
 
 
-def files_to_proto(files: Iterable[File]) -> list[registry_pb2.FileSpec]:
-    """Files as messages."""
-    return [registry_pb2.FileSpec(path=f.path, size=f.size, sha256=f.sha256) for f in files]
-
-
 def files_from_proto(messages: Iterable[registry_pb2.FileSpec]) -> tuple[File, ...]:
     """Files from messages."""
     return tuple(File(m.path, m.size, m.sha256) for m in messages)

@@ -13,7 +13,6 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.convert import (
-    files_to_proto,
     geometry_from_proto,
     geometry_to_proto,
     pooling_to_proto,
@@ -119,7 +118,11 @@ def progress_to_proto(state: FileState) -> pb.FileProgress:
 def version_to_proto(
     record: VersionRecord, adapter: AdapterRecord | None, tags: Iterable[TagRecord] = ()
 ) -> pb.AdapterVersion:
-    """A version with what its adapter and tags add."""
+    """A version with what its adapter and tags add.
+
+    Most lists are empty, and an empty one costs protobuf as much as a short one: only others are
+    set, as every lookup comes through here.
+    """
     message = pb.AdapterVersion(
         tenant=record.tenant,
         name=record.name,
@@ -129,20 +132,25 @@ def version_to_proto(
         base_fingerprint=record.base_fingerprint,
         created_unix_s=record.created_s,
         creator=record.creator,
-        labels=record.labels,
         parent=record.parent,
-        files=files_to_proto(record.files),
         max_rank=record.max_rank,
         num_modules=record.num_modules,
-        warnings=[violation_to_proto(warning) for warning in record.warnings],
         deleted=record.deleted,
         visibility=pb.VISIBILITY_PRIVATE,
         size_bytes=record.size_bytes,
         peft_version=record.peft_version,
-        signers=record.signers,
         rope_scaling=record.rope_scaling,
-        eos_token_ids=record.eos_token_ids,
     )
+    for file in record.files:
+        message.files.add(path=file.path, size=file.size, sha256=file.sha256)
+    if record.labels:
+        message.labels.update(record.labels)
+    if record.warnings:
+        message.warnings.extend(map(violation_to_proto, record.warnings))
+    if record.signers:
+        message.signers.extend(record.signers)
+    if record.eos_token_ids:
+        message.eos_token_ids.extend(record.eos_token_ids)
     if record.task != CAUSAL_LM or record.pooling != PoolingFields():
         message.pooling.CopyFrom(pooling_to_proto(record.task, record.pooling))
     for tag in tags:
@@ -164,17 +172,20 @@ def targets_to_proto(targets: Sequence[Target]) -> list[pb.TagTarget]:
 
 
 def tag_to_proto(record: TagRecord) -> pb.Tag:
-    return pb.Tag(
+    message = pb.Tag(
         tenant=record.tenant,
         name=record.name,
         tag=record.tag,
-        targets=targets_to_proto(record.targets),
         generation=record.generation,
         updated_unix_s=record.updated_s,
-        pending=targets_to_proto(record.pending),
         pending_reason=record.pending_reason,
         pending_until_unix_s=record.pending_until_s,
     )
+    for target in record.targets:
+        message.targets.add(version=target.version, digest=target.digest, weight=target.weight)
+    if record.pending:
+        message.pending.extend(targets_to_proto(record.pending))
+    return message
 
 
 def move_to_proto(move: Move) -> pb.TagMove:

@@ -7,7 +7,7 @@ import pytest
 from loraplex import convert
 from loraplex.adapter_format import File
 from loraplex.errors import InvalidRequest
-from loraplex.v1 import common_pb2
+from loraplex.v1 import common_pb2, registry_pb2
 from tests.adapter_format.builders import tiny_geometry
 
 
@@ -19,7 +19,8 @@ def test_a_geometry_survives_the_wire() -> None:
 
 def test_files_survive_the_wire() -> None:
     files = (File("README.md", 2**40, "0" * 64), File("adapter_config.json", 1, "1" * 64))
-    assert convert.files_from_proto(convert.files_to_proto(files)) == files
+    sent = [registry_pb2.FileSpec(path=f.path, size=f.size, sha256=f.sha256) for f in files]
+    assert convert.files_from_proto(sent) == files
 
 
 @pytest.mark.parametrize(
