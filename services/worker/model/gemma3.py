@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from services.worker.layers.operators import Operators
 from services.worker.model.build import Builder
@@ -43,9 +44,15 @@ def _read_ropes(reader: ConfigReader) -> dict[str, RopeConfig]:
     if SLIDING not in params or FULL not in params:
         raise reader.refuse("rope_parameters", params, f"must have {FULL} and {SLIDING}")
     return {
-        FULL: rope_from_params(reader, params[FULL] or {}, 1, theta),
-        SLIDING: rope_from_params(reader, params[SLIDING] or {}, 1, local_theta),
+        FULL: rope_from_params(reader, _used(params[FULL]), 1, theta),
+        SLIDING: rope_from_params(reader, _used(params[SLIDING]), 1, local_theta),
     }
+
+
+def _used(params: dict[str, Any] | None) -> dict[str, Any]:
+    """transformers looks for `truncate` (of yarn) beside the two, not in them, so it has no effect
+    there."""
+    return {key: value for key, value in (params or {}).items() if key != "truncate"}
 
 
 def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:

@@ -38,6 +38,8 @@ def own_ropes(base: BaseRopes, scaling: RopeScaling) -> tuple[RopeConfig, ...]:
     """
     layers = zip(base.layers, base.is_scaled, strict=True)
     tokens = base.max_position_embeddings
+    if not all(base.is_scaled):  # transformers does not see it there: see `gemma3`
+        scaling = replace(scaling, params=tuple(p for p in scaling.params if p[0] != "truncate"))
     return tuple(_own(rope, scaling, tokens) if scaled else rope for rope, scaled in layers)
 
 

@@ -111,6 +111,8 @@ def rescaled(base: TinyBase, scaling: dict[str, object]) -> TinyBase:
     own = {**kept, **own}
     config.rope_parameters = {**parameters, "full_attention": own} if nested else own
     config.max_position_embeddings = context
+    if getattr(config, "head_dim", 0) is None:  # Mixtral's null, which yarn cannot read
+        config.head_dim = config.hidden_size // config.num_attention_heads
     model = type(base.model)(config).eval()
     model.load_state_dict(base.model.state_dict())
     model.tie_weights()
