@@ -55,10 +55,15 @@ TRAINING_ONLY: dict[str, str] = {
 """Fields that are warned about when set."""
 
 _HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal"})
-_MUTATING_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga|loftq", re.ASCII)
+_MUTATING_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga", re.ASCII)
 _CONVERT = (
-    "changed the base before training, so the adapter is only right on that changed base; "
-    "save it with path_initial_model_for_weight_conversion (PEFT's save_pretrained) and upload that"
+    "changed the base before training, so the adapter is only right on that changed base; convert "
+    "it with `registry convert DIR OUT --to peft --initial INITIAL`, INITIAL being the adapter as "
+    "saved before training, or have PEFT do so (path_initial_model_for_weight_conversion)"
+)
+_LOFTQ = (
+    "changed the base before training, which cannot be undone; train without LoftQ "
+    "(init_lora_weights true), on a quantised base, too"
 )
 _SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
 _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
@@ -110,6 +115,8 @@ def check_init(reader: ConfigReader) -> None:
         reader.refuse("init_lora_weights", value, "must be a boolean or a string")
     elif _MUTATING_INITS.fullmatch(value):
         reader.refuse("init_lora_weights", value, _CONVERT)
+    elif value == "loftq":
+        reader.refuse("init_lora_weights", value, _LOFTQ)
     elif value == "mica":
         reader.warn("init_lora_weights", value, "is served as a plain LoRA, which it is by now")
     elif value.lower() not in _HARMLESS_INITS:

@@ -8,6 +8,7 @@ tensors' values are checked beside it by `tensor_scan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import TOKENIZER_FILES
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig, parse_config
@@ -25,6 +26,8 @@ from loraplex.adapter_format.vocabulary import complete_tables
 from loraplex.errors import InvalidAdapter
 
 MAX_RANK = 256
+_OF_TRAINING = ".lora_velora_embed"
+"""Ends names of tensors that only a backward pass reads (VeLoRA); PEFT writes them beside LoRA."""
 
 
 def validate(
@@ -95,7 +98,9 @@ def _read_config(config_bytes: bytes, findings: Findings) -> AdapterConfig | Non
 
 def _read_header(prefix: bytes, file_size: int, findings: Findings) -> Header | None:
     try:
-        return parse_header(prefix, file_size)
+        header = parse_header(prefix, file_size)
+        kept = tuple(info for info in header.tensors if not info.name.endswith(_OF_TRAINING))
+        return replace(header, tensors=kept)
     except InvalidAdapter as error:
         findings.include(error)
         return None

@@ -37,7 +37,12 @@ FEATURES: dict[str, dict[str, object]] = {
         "rank_pattern": {"q_proj": 12, r"layers\.1\.mlp\.down_proj": 3},
         "alpha_pattern": {"k_proj": 40, "o_proj": 1},
     },
-    "one-layer": {"r": 8, "target_modules": ATTENTION, "layers_to_transform": [1]},
+    "one-layer": {
+        "r": 8,
+        "target_modules": ATTENTION,
+        "layers_to_transform": [1],
+        "layers_pattern": "layers",
+    },
     "regex-excluded": {
         "r": 8,
         "target_modules": r".*\.(q_proj|gate_proj|down_proj)",
@@ -85,6 +90,16 @@ FEATURES: dict[str, dict[str, object]] = {
         "target_modules": ["q_proj"],
         "trainable_token_indices": {"embed_tokens": [312, 7, 311], "lm_head": [311, 312]},
     },
+    "added-tokens-saved": {
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+    "added-token-rows-on-table": {
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": [312, 7, 311],
+    },
     "cut-vocabulary": {"r": 4, "target_modules": ["v_proj"]},
     "tied-lora": {
         "r": 4,
@@ -123,9 +138,19 @@ RESIZED = {
     "added-tokens-lora": 313,
     "added-tokens-dora": 330,
     "added-token-rows": 313,
+    "added-tokens-saved": 314,
+    "added-token-rows-on-table": 315,
     "cut-vocabulary": 303,
 }
 """Features of adapters with a vocabulary of their own, and its size."""
+
+SAVES_TABLES = (
+    "added-tokens",
+    "added-tokens-saved",
+    "added-token-rows-on-table",
+    "cut-vocabulary",
+)
+"""Written as PEFT writes adapters when it finds that the vocabulary has grown."""
 
 TIED_FEATURES = ("tied-lora", "tied-tables")
 EXPERT_FEATURES = ("experts", "experts-down", "experts-all-linear", "expert-linears")
@@ -194,7 +219,7 @@ def make_adapter(base: TinyBase, feature: str, folder: Path, *, seed: int = 0) -
             parameter.data.copy_(0.15 * noise)  # in place: PEFT may have tied it to another
         elif parameter.requires_grad:  # biases, saved modules, token rows
             parameter.data += 0.15 * noise
-    saves_tables = feature in ("added-tokens", "cut-vocabulary") or "auto"
+    saves_tables = feature in SAVES_TABLES or "auto"
     model.save_pretrained(folder, save_embedding_layers=saves_tables)
     if feature == "expert-linears":
         write_as_linears(base, folder)
