@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from services.worker.attention.backend import KvCacheParams
 from services.worker.attention.cpu import NativeAttention, NativeAttentionMetadata
 from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.request import RELEASED_BLOCK
+from tests.worker.attention.paged import paged_metadata
 from tests.worker.kernels.native_isas import ISAS, native
 
 NUM_BLOCKS = 48
@@ -33,22 +33,7 @@ class Side:
         self.backend, self.metadata_class, self.fields = backend, metadata_class, fields
 
     def step(self, q, k, v, lens, starts, tables):
-        metadata = self.metadata_class(
-            num_contexts=sum(num > 1 for num in lens),
-            num_generations=sum(num == 1 for num in lens),
-            num_tokens=sum(lens),
-            num_ctx_tokens=sum(num for num in lens if num > 1),
-            seq_lens=torch.tensor(lens),
-            prompt_lens=lens,
-            request_ids=[str(i) for i in range(len(lens))],
-            kv_cache_params=KvCacheParams(True, tuple(starts), (tables,)),
-            kv_cache_manager=self.kv,
-            position_ids=torch.tensor(
-                [start + i for start, num in zip(starts, lens, strict=True) for i in range(num)]
-            ),
-            **self.fields,
-        )
-        metadata.prepare()
+        metadata = paged_metadata(self.metadata_class, self.kv, lens, starts, tables, **self.fields)
         return self.backend.forward(q, k, v, metadata)
 
     def poison(self, block):

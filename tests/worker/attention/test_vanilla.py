@@ -10,6 +10,7 @@ from services.worker.attention.vanilla import VanillaAttention, VanillaAttention
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.request import RELEASED_BLOCK
+from tests.worker.attention.paged import paged_metadata
 
 HEAD_DIM = 8
 NUM_BLOCKS = 64
@@ -46,28 +47,10 @@ class Sequence:
 
 def metadata_of(pieces, kv):
     """Pieces are (sequence, number of tokens), contexts first."""
-    lens = [num for _, num in pieces]
-    starts = [sequence.computed for sequence, _ in pieces]
-    contexts = [num for num in lens if num > 1]
-    positions = [s + i for s, num in zip(starts, lens, strict=True) for i in range(num)]
-    metadata = VanillaAttentionMetadata(
-        num_contexts=len(contexts),
-        num_generations=len(lens) - len(contexts),
-        num_tokens=sum(lens),
-        num_ctx_tokens=sum(contexts),
-        seq_lens=torch.tensor(lens),
-        prompt_lens=lens,
-        request_ids=[str(i) for i in range(len(lens))],
-        kv_cache_params=KvCacheParams(
-            use_cache=True,
-            num_cached_tokens_per_seq=tuple(starts),
-            block_tables=([sequence.table for sequence, _ in pieces],),
-        ),
-        kv_cache_manager=kv,
-        position_ids=torch.tensor(positions),
-    )
-    metadata.prepare()
-    return metadata
+    sequences, lens = zip(*pieces, strict=True)
+    starts = [sequence.computed for sequence in sequences]
+    tables = [sequence.table for sequence in sequences]
+    return paged_metadata(VanillaAttentionMetadata, kv, lens, starts, tables)
 
 
 def run_step(backend, kv, pieces):

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from services.worker.attention.backend import KvCacheParams
 from services.worker.attention.triton import (
     TritonAttention,
     TritonAttentionMetadata,
@@ -14,6 +13,7 @@ from services.worker.attention.triton import (
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.request import RELEASED_BLOCK
+from tests.worker.attention.paged import paged_metadata
 
 NUM_BLOCKS = 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -49,27 +49,11 @@ class Sequence:
 
 def run_step(backend, kv, pieces, num_splits=None):
     """Compute pieces, (sequence, number of tokens), contexts first; append outputs."""
-    lens = [num for _, num in pieces]
-    starts = [sequence.computed for sequence, _ in pieces]
-    contexts = [num for num in lens if num > 1]
-    positions = [s + i for s, num in zip(starts, lens, strict=True) for i in range(num)]
-    metadata = TritonAttentionMetadata(
-        num_contexts=len(contexts),
-        num_generations=len(lens) - len(contexts),
-        num_tokens=sum(lens),
-        num_ctx_tokens=sum(contexts),
-        seq_lens=torch.tensor(lens),
-        prompt_lens=lens,
-        request_ids=[str(i) for i in range(len(lens))],
-        kv_cache_params=KvCacheParams(
-            use_cache=True,
-            num_cached_tokens_per_seq=tuple(starts),
-            block_tables=([sequence.table for sequence, _ in pieces],),
-        ),
-        kv_cache_manager=kv,
-        position_ids=torch.tensor(positions, device=pieces[0][0].q.device),
-    )
-    metadata.prepare()
+    sequences, lens = zip(*pieces, strict=True)
+    starts = [sequence.computed for sequence in sequences]
+    tables = [sequence.table for sequence in sequences]
+    device = sequences[0].q.device
+    metadata = paged_metadata(TritonAttentionMetadata, kv, lens, starts, tables, device)
     metadata.num_splits = num_splits or metadata.num_splits
     rows = [slice(s.computed, s.computed + num) for s, num in pieces]
     q, k, v = (
