@@ -60,8 +60,11 @@ class Stack:
             await self.until_ready(len(worker_ids))
 
     async def until_ready(self, num_workers: int) -> None:
-        """Wait until so many workers take requests."""
-        while sum(worker.ready for worker in (await self.status()).workers) < num_workers:
+        """Wait until just so many workers take new requests."""
+        while True:
+            workers = (await self.status()).workers
+            if sum(worker.ready and not worker.draining for worker in workers) == num_workers:
+                return
             await asyncio.sleep(0.02)
 
     async def start_worker(self, worker: ScriptedWorker) -> None:
