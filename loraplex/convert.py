@@ -34,6 +34,7 @@ def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
         num_layers=geometry.num_layers,
         vocab_size=geometry.vocab_size,
         tied_embeddings=geometry.tied_embeddings,
+        rotary_pairs=geometry.rotary_pairs,
         modules=[
             common_pb2.ModuleGeometry(
                 name=module.name,
@@ -64,6 +65,7 @@ def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
         vocab_size=message.vocab_size,
         tied_embeddings=message.tied_embeddings,
         modules=tuple(_module_from_proto(module) for module in message.modules),
+        rotary_pairs=message.rotary_pairs,
     )
 
 

@@ -71,6 +71,8 @@ class Geometry:
     tied_embeddings: bool
     modules: tuple[Module, ...]
     """Ordered by name."""
+    rotary_pairs: int = 0
+    """Pairs of a head's components that turn; 0 = not known."""
 
 
 def geometry_from_folder(path: Path) -> Geometry:
@@ -97,6 +99,7 @@ def geometry_from_folder(path: Path) -> Geometry:
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
         modules=modules,
+        rotary_pairs=_rotary_pairs(config, modules),
     )
 
 
@@ -214,6 +217,26 @@ def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
         if module.kind == EMBEDDING:
             return module.in_features
     return _size(config, "vocab_size")
+
+
+def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int:
+    """From the width of a query projection, as families have defaults of their own for head_dim."""
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    part = config.get("partial_rotary_factor")
+    for key in ("rope_scaling", "rope_parameters"):
+        params = config.get(key)
+        if isinstance(params, dict) and params.get("partial_rotary_factor") is not None:
+            part = params["partial_rotary_factor"]
+    part = 1.0 if part is None else part
+    kv_heads = heads if kv_heads is None else kv_heads
+    if type(heads) is not int or type(kv_heads) is not int or type(part) not in (int, float):
+        return 0
+    counts = {"q_proj": heads, "qkv_proj": heads + 2 * kv_heads}
+    for module in modules:
+        count = counts.get(_last_part(module.name), 0)
+        if count > 0 and module.kind == LINEAR:
+            return int(module.out_features // count * float(str(part))) // 2
+    return 0
 
 
 def _fingerprint(config: dict[str, object], modules: tuple[Module, ...]) -> str:

@@ -78,6 +78,20 @@ def read_eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def check_rope_scaling(scaling: RopeScaling | None, num_pairs: int, findings: Findings) -> None:
+    """Refuse factors that are not one for each pair that turns.
+
+    Args:
+        num_pairs: of the base; 0 = not known.
+    """
+    lists = [(key, value) for key, value in (scaling.params if scaling else ())
+             if isinstance(value, tuple)]  # fmt: skip
+    for key, value in lists:
+        if num_pairs and len(value) != num_pairs:
+            description = f"must be a list of {num_pairs} numbers, one for each pair"
+            findings.refuse(f"{ROPE_FIELD}.{key}", f"{len(value)} numbers", description)
+
+
 def check_eos_token_ids(
     eos_token_ids: Sequence[int], vocab_size: int, table_sizes: Iterable[int], findings: Findings
 ) -> None:

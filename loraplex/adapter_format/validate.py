@@ -19,7 +19,7 @@ from loraplex.adapter_format.modules import build_modules
 from loraplex.adapter_format.pooling_fields import check_labels
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
-from loraplex.adapter_format.serving_fields import check_eos_token_ids
+from loraplex.adapter_format.serving_fields import check_eos_token_ids, check_rope_scaling
 from loraplex.adapter_format.targets import check_targets
 from loraplex.adapter_format.task_geometry import geometry_of_task, in_base, num_labels_of
 from loraplex.adapter_format.vocabulary import complete_tables
@@ -72,6 +72,7 @@ def validate(
         modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
         sizes = (module.num_rows for module in modules)
         check_eos_token_ids(config.eos_token_ids, geometry.vocab_size, sizes, findings)
+        check_rope_scaling(config.rope_scaling, geometry.rotary_pairs, findings)
     modules = in_base(modules, config.task, header)
     num_labels = num_labels_of(modules, config.task)
     check_labels(config.pooling, num_labels, findings, CONFIG_FILE)

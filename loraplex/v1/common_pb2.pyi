@@ -121,7 +121,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., violations: _Optional[_Iterable[_Union[FieldViolation, _Mapping]]] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class ModelGeometry(_message.Message):
-    __slots__ = ("model_type", "fingerprint", "num_layers", "vocab_size", "tied_embeddings", "modules", "weights_sha256")
+    __slots__ = ("model_type", "fingerprint", "num_layers", "vocab_size", "tied_embeddings", "modules", "weights_sha256", "rotary_pairs")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class ModelGeometry(_message.Message):
     TIED_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     MODULES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    ROTARY_PAIRS_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     fingerprint: str
     num_layers: int
@@ -136,7 +137,8 @@ class ModelGeometry(_message.Message):
     tied_embeddings: bool
     modules: _containers.RepeatedCompositeFieldContainer[ModuleGeometry]
     weights_sha256: str
-    def __init__(self, model_type: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tied_embeddings: bool = ..., modules: _Optional[_Iterable[_Union[ModuleGeometry, _Mapping]]] = ..., weights_sha256: _Optional[str] = ...) -> None: ...
+    rotary_pairs: int
+    def __init__(self, model_type: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tied_embeddings: bool = ..., modules: _Optional[_Iterable[_Union[ModuleGeometry, _Mapping]]] = ..., weights_sha256: _Optional[str] = ..., rotary_pairs: _Optional[int] = ...) -> None: ...
 
 class ModuleGeometry(_message.Message):
     __slots__ = ("name", "kind", "in_features", "out_features", "has_bias")

@@ -71,4 +71,5 @@ def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geomet
         config.vocab_size,
         config.tied_embeddings,
         modules,
+        config.ropes[0].dim // 2,
     )
