@@ -24,14 +24,13 @@ from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
 
-METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How to combine."""
 
     method: str = "linear"
+    """`linear`, `cat`, `ties`, `dare_linear` or `dare_ties`."""
     density: float = 0.5
     """Share of the values that `ties` and `dare_*` keep."""
     majority: str = "total"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -68,16 +67,3 @@ def test_a_killed_service_comes_back_and_loses_nothing(fragile: Stack, module: s
     eventually(lambda: answers_right(fragile))
     eventually(lambda: list_works(fragile))
     eventually(lambda: fragile.get("/readyz")[0] == 200)
-
-
-def test_a_restart_keeps_every_adapter(tmp_path: Path) -> None:
-    first = start(tmp_path / "state")
-    published = first.publish(ADAPTERS[0])
-    assert first.stop() == 0
-    second = start(tmp_path / "state")
-    try:
-        shown = json.loads(second.run_registry("show", NAME, "--json").stdout)
-        assert shown["digest"] == published["digest"]
-        assert answers_right(second)
-    finally:
-        assert second.stop() == 0

@@ -142,13 +142,15 @@ def test_state_is_kept_and_two_workers_serve(tmp_path: Path) -> None:
     with _up(tmp_path / "s") as up:
         adapter = str(REPO / "demo" / "adapters" / "mask")
         command = [*registry, "upload", adapter, "--name", "mask", "--registry", up.registry]
-        subprocess.run(command, check=True, env=ENVIRON, cwd=REPO)
+        uploaded = subprocess.run(
+            [*command, "--json"], check=True, capture_output=True, env=ENVIRON, cwd=REPO
+        )
         up.process.terminate()
         assert up.process.wait(60) == 0
     with _up(tmp_path / "s", "--workers", "2") as up:
         command = [*registry, "show", "mask", "--json", "--registry", up.registry]
         shown = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
-        assert json.loads(shown.stdout)["version"] == 1
+        assert json.loads(shown.stdout)["digest"] == json.loads(uploaded.stdout)["digest"]
         workers = json.loads(up.loraplex("status", "--json").stdout)["workers"]
         assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
         assert all(worker["ready"] for worker in workers)
