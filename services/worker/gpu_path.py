@@ -117,13 +117,13 @@ class GpuPath:
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
         """The adapters of a step; with `num_rows`, their work is on the device already."""
-        works, touched = None, None
-        if num_rows is not None and runs:
-            works, touched = (
-                self.lora.begin(runs, num_rows, self._itemsize),
-                self.lora.sites_of(runs),
-            )
-        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched)
+        if num_rows is None or not runs:
+            return LoraBatch(runs, self._table, None, self.lora.tables)
+        dense = self.lora.dense_runs(runs, num_rows)
+        others = [run for run in runs if run not in dense]
+        works = self.lora.begin(others, num_rows, self._itemsize)
+        touched = self.lora.sites_of(runs)
+        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched, dense)
 
 
 def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:

@@ -80,6 +80,25 @@ PLANS_FLOAT32 = {
 PREFILL_ROWS = 1024
 """Rows of a step from which row blocks alone fill a device, so that inputs are split less."""
 
+DENSE_MIN_ROWS = 1024
+DENSE_MIN_RANK = 128
+"""Of a site's stacked A. A shrink reads each number of x once and does 2 * rank operations with
+it; a tile kernel that reaches a third of an H200's 989 TFLOP/s is bound by its 4.8 TB/s up to a
+rank of about 70, and a library product up to about 200."""
+DENSE_SHARE = 0.9
+
+
+def is_dense(run_rows: int, num_rows: int, rank: int) -> bool:
+    """Whether library products compute a run, instead of tiles.
+
+    Args:
+        run_rows: token rows of the run.
+        num_rows: token rows of the step.
+        rank: of the adapter's widest stacked A.
+    """
+    covers = run_rows >= DENSE_SHARE * num_rows
+    return covers and run_rows >= DENSE_MIN_ROWS and rank >= DENSE_MIN_RANK
+
 
 def family_of(max_run_rows: int, num_rows: int) -> str:
     """Key of the plans.

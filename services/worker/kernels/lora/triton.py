@@ -15,8 +15,9 @@ from torch import Tensor
 
 from services.worker.kernels.launch import must_widen, num_programs
 from services.worker.kernels.lora import triton_kernels as kernels
+from services.worker.kernels.lora.dense import add_dense
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan
+from services.worker.kernels.lora.plan import LoraPlan, is_dense
 from services.worker.kernels.lora.runs import RowRun, disjoint_passes
 from services.worker.kernels.lora.side_stream import SideStream
 from services.worker.kernels.lora.step_work import StepWork
@@ -105,6 +106,9 @@ class DeviceLora:
         works = lora.works
         if works is None:
             works = self.begin(lora.runs, len(x), x.itemsize)
+        for run in lora.dense:
+            if (delta := lora.table.get((run.slot, site_id))) is not None:
+                add_dense(y, x, delta, run)
         for work in works:
             if work is self._started:
                 assert self._side is not None, "only a side stream starts early"
@@ -113,6 +117,13 @@ class DeviceLora:
             else:
                 shrink(x, site_id, work, self.planes)
             expand(y, x.shape[1], site_id, work, self.planes)
+
+    def dense_runs(self, runs: Sequence[RowRun], num_rows: int) -> tuple[RowRun, ...]:
+        """Those of a step that library products compute; rows that combine adapters are in none."""
+        if len(disjoint_passes(runs)) != 1:
+            return ()
+        ranks = self.tables.max_ranks
+        return tuple(r for r in runs if is_dense(r.end - r.begin, num_rows, ranks(r.slot)))
 
     def fit(self, plan: LoraPlan, num_rows: int, rank_stride: int) -> LoraPlan:
         """See `Planes.fit`."""

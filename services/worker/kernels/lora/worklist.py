@@ -33,6 +33,8 @@ class LoraBatch:
     """The runs on the device, counted for every site; None = to be made where they are needed."""
     sites: Set[int] | None = None
     """Sites where kernels have anything to add; None = it is seen at the site."""
+    dense: tuple[RowRun, ...] = ()
+    """Runs that are in no work: library products compute them."""
 
     @cached_property
     def packed_runs(self) -> Tensor:

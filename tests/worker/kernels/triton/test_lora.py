@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.worker.kernels.lora import naive
+from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora import triton as fast
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan, Tiling
@@ -171,6 +172,21 @@ def test_an_early_shrink_is_joined_once_and_adds_the_same(device):
     assert early.equal(late)
     lora.start(x, SITE + 1, batch)
     assert side.events == ["fork", "join"], "a site without adapters starts nothing"
+
+
+def test_a_dense_run_and_its_neighbour_in_tiles_equal_torch(device):
+    tables, table = build(random.Random(9), (1030, 20, 24), torch.float32, device, 1024, (128,))
+    lora = fast.DeviceLora(tables, fast.Planes(1030, 512, device), 20)
+    runs = (RowRun(0, 0.5, 0, 1024), RowRun(1, 1.0, 1024, 1028))
+    dense = lora.dense_runs(runs, 1030)
+    assert dense == runs[:1]
+    works = lora.begin(runs[1:], 1030, 4)
+    batch = LoraBatch(runs, table, None, tables, works, lora.sites_of(runs), dense)
+    x, y = torch.randn(1030, 20, device=device), torch.randn(1030, 24, device=device)
+    expected = y.clone()
+    portable.add_lora(expected, x, SITE, batch)
+    lora.add_lora(y, x, SITE, batch)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_the_largest_step_fits_into_the_planes_whatever_the_ranks(device):
