@@ -12,42 +12,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
-from services.simulate.costs import Costs
+from services.simulate.rooflines import ROOFLINES
 from services.simulate.simulation import Fleet, Simulation
 from services.worker.engine import POLICIES
 from services.worker.messages import EngineConfig
 
-GPU_BYTES_PER_S = 500e9
-"""Of 600 nominal."""
-GPU_FLOPS = 60e12
-WEIGHT_BYTES = 13.5e9
-KV_TOKEN_BYTES = 512 * 1024
-COPY_BYTES_PER_S = 12e9
-BLOCK_BYTES = 16 * KV_TOKEN_BYTES
+COSTS = ROOFLINES["llama-7b@a10g"].costs
+BLOCK_BYTES = COSTS.block_bytes
 ARENA_BYTES = 8 << 30
 NUM_ADAPTERS = 200
-
-COSTS = Costs(
-    step_s=WEIGHT_BYTES / GPU_BYTES_PER_S,
-    row_s=2e-5,
-    token_s=WEIGHT_BYTES / GPU_FLOPS,
-    kv_token_s=KV_TOKEN_BYTES / GPU_BYTES_PER_S,
-    adapter_byte_s=1 / GPU_BYTES_PER_S,
-    load_s=1e-3,
-    load_byte_s=1 / COPY_BYTES_PER_S,
-    fetch_s=0.0,
-    fetch_byte_s=0.0,
-    request_s=0.005,
-    adapter_bytes_per_rank=2 << 20,
-    block_bytes=BLOCK_BYTES,
-    tokens_per_block=16,
-)
 
 
 def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = None) -> Fleet:
@@ -67,6 +47,15 @@ def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = N
         first_token_s=first_token_s,
     )
     return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s)
+
+
+def capacity_per_s(fleet_: Fleet, num_adapters: int, mix: Sequence[int]) -> float:
+    """Requests a second, U[8,512] in and out, while far more wait than run."""
+    trace = generate(Workload(num_adapters, 1000.0, 1.0))
+    simulation = Simulation(fleet_, ranks_of(mix, num_adapters))
+    ends_s = sorted(outcome.end_s for outcome in simulation.run(trace))
+    tenth = len(ends_s) // 10  # filling and emptying the batch are left out
+    return 8 * tenth / (ends_s[9 * tenth] - ends_s[tenth])
 
 
 def measure(

@@ -12,18 +12,19 @@ from loraplex.cli.workload_flags import print_summary, workload_of
 from loraplex.workload import generate, ranks_of, summarize
 from services.simulate.costs import Costs, read_costs
 from services.simulate.fitting import Fitted, fit_trace
-from services.simulate.flags import fleet_of, rank_mix
+from services.simulate.flags import DEFAULT_ARENA_BYTES, fleet_of, rank_mix
+from services.simulate.rooflines import ROOFLINES
 from services.simulate.simulation import Simulation
 
 
 async def run(args: argparse.Namespace) -> None:
     """Simulate what the flags describe and print it."""
-    costs = _costs(args)
+    costs, arena_bytes = _costs(args)
     if args.outside is not None:
         costs = dataclasses.replace(costs, request_s=args.outside)
     workload = workload_of(args)
     ranks = ranks_of(rank_mix(args.ranks), workload.num_adapters)
-    simulation = Simulation(fleet_of(args, costs), ranks)
+    simulation = Simulation(fleet_of(args, costs, arena_bytes), ranks)
     trace = generate(workload)
     gc.freeze()  # a million adapters are not to be looked through again and again
     begin_s = time.monotonic()
@@ -34,14 +35,17 @@ async def run(args: argparse.Namespace) -> None:
     print_summary(summarize(outcomes, args.slo), extra, as_json=args.json)
 
 
-def _costs(args: argparse.Namespace) -> Costs:
+def _costs(args: argparse.Namespace) -> tuple[Costs, int]:
+    """And the arena that goes with them where no flag says how large it is."""
+    if (known := ROOFLINES.get(str(args.costs))) is not None:
+        return known.costs, known.arena_bytes
     if args.costs is not None:
-        return read_costs(args.costs)
+        return read_costs(args.costs), DEFAULT_ARENA_BYTES
     fitted = fit_trace(args.fit)
     print(_quality(fitted), file=sys.stderr)
     if args.save_costs is not None:
         args.save_costs.write_text(fitted.costs.to_json())
-    return fitted.costs
+    return fitted.costs, DEFAULT_ARENA_BYTES
 
 
 def _quality(fitted: Fitted) -> str:

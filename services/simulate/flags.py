@@ -16,8 +16,12 @@ if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
     from services.simulate.costs import Costs
     from services.simulate.simulation import Fleet
 
+ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
 POLICY_NAMES = ("clustered", "fair", "fcfs")
-EPILOG = """example:
+DEFAULT_ARENA_BYTES = 64 << 20
+EPILOG = """examples:
+  loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
+  loraplex simulate --costs llama-7b@a10g --adapters 1000000 --workers 1000 --rate 1000 --duration 9
   LORAPLEX_STEP_TRACE=/tmp/steps.jsonl loraplex up --model ./llama-3-8b     # a real run, with work
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
   loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --policy clustered"""
@@ -34,7 +38,11 @@ def make_parser() -> Parser:
     )
     costs = parser.add_mutually_exclusive_group(required=True)
     costs.add_argument(
-        "--costs", type=Path, metavar="FILE", help="cost model, as --save-costs does"
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="cost model, as --save-costs writes it, or the roofline of a base on a GPU: "
+        + ", ".join(ROOFLINE_NAMES),
     )
     costs.add_argument("--fit", type=Path, metavar="FILE", help="step trace of a real worker")
     parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write what was fitted")
@@ -52,7 +60,10 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--ranks", default="S2", metavar="MIX", help="S1 to S6 of S-LoRA, or ranks: 8,64 (S2)"
     )
     group.add_argument(
-        "--kv-memory", type=num_bytes, default=64 << 20, metavar="BYTES", help="arena (64MiB)"
+        "--kv-memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="arena (64MiB; of a roofline what its GPU has left)",
     )
     group.add_argument("--policy", choices=POLICY_NAMES, default="fcfs", help="(fcfs)")
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
@@ -76,23 +87,27 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def fleet_of(args: argparse.Namespace, costs: Costs) -> Fleet:
-    """The fleet that the flags describe. Raises InvalidRequest."""
+def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
+    """The fleet that the flags describe, with `arena_bytes` unless they say otherwise.
+
+    Raises: InvalidRequest.
+    """
     from services.simulate.simulation import Fleet
     from services.worker.messages import EngineConfig
 
     for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
         if getattr(args, name) < 1:
             raise InvalidRequest.field(f"--{name.replace('_', '-')}", 0, "must be 1 or more")
-    if args.kv_memory < costs.block_bytes:
+    arena_bytes = arena_bytes if args.kv_memory is None else args.kv_memory
+    if arena_bytes < costs.block_bytes:
         raise InvalidRequest.field(
-            "--kv-memory", args.kv_memory, f"must hold at least one block of {costs.block_bytes}"
+            "--kv-memory", arena_bytes, f"must hold at least one block of {costs.block_bytes}"
         )
     engine = EngineConfig(
         model_dir="",
         device="simulated",
         dtype="float32",
-        arena_bytes=args.kv_memory,
+        arena_bytes=arena_bytes,
         load_format="auto",
         max_lora_rank=max(rank_mix(args.ranks)),
         max_resident=args.max_resident,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.simulate.flags import POLICY_NAMES
+from services.simulate.flags import POLICY_NAMES, ROOFLINE_NAMES
+from services.simulate.rooflines import ROOFLINES
 from services.worker.engine import POLICIES
 from tests.simulate.fleets import COSTS
 
@@ -37,6 +38,13 @@ def test_json_holds_the_figures_and_is_the_same_every_time(costs: str) -> None:
     assert result["num_finished"] == result["num_requests"] == 40
     assert result["attainment"] == 1.0 and result["loads"] == 5
     assert runs[0].stdout == runs[1].stdout
+
+
+def test_a_roofline_is_named_instead_of_a_file_and_brings_its_memory() -> None:
+    assert tuple(ROOFLINES) == ROOFLINE_NAMES
+    done = simulate("--costs", "llama-7b@a10g", *SHORT, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_finished"] == 40
 
 
 def test_the_table_names_the_figures(costs: str) -> None:

@@ -1,0 +1,98 @@
+"""Costs that nobody measured: a roofline of Llama bases in float16 on two GPUs of S-LoRA's paper.
+
+A step reads the weights, the cache and the distinct adapters once, at the memory's rate, and
+computes its tokens at the rate of large products. For exploring; only the order of settings, and
+ratios within one model, mean something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from services.simulate.costs import Costs
+
+TOKENS_PER_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base in float16, with multi-head attention."""
+
+    weight_bytes: float
+    num_layers: int
+    hidden_size: int
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of a position."""
+        return 2 * 2 * self.num_layers * self.hidden_size
+
+    @property
+    def adapter_bytes_per_rank(self) -> int:
+        """A and B on the four projections of the attention."""
+        return 4 * 2 * 2 * self.num_layers * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What of the nominal rates is reached, about."""
+
+    read_bytes_per_s: float
+    flops: float
+    copy_bytes_per_s: float
+    """From the host."""
+    memory_bytes: float
+    """For weights, cache and adapters."""
+
+
+BASES = {
+    "llama-7b": Base(13.5e9, 32, 4096),
+    "llama-13b": Base(26e9, 40, 5120),
+}
+GPUS = {
+    "a10g": Gpu(500e9, 60e12, 12e9, 22.1e9),
+    "a100-80g": Gpu(1600e9, 200e12, 20e9, 74e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A base on a GPU."""
+
+    costs: Costs
+    arena_bytes: int
+    """What the weights leave."""
+
+
+def roofline(base: Base, gpu: Gpu) -> Roofline:
+    """The costs of `base` on `gpu`."""
+    costs = Costs(
+        step_s=base.weight_bytes / gpu.read_bytes_per_s,
+        row_s=2e-5,
+        token_s=base.weight_bytes / gpu.flops,
+        kv_token_s=base.kv_token_bytes / gpu.read_bytes_per_s,
+        adapter_byte_s=1 / gpu.read_bytes_per_s,
+        load_s=1e-3,
+        load_byte_s=1 / gpu.copy_bytes_per_s,
+        fetch_s=0.02,
+        fetch_byte_s=1e-9,
+        request_s=0.005,
+        adapter_bytes_per_rank=base.adapter_bytes_per_rank,
+        block_bytes=TOKENS_PER_BLOCK * base.kv_token_bytes,
+        tokens_per_block=TOKENS_PER_BLOCK,
+    )
+    return Roofline(costs, int(gpu.memory_bytes - base.weight_bytes))
+
+
+ROOFLINES: Mapping[str, Roofline] = MappingProxyType(
+    {
+        f"{base}@{gpu}": roofline(BASES[base], GPUS[gpu])
+        for base, gpu in (
+            ("llama-7b", "a10g"),
+            ("llama-7b", "a100-80g"),
+            ("llama-13b", "a100-80g"),
+        )
+    }
+)
