@@ -8,7 +8,8 @@ is not there waits for a load. Compared: the router, the workers in turn, and on
 Prints the share of requests that land on a worker that holds their adapter, what that is of the
 best possible, and first-token times, also as a ratio to workers in turn. Best possible is the share
 of the 32 most popular adapters: what one copy of each in a slot of its own could serve without a
-load, if nobody ever loaded another. Deterministic: no clock is read.
+load, if nobody ever loaded another. The oracle knows what will be asked for and has all slots at
+one worker: nothing does better. Deterministic: no clock is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,9 +62,12 @@ class Worker:
     """When running sequences end; a heap."""
     copying_until_s: float = 0.0
 
-    def view(self, in_flight: int) -> WorkerView:
+    def view(self, now_s: float) -> WorkerView:
         """What a gateway is told."""
-        held = {name: Residency(name, Tier.DEVICE) for name in self.slots}
+        held = {
+            name: Residency(name, Tier.DEVICE if loaded_s <= now_s else Tier.LOADING)
+            for name, loaded_s in self.slots.items()
+        }
         load = Load(prefill_tokens_per_s=PREFILL_TOKENS_PER_S, step_s=STEP_S)
         return WorkerView(
             self.name,
@@ -73,7 +77,7 @@ class Worker:
             ready=True,
             load=load,
             adapters=held,
-            in_flight=in_flight,
+            in_flight=sum(end_s > now_s for end_s in self.ends),
         )
 
     def first_token_at(self, request: Request) -> float:
@@ -146,6 +150,34 @@ def ideal(weights: list[float]) -> float:
     return sum(weights[: NUM_WORKERS * NUM_SLOTS]) / sum(weights)
 
 
+def fewest_misses(asked: Sequence[int], num_slots: int) -> int:
+    """Loads that any order of eviction needs: drop what is asked for last (Belady, 1966)."""
+    never = len(asked)
+    next_use = [never] * never
+    later: dict[int, int] = {}
+    for place in range(never - 1, -1, -1):
+        next_use[place] = later.get(asked[place], never)
+        later[asked[place]] = place
+    slots: dict[int, int] = {}
+    misses = 0
+    for place, adapter in enumerate(asked):
+        misses += adapter not in slots
+        slots[adapter] = next_use[place]
+        if len(slots) > num_slots:
+            del slots[max(slots, key=slots.__getitem__)]
+    return misses
+
+
+def oracle(weights: list[float], num_requests: int, seed: int) -> float:
+    """Share of holders if all slots were one worker's and the future were known."""
+    rng = random.Random(seed)
+    asked = rng.choices(range(len(weights)), weights, k=num_requests)
+    warm = num_requests // 4
+    num_slots = NUM_WORKERS * NUM_SLOTS
+    counted = fewest_misses(asked, num_slots) - fewest_misses(asked[:warm], num_slots)
+    return 1 - counted / (num_requests - warm)
+
+
 def simulate(
     route: Route,
     weights: list[float],
@@ -167,7 +199,7 @@ def simulate(
         while running and running[0][0] <= now_s:
             homes.end(heapq.heappop(running)[1])
         request = Request(rng.choices(names, weights)[0], now_s)
-        views = [worker.view(sum(e > now_s for e in worker.ends)) for worker in workers.values()]
+        views = [worker.view(now_s) for worker in workers.values()]
         name = route(views, request, homes.start(request.adapter, NUM_WORKERS))
         hits.append(request.adapter in workers[name].slots)
         first_s = workers[name].first_token_at(request)
@@ -189,6 +221,9 @@ def main() -> None:
     print(
         f"{'zipf':>5} {'evicts':10} {'':8} {'holder':>7} {'of best':>8} {'p99 s':>7} {'ratio':>6}"
     )
+    for exponent in EXPONENTS:
+        share = oracle(popularity(NUM_ADAPTERS, exponent), args.requests, args.seed)
+        print(f"{exponent:5} {'':10} {'oracle':8} {share:7.3f}")
     for exponent, keeps_popular in itertools.product(EXPONENTS, (False, True)):
         weights = popularity(NUM_ADAPTERS, exponent)
         routes = {"in turn": in_turn(), "random": at_random(args.seed), "router": by_router}

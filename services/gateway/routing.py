@@ -2,8 +2,10 @@
 
 An adapter has a *home set*: the first workers of its rendezvous order, as many as its share of the
 load deserves. A request goes to the home that promises the first token soonest among those under
-the load bound; when all homes are at the bound the order is walked further, so that load spills to
-the same next worker everywhere instead of scattering.
+the load bound. An adapter that none of them holds, or whose homes are at the bound, goes to where
+it is among the next few workers of the order, else to the one of these that will have it soonest:
+loads queue up behind each other, so a few to choose from cut the wait most of all (Mitzenmacher,
+The Power of Two Choices), and it can never scatter beyond them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ LOAD_BOUND = 1.25
 """No worker takes more than this multiple of the mean number of requests (rounded up)."""
 FREE_REQUESTS = 8
 """So few requests never make a worker full: a batch of them costs hardly more than one."""
+SPARE_HOMES = 2
+"""Workers behind its homes at which an adapter may be, or be loaded, when no home holds it."""
 REQUESTS_PER_HOME = 4
 """An adapter needs this many requests in flight for each home beyond its first."""
 _SHRINK_MARGIN = 0.25
 """A home set shrinks only when the load fell this far below what it was grown for."""
 _DEFAULT_TOKENS_PER_S = 2000.0
 _RESIDENCY_COST_S = {Tier.DEVICE: 0.0, Tier.LOADING: 0.02, Tier.DISK: 0.05, Tier.NONE: 0.5}
+_LOAD_AHEAD_S = 0.05
+"""Added per adapter that is on its way to a device: copies come one after another."""
 _RANK_COST_S = 1e-5
 """Added per rank of other adapters' largest rank above ours: wide company slows a batch."""
 
@@ -109,7 +115,10 @@ def first_token_s(view: WorkerView, placement: Placement) -> float:
     speed = view.load.prefill_tokens_per_s or _DEFAULT_TOKENS_PER_S
     queued = max(view.load.queued_tokens, view.in_flight_tokens)
     compute_s = (queued + placement.num_prompt_tokens) / speed + view.load.step_s
-    load_s = sum(_RESIDENCY_COST_S[view.tier_of(digest)] for digest in placement.digests)
+    tiers = [view.tier_of(digest) for digest in placement.digests]
+    load_s = sum(_RESIDENCY_COST_S[tier] for tier in tiers)
+    if min(tiers, default=Tier.DEVICE) < Tier.LOADING:
+        load_s += view.num_loading * _LOAD_AHEAD_S
     return compute_s + load_s + _rank_cost_s(view, placement)
 
 
@@ -136,7 +145,8 @@ def choose(views: Sequence[WorkerView], placement: Placement) -> WorkerView | No
 
 
 def _candidates(views: list[WorkerView], placement: Placement) -> list[WorkerView]:
-    """Homes under the load bound; when there are none, the next worker of the order that is."""
+    """Homes under the load bound, if one holds the adapter; else those of the next few workers
+    that hold it, else all of both; when none is under the bound, the next of the order that is."""
     by_id = {view.worker_id: view for view in views}
     order = [by_id[w] for w in rendezvous_order(placement.key, by_id)]
     cap = load_cap(views)
@@ -145,8 +155,17 @@ def _candidates(views: list[WorkerView], placement: Placement) -> list[WorkerVie
     assert under, f"no worker under the bound {cap}"
     if placement.homes == 0:
         return under
+    nearest = [view for view in order[: placement.homes + SPARE_HOMES] if view.num_requests < cap]
+    holders = [view for view in nearest if _holds(view, placement)]
     homes = {view.worker_id for view in order[: placement.homes]}
-    return [view for view in under if view.worker_id in homes] or under[:1]
+    if any(view.worker_id in homes for view in holders):
+        return [view for view in nearest if view.worker_id in homes]
+    return holders or nearest or under[:1]
+
+
+def _holds(view: WorkerView, placement: Placement) -> bool:
+    """Whether all adapters of a request are on a worker's device or on their way there."""
+    return all(view.tier_of(digest) >= Tier.LOADING for digest in placement.digests)
 
 
 def _cost(placement: Placement) -> Callable[[WorkerView], tuple[bool, float, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.gateway.worker_words import in_client_words
 
 _END: Any = grpc.aio.EOF
 ACK_S = 0.1
+_EVENTS_PER_TURN = 16
 
 
 class WorkerLost(Unavailable):
@@ -44,6 +46,11 @@ class Session:
         """Prompt length of each request that has no token yet."""
         self.in_flight_tokens = 0
         """Their sum."""
+        self._digests: dict[str, tuple[str, ...]] = {}
+        """Adapters of each request."""
+        self._uses: Counter[str] = Counter()
+        self.adapters: frozenset[str] = frozenset()
+        """Adapters of the requests that have not ended."""
         self._numbers = itertools.count(1)
         self._pace = pace
         self._heard_step = 0
@@ -80,6 +87,7 @@ class Session:
         self._pace.num_streams += 1
         num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
         self.in_flight_tokens += num_tokens
+        self._note_adapters(wire_id, tuple(adapter.digest for adapter in job.adapters))
         submit = job_to_wire(job, wire_id, now_s())
         self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return stream
@@ -93,7 +101,7 @@ class Session:
         try:
             while (message := await self._call.read()) is not _END:
                 heard()
-                self._handle(message.events)
+                await self._handle(message.events)
             raise WorkerLost(f"worker {self.worker_id} ended the session")
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -111,8 +119,11 @@ class Session:
             # The reader sees the same end and says why.
             self._call.cancel()
 
-    def _handle(self, events: worker_pb2.StepEvents) -> None:
-        for event in events.tokens:
+    async def _handle(self, events: worker_pb2.StepEvents) -> None:
+        """In turns with everything else: the events of a large step take milliseconds."""
+        for number, event in enumerate(events.tokens, start=1):
+            if not number % _EVENTS_PER_TURN:
+                await asyncio.sleep(0)
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
@@ -151,7 +162,23 @@ class Session:
         if self._streams.pop(wire_id, None) is None:
             return False
         self._pace.num_streams -= 1
+        self._drop_adapters(wire_id)
         return True
+
+    def _note_adapters(self, wire_id: str, digests: tuple[str, ...]) -> None:
+        self._digests[wire_id] = digests
+        self._uses.update(digests)
+        if not self.adapters.issuperset(digests):
+            self.adapters = frozenset(self._uses)
+
+    def _drop_adapters(self, wire_id: str) -> None:
+        digests = self._digests.pop(wire_id, ())
+        for digest in digests:
+            self._uses[digest] -= 1
+            if not self._uses[digest]:
+                del self._uses[digest]
+        if len(self._uses) < len(self.adapters):
+            self.adapters = frozenset(self._uses)
 
     def _fail_all(self) -> None:
         for stream in self._streams.values():
@@ -160,3 +187,6 @@ class Session:
         self._streams.clear()
         self._prompt_tokens.clear()
         self.in_flight_tokens = 0
+        self._digests.clear()
+        self._uses.clear()
+        self.adapters = frozenset()

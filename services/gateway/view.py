@@ -64,6 +64,8 @@ class WorkerView:
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0
     """Prompt tokens of those that have no first token yet."""
+    asked: frozenset[str] = frozenset()
+    """Adapters of those: on their way, whatever the worker has said of them so far."""
 
     @property
     def takes_requests(self) -> bool:
@@ -79,4 +81,12 @@ class WorkerView:
     def tier_of(self, digest: str) -> Tier:
         """Where an adapter is."""
         found = self.adapters.get(digest)
-        return found.tier if found is not None else Tier.NONE
+        tier = found.tier if found is not None else Tier.NONE
+        return max(tier, Tier.LOADING) if digest in self.asked else tier
+
+    @property
+    def num_loading(self) -> int:
+        """Adapters on their way to the device."""
+        said = sum(each.tier is Tier.LOADING for each in self.adapters.values())
+        unsaid = (self.adapters.get(digest) for digest in self.asked)
+        return said + sum(each is None or each.tier < Tier.LOADING for each in unsaid)

@@ -41,7 +41,7 @@ class _Shown:
     """The last view with our own requests in it: several are asked for on the way of a request."""
 
     base: WorkerView
-    own: tuple[bool, int, int, bool] | None
+    own: tuple[bool, int, int, bool, frozenset[str]] | None
     view: WorkerView
 
 
@@ -88,16 +88,18 @@ class WorkerLink:
             session.in_flight,
             session.in_flight_tokens,
             session.in_flight > 0 and silent_s > STALE_S,
+            session.adapters,
         )
         known = self._shown
         if known.base is not self._view or known.own != own:
-            connected, in_flight, in_flight_tokens, stale = own
+            connected, in_flight, in_flight_tokens, stale, asked = own
             view = replace(
                 self._view,
                 connected=connected,
                 in_flight=in_flight,
                 in_flight_tokens=in_flight_tokens,
                 stale=stale,
+                asked=asked,
             )
             known = self._shown = _Shown(self._view, own, view)
         return known.view

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.gateway.routing import (
     FREE_REQUESTS,
     LOAD_BOUND,
+    SPARE_HOMES,
     HomeSizes,
     Placement,
     choose,
@@ -154,3 +155,40 @@ def test_forgotten_adapters_leave_no_trace() -> None:
 
 def test_cap_counts_the_request_to_be_placed() -> None:
     assert load_cap([_view("a", 19), _view("b", 20)]) == 25
+
+
+def test_an_adapter_goes_to_a_spare_home_that_holds_it() -> None:
+    order = rendezvous_order("x", "abcdef")
+    held = {"x": Residency("x", Tier.LOADING)}
+    views = [_view(name, adapters=held if name == order[2] else {}) for name in "abcdef"]
+    assert choose(views, _placement("x")) == views["abcdef".index(order[2])]
+    home = _view(order[0], 3, adapters={"x": Residency("x", Tier.DEVICE)})
+    views = [home if view.worker_id == order[0] else view for view in views]
+    assert choose(views, _placement("x")) == home
+
+
+@given(
+    loading=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    key=KEYS,
+    homes=st.integers(1, 3),
+)
+def test_a_missing_adapter_is_loaded_where_fewest_loads_are_ahead_and_never_far(
+    loading: list[int], key: str, homes: int
+) -> None:
+    queues = [{f"{n}": Residency(f"{n}", Tier.LOADING) for n in range(count)} for count in loading]
+    views = [_view(f"w{place}", adapters=queue) for place, queue in enumerate(queues)]
+    chosen = choose(views, _placement(f"cold {key}", homes))
+    assert chosen is not None
+    order = rendezvous_order(f"cold {key}", [view.worker_id for view in views])
+    near = order[: homes + SPARE_HOMES]
+    assert chosen.worker_id in near
+    assert chosen.num_loading == min(v.num_loading for v in views if v.worker_id in near)
+
+
+def test_requests_for_an_adapter_that_we_just_asked_for_stay_together() -> None:
+    """The worker has not said yet that it loads it, and has more to do than the others."""
+    order = rendezvous_order("x", "abcd")
+    asked = _view(order[1], 3, asked=frozenset("x"))
+    views = [asked if name == order[1] else _view(name) for name in "abcd"]
+    assert asked.tier_of("x") is Tier.LOADING and asked.num_loading == 1
+    assert choose(views, _placement("x")) == asked

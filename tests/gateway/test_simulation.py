@@ -122,6 +122,21 @@ def test_a_request_that_its_worker_forgets_is_placed_anew_where_its_adapter_is_n
     assert seen.is_whole and seen.first_s - seen.began_s < 5.0
 
 
+def test_requests_for_a_cold_adapter_share_one_load() -> None:
+    """All come in one moment, before any worker has said that it loads the adapter."""
+
+    async def main() -> list[int]:
+        house = House(1, workers=["w0", "w1", "w2", "w3"], adapters=["a"])
+        await house.start(1, AdmissionLimits())
+        sampling = AskedSampling(max_tokens=3, ignore_eos=True)
+        calls = [GenerateCall(f"r{n}", "t", "a", TokenPrompt((n,)), sampling) for n in range(6)]
+        await asyncio.gather(*[house.ask(house.gateways[0], call) for call in calls])
+        await house.close()
+        return sorted(worker.num_submitted for worker in house.workers.values())
+
+    assert run_virtually(main()) == [0, 0, 0, 6]
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     def moments(seed: int) -> list[tuple[float, float, float]]:
         chaos = Chaos(seed)
