@@ -16,6 +16,8 @@ from loraplex.adapter_format.tensor_names import (
     EMBEDDING_B,
     LORA_BIAS,
     MAGNITUDE,
+    ORIGINAL,
+    SAVED_COPY,
     TOKEN_DELTA,
     WEIGHT,
     A,
@@ -97,8 +99,12 @@ class ModuleParts:
         if part in (BIAS, BASE_BIAS):
             return self._bias_problem(part)
         is_table = kind in (EMBEDDING, LM_HEAD)
-        if part == BASE_WEIGHT and not (is_table and self.has_lora):
+        if part == BASE_WEIGHT and not (
+            is_table and (self.has_lora or TOKEN_DELTA in self.tensors)
+        ):
             return "is a copy of the base that PEFT writes beside LoRA on embeddings; remove it"
+        if part in (SAVED_COPY, ORIGINAL) and not (is_table and self._has_saved_weight):
+            return "is a copy that PEFT writes beside embeddings in modules_to_save; remove it"
         if (
             part == WEIGHT
             and kind not in (EMBEDDING, LM_HEAD)
@@ -108,6 +114,12 @@ class ModuleParts:
         if part == TOKEN_DELTA and not self.token_ids:
             return "has no entry in trainable_token_indices; correct adapter_config.json"
         return None
+
+    @property
+    def _has_saved_weight(self) -> bool:
+        """Whether a table is saved whole, itself or with the one it is tied to."""
+        is_saved = self.config.ensure_weight_tying or saves(self.config, self.module.name)
+        return WEIGHT in self.tensors and is_saved
 
     def _bias_problem(self, part: str) -> str | None:
         if not self.module.has_bias:
@@ -155,6 +167,8 @@ class ModuleParts:
             BASE_BIAS: (outputs,),
             WEIGHT: weight,
             BASE_WEIGHT: weight,
+            SAVED_COPY: weight,
+            ORIGINAL: weight,
             TOKEN_DELTA: (len(self.token_ids), outputs if kind == EMBEDDING else inputs),
         }
 

@@ -27,7 +27,7 @@ from loraplex.adapter_format.geometry import (
     Module,
     kind_of_matrix,
 )
-from loraplex.adapter_format.module_parts import ModuleParts
+from loraplex.adapter_format.module_parts import ModuleParts, trains_tokens
 from loraplex.adapter_format.patterns import PatternMap, pattern_map
 from loraplex.adapter_format.regex import BadPattern
 from loraplex.adapter_format.report import AdapterModule
@@ -75,6 +75,7 @@ def build_modules(
         ranks, alphas = pattern_map(config.rank_pattern), pattern_map(config.alpha_pattern)
         factors = _Factors(config, ranks, alphas)
         by_module = _tensors_by_module(header, base, findings)
+        _drop_rows_of_tied_head(by_module, geometry, config)
         for fused in take_fused(by_module, base, config, findings):
             modules += _describe_fused(fused, factors, max_rank, findings)
         for name, tensors in sorted(by_module.items()):
@@ -104,6 +105,20 @@ def _tensors_by_module(
         module = name.module if base is None else base_name(name.module, base)
         result.setdefault(module, {})[name.part] = info
     return result
+
+
+def _drop_rows_of_tied_head(
+    by_module: dict[str, Tensors], geometry: Geometry | None, config: AdapterConfig
+) -> None:
+    """Beside a resized table PEFT writes the rows trained in the embedding again for the head tied
+    to it, and does not read them from there."""
+    may_be_tied = geometry is None or geometry.tied_embeddings
+    if not (may_be_tied and config.trainable_token_indices):
+        return
+    for name in [name for name in by_module if kind_of_matrix(name) == LM_HEAD]:
+        if parts.TOKEN_DELTA in by_module[name] and not trains_tokens(config, name):
+            repeated = {parts.TOKEN_DELTA, parts.BASE_WEIGHT}
+            by_module[name] = {p: t for p, t in by_module[name].items() if p not in repeated}
 
 
 def _path(info: TensorInfo) -> str:
@@ -136,17 +151,22 @@ def _why_unknown(name: str, config: AdapterConfig) -> str:
 
 
 def _implied_module(name: str, tensors: Tensors, config: AdapterConfig) -> Module:
-    """A module as wide as its LoRA matrices, or as its whole weight."""
+    """A module as wide as its LoRA matrices, or else as its whole weight, rows or bias."""
     inner = tensors.get(parts.A) or tensors.get(parts.EMBEDDING_A)
     outer = tensors.get(parts.B) or tensors.get(parts.EMBEDDING_B)
+    bias = tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS)
     in_features = inner.shape[-1] if inner and inner.shape else 0
+    outer = outer or bias
     out_features = outer.shape[0] if outer and outer.shape else 0
-    weight = tensors.get(parts.WEIGHT)
+    weight = tensors.get(parts.WEIGHT) or tensors.get(parts.BASE_WEIGHT)
     kind = NORM if weight and len(weight.shape) == 1 else kind_of_matrix(name)
     if name == SCORE and config.task == SEQ_CLS:
         kind = HEAD
+    weight = weight or tensors.get(parts.TOKEN_DELTA)
     if weight and weight.shape and not inner:
         out_features, in_features = weight.shape[0], weight.shape[-1]
+        if kind == EMBEDDING:
+            out_features, in_features = in_features, out_features
     return Module(name, kind, in_features, out_features, has_bias=True)
 
 
@@ -234,6 +254,6 @@ def _describe(
         token_delta=tensors.get(parts.TOKEN_DELTA),
         token_ids=found.token_ids if parts.TOKEN_DELTA in tensors else (),
         full=tensors.get(parts.WEIGHT),
-        base_copy=tensors.get(parts.BASE_WEIGHT),
+        base_copy=tensors.get(parts.BASE_WEIGHT) or tensors.get(parts.ORIGINAL),
         bias=tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS),
     )

@@ -15,6 +15,8 @@ EMBEDDING_B = "embedding_b"
 TOKEN_DELTA = "token_delta"
 BASE_WEIGHT = "base_weight"
 BASE_BIAS = "base_bias"
+SAVED_COPY = "saved_copy"
+ORIGINAL = "original"
 WEIGHT = "weight"
 BIAS = "bias"
 
@@ -28,8 +30,11 @@ _SUFFIXES = (
     (".lora_embedding_A", EMBEDDING_A),
     (".lora_embedding_B", EMBEDDING_B),
     (".token_adapter.trainable_tokens_delta", TOKEN_DELTA),
+    (".token_adapter.base_layer.weight", BASE_WEIGHT),
     (".base_layer.weight", BASE_WEIGHT),
     (".base_layer.bias", BASE_BIAS),
+    (".modules_to_save.weight", SAVED_COPY),
+    (".original_module.weight", ORIGINAL),
     (".weight", WEIGHT),
     (".bias", BIAS),
 )

@@ -72,7 +72,12 @@ def _tied(
     the embedding and used by both.
     """
     if tokens and other.token_delta and not (module.token_delta or module.full):
-        return replace(module, token_delta=other.token_delta, token_ids=other.token_ids)
+        return replace(
+            module,
+            token_delta=other.token_delta,
+            token_ids=other.token_ids,
+            base_copy=module.base_copy or other.base_copy,
+        )
     table = other.base_copy
     if table is None and not saves(config, other.name):
         table = other.full

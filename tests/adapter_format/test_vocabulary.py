@@ -46,6 +46,35 @@ def test_added_tokens_trained_as_single_rows_must_leave_no_gap() -> None:
         adapter([3, VOCAB + 1]).validate(tiny_geometry())
 
 
+def test_the_copies_that_peft_writes_beside_saved_tables_have_their_place() -> None:
+    names = ("weight", "modules_to_save.weight", "original_module.weight")
+    tables = {f"{path}.{name}": table(VOCAB + 3) for path in (EMBEDDING, HEAD) for name in names}
+    adapter = Adapter().with_tensors(tables)
+    saved = adapter.with_config(modules_to_save=["embed_tokens", "lm_head"])
+    assert rows_of(saved) == {"model.embed_tokens": VOCAB + 3, "lm_head": VOCAB + 3}
+    with pytest.raises(InvalidAdapter) as caught:
+        adapter.validate(tiny_geometry())
+    assert len(caught.value.violations) == 4
+    assert "beside embeddings in modules_to_save" in caught.value.violations[0].description
+
+
+def test_rows_trained_on_a_resized_table_are_read_with_the_table() -> None:
+    tables = {
+        f"{EMBEDDING}.token_adapter.base_layer.weight": table(VOCAB + 3),
+        f"{EMBEDDING}.{DELTA}": table(2),
+        f"{HEAD}.weight": table(VOCAB + 3),
+    }
+    adapter = Adapter().with_config(trainable_token_indices=[3, VOCAB + 2]).with_tensors(tables)
+    assert rows_of(adapter) == {"model.embed_tokens": VOCAB + 3, "lm_head": VOCAB + 3}
+
+
+def test_whole_tables_and_rows_are_understood_without_a_base() -> None:
+    tables = {f"{path}.weight": table(VOCAB + 3) for path in (EMBEDDING, HEAD)}
+    Adapter().with_tensors(tables).validate(None)
+    rows = Adapter().with_config(trainable_token_indices=[3, 7])
+    rows.with_tensors({f"{EMBEDDING}.{DELTA}": table(2)}).validate(None)
+
+
 def test_an_embedding_resized_without_its_head_is_refused() -> None:
     adapter = Adapter().with_tensors({f"{EMBEDDING}.weight": table(VOCAB + 3)})
     with pytest.raises(InvalidAdapter) as caught:

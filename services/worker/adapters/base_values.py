@@ -44,17 +44,18 @@ class SiteValues:
         site = self._sites.table.sites[place.site_id]
         if site.kind == NORM:
             return None
-        if module.token_delta is not None:
-            order = sorted(range(len(module.token_ids)), key=module.token_ids.__getitem__)
-            rows = tensor_of(read(module.token_delta))[order].to(self._dtype)
-            return ChangedRows(tuple(module.token_ids[i] for i in order), values_of(rows))
+        changed = None
         weight = module.full or module.base_copy
-        if weight is None:
-            return None
-        begin = 0 if site.kind == EMBEDDING else place.out_begin
-        num_own = site.in_features if site.kind == EMBEDDING else place.out_features
-        own = _Rows(self._sites.linears[place.site_id], begin, num_own)
-        return _difference(tensor_of(read(weight)).to(self._dtype), own, self._dtype)
+        if weight is not None:
+            begin = 0 if site.kind == EMBEDDING else place.out_begin
+            num_own = site.in_features if site.kind == EMBEDDING else place.out_features
+            own = _Rows(self._sites.linears[place.site_id], begin, num_own)
+            changed = _difference(tensor_of(read(weight)).to(self._dtype), own, self._dtype)
+        if module.token_delta is None:
+            return changed
+        return _overlaid(
+            changed, module.token_ids, tensor_of(read(module.token_delta)), self._dtype
+        )
 
     @torch.inference_mode()
     def value(self, part: Part, site_id: int, read: Read) -> Values:
@@ -176,6 +177,16 @@ def _difference(weight: Tensor, own: _Rows, dtype: torch.dtype) -> ChangedRows:
         differs.append(changed)
     ids = torch.cat(differs).nonzero()[:, 0]
     return ChangedRows(tuple((ids + own.begin).tolist()), values_of(weight[ids]))
+
+
+def _overlaid(
+    changed: ChangedRows | None, ids: tuple[int, ...], rows: Tensor, dtype: torch.dtype
+) -> ChangedRows:
+    """What lies under single rows, and the rows `[len(ids), width]` in place of those of `ids`."""
+    by_id = dict(zip(changed.row_ids, tensor_of(changed.rows), strict=True)) if changed else {}
+    by_id |= dict(zip(ids, rows.to(dtype), strict=True))
+    order = sorted(by_id)
+    return ChangedRows(tuple(order), values_of(torch.stack([by_id[row_id] for row_id in order])))
 
 
 def _tensor(info: TensorInfo | None, read: Read) -> Tensor:
