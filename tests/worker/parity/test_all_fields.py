@@ -158,9 +158,7 @@ def plain(base: TinyBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(base, tmp_path_factory.mktemp("plain"), 1)
 
 
-def refusal_of(
-    plain: Path, base: TinyBase, replaced: str = "", **fields: object
-) -> dict[str, str]:
+def refusal_of(plain: Path, base: TinyBase, replaced: str = "", **fields: object) -> dict[str, str]:
     """What is said of a plain adapter under a config that PEFT wrote; `replaced`: its init."""
     given = {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION, **fields}
     peft.LoraConfig(**given).save_pretrained(plain)
