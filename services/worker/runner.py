@@ -223,31 +223,36 @@ def build_runner(
     operators = _operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
     model = family.build(config, weights, operators)
     _share_threads(model.weight_bytes, operators, torch_device)
-    heads = config.num_kv_heads, config.head_dim
-    groups = plan_kv_groups(config.windows, *heads, torch_dtype.itemsize)
-    num_blocks = blocks_for(arena_bytes - operators.adapter_copy_bytes, groups.block_bytes)
-    arena = ArenaBuffer(num_blocks, groups.block_bytes, torch_device)
+    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
+    arena = kv.arena
     sites = model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
     is_native = isinstance(operators, NativeOperators)
     facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
     is_int8 = adapter_dtype == "int8"
-    layout = AdapterLayout(groups.block_bytes, *facts, sites.table, base_ropes(config), is_int8)
+    layout = AdapterLayout(arena.block_bytes, *facts, sites.table, base_ropes(config), is_int8)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes)
     values = SiteValues(sites, layout, torch_device)
     packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
     loader = AdapterLoader(adapters, packer, executors)
-    info = _model_info(config, geometry, torch_device, torch_dtype, operators.name)
-    kv = KvBuffer(arena, groups, torch_dtype)
+    arithmetic = operators.name + "-int8" * is_int8
+    info = _model_info(config, geometry, torch_device, torch_dtype, arithmetic)
     records = Records(adapters.table, len(sites.table.sites)) if is_native else None
     limits = max_resident, max_lora_rank, max_num_tokens
     gpu = _gpu_path(model, operators, kv, adapters, limits, is_int8)
-    make_metadata = operators.make_metadata
-    batches = BatchMaker(
-        kv, model.ropes, adapters.table, torch_device, max_num_tokens, make_metadata, records, gpu
-    )
+    step = torch_device, max_num_tokens, operators.make_metadata
+    batches = BatchMaker(kv, model.ropes, adapters.table, *step, records, gpu)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, arena, kv, loader, layout, info, batches, overlap)
+
+
+def _kv_buffer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
+) -> KvBuffer:
+    """The arena of so many bytes, and the KV cache in it."""
+    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
+    num_blocks = blocks_for(num_bytes, groups.block_bytes)
+    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:

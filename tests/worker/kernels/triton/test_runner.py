@@ -90,16 +90,17 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
     assert outputs == expected
 
     gpu = runner._batches.gpu
-    with torch.inference_mode():
-        eager = plain._model.forward(plain._batches.make(plain_plan))
-        inputs = gpu.decode_inputs(runner._batches.kv)
-        assert inputs.accepts(plan, runs_of(plan))
-        assert runner._batches.make(plan).rope_rows is not None
-        size = 4  # one row of padding
-        inputs.fill(plan, runs_of(plan), size)
-        sites = inputs.touched_sites(runs_of(plan))
-        static = forward_static(runner._model, inputs.batch(size, sites, gpu.lora_batch(())))
-    torch.testing.assert_close(static[: len(plan.rows)], eager, rtol=1e-4, atol=1e-4)
+    inputs = gpu.decode_inputs(runner._batches.kv)
+    assert inputs.accepts(plan, runs_of(plan))
+    assert runner._batches.make(plan).rope_rows is not None
+    fewer = StepPlan(1, plain_plan.rows[1:]), StepPlan(1, plan.rows[1:])
+    for plain_step, step in ((plain_plan, plan), fewer):  # what one step leaves, the next replaces
+        with torch.inference_mode():
+            eager = plain._model.forward(plain._batches.make(plain_step))
+            inputs.fill(step, runs_of(step), size := 4)  # rows of padding
+            sites = inputs.touched_sites(runs_of(step))
+            static = forward_static(runner._model, inputs.batch(size, sites, gpu.lora_batch(())))
+        torch.testing.assert_close(static[: len(step.rows)], eager, rtol=1e-4, atol=1e-4)
 
 
 def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
