@@ -1,6 +1,6 @@
 """Draw a `cpu_decode.json` as a picture beside it: `python -m benchmarks.plot_cpu FILE`.
 
-Needs matplotlib, which nothing else here does: `pip install matplotlib`.
+Needs the extra `plots`: `pip install 'loraplex[plots]'`.
 """
 
 from __future__ import annotations
