@@ -78,6 +78,8 @@ class OurEngine:
         self._timed = TimedRunner(runner)
         self._engine = Engine(self._timed, config, time.monotonic)
         self._num_requests = 0
+        self.outputs: list[list[int]] = []
+        """Token ids of the last run's requests."""
 
     def load(self, folders: list[Path]) -> list[float]:
         """Make adapters resident; seconds of each, from its packed image, which the door makes
@@ -101,15 +103,18 @@ class OurEngine:
         commands = [self._submit(i, p, num_adapters, num_tokens) for i, p in enumerate(prompts)]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         first_s: dict[str, float] = {}
+        outputs: dict[str, list[int]] = {command.request_id: [] for command in commands}
         output = self._engine.step(commands)
         while True:
             now_s = time.perf_counter() - begin_s
             for token in output.tokens:
                 first_s.setdefault(token.request_id, now_s)
+                outputs[token.request_id].extend(token.token_ids)
             assert not output.failures, output.failures
             if not self._engine.has_requests:
                 break
             output = self._engine.step([])
+        self.outputs = list(outputs.values())
         decodes = [step for step in self._timed.steps if step[0] == len(prompts)]
         return Run(
             wall_s=now_s,
