@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, WriteUncertain
-from services.registry.records import decode, encode
+from services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
 
 _MAX_TRIES = 100
 
@@ -42,8 +42,11 @@ async def create(store: ObjectStore, key: str, record: object) -> bool:
         except PreconditionFailed:
             return False
         except WriteUncertain:
-            if not await _surely_not_written(store, key, record):
+            written = await _was_written(store, key, record)
+            if written is None:
                 raise
+            if written:
+                return True
             await _pause(attempt)
     raise PreconditionFailed(key)
 
@@ -74,23 +77,40 @@ async def change(
         except PreconditionFailed:
             await _pause(attempt)
         except WriteUncertain:
-            if not await _surely_not_written(store, key, wanted):
+            written = await _was_written(store, key, wanted)
+            if written is None:
                 raise
+            if written:
+                return wanted
             await _pause(attempt)
     raise PreconditionFailed(key)
 
 
-async def _surely_not_written(store: ObjectStore, key: str, wanted: object) -> bool:
-    """Whether an uncertain write of `wanted` had no effect, so that it may be tried again.
+async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | None:
+    """Whether an uncertain write of `wanted` had an effect; None where nothing tells.
 
     Each change takes the next generation: another document with the one that was wanted took its
-    place. One beyond it may have followed either.
+    place. One beyond it may have followed either; a tag tells, as it keeps its last moves.
     """
     try:
         found = decode(type(wanted), (await store.get(key)).data)
     except ObjectMissing:
+        return False
+    if _generation(found) <= _generation(wanted):
+        return False
+    if isinstance(wanted, TagRecord) and isinstance(found, TagRecord):
+        return _was_moved(found, wanted)
+    return None
+
+
+def _was_moved(found: TagRecord, wanted: TagRecord) -> bool | None:
+    """Whether the move that `wanted` ends with is among those before `found`."""
+    if not wanted.moves or wanted.moves[-1].generation != wanted.generation:
+        return None
+    if wanted.moves[-1] in found.moves:
         return True
-    return _generation(found) <= _generation(wanted)
+    oldest = found.moves[0].generation if len(found.moves) == MAX_TAG_MOVES else 0
+    return False if oldest <= wanted.generation else None
 
 
 def _generation(record: object) -> int:

@@ -24,7 +24,14 @@ from services.registry.access import Access
 from services.registry.assembly import Registry
 from services.registry.downloads import chunks_of
 from services.registry.gc import Collector
-from services.registry.records import TagRecord, Target, encode
+from services.registry.records import (
+    PUBLIC,
+    AdapterRecord,
+    TagRecord,
+    Target,
+    decode,
+    encode,
+)
 from services.registry.tags import Place, moved
 from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
@@ -173,12 +180,45 @@ async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once
 async def test_a_failed_write_that_others_may_have_followed_is_told_as_uncertain(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place("default", "sql", "prod")
-    later = moved(place, moved(place, None, (), "another", "1"), (), "another", "2")
-    await store.put_if_absent(place.key, encode(later))
+    key = layout.adapter("default", "sql")
+    await store.put_if_absent(key, encode(AdapterRecord("default", "sql", PUBLIC, generation=2)))
     _failing(store._once, 1, 0, monkeypatch)  # type: ignore[attr-defined]
     with pytest.raises(WriteUncertain):
-        await documents.create(store, place.key, moved(place, None, (), "me", "mine"))
+        await documents.create(store, key, AdapterRecord("default", "sql", PUBLIC))
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_the_moves_of_a_tag_tell_whether_a_failed_write_was_one_of_them(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    place = Place("default", "sql", "prod")
+    put = store.put_if_match
+    tried = 0
+
+    async def overtaken(key: str, data: bytes, etag: str) -> str:
+        """The server fails the first write, and another's follows before it can be read back."""
+        nonlocal tried
+        tried += 1
+        if tried > 1:
+            return await put(key, data, etag)
+        if is_written:
+            etag = await put(key, data, etag)
+        held = decode(TagRecord, (await store.get(key)).data)
+        for move_id in ("theirs", "theirs too"):
+            held = moved(place, held, (), "another", move_id)
+        await put(key, encode(held), etag)
+        raise WriteUncertain("failed")
+
+    await documents.create(store, place.key, moved(place, None, (), "me", "first"))
+    monkeypatch.setattr(store, "put_if_match", overtaken)
+    mine = await documents.change(
+        store, place.key, TagRecord, lambda held: moved(place, held, (), "me", "mine")
+    )
+    found = await documents.read(store, place.key, TagRecord)
+    assert mine is not None and found is not None
+    assert mine.moves[-1].move_id == "mine" and mine.moves[-1] in found.moves
+    order = ["mine", "theirs", "theirs too"] if is_written else ["theirs", "theirs too", "mine"]
+    assert [move.move_id for move in found.moves] == ["first", *order]
 
 
 async def test_a_server_that_checks_no_upload_is_checked_by_the_md5_that_it_answers(
