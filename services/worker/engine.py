@@ -63,7 +63,7 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Of the arena, for all pinned adapters."""
 
-CLUSTERED_AGE_S = 5.0
+CLUSTERED_AGE_S = 30.0
 """A bound below the time that requests wait anyway would make clustering first come, first served.
 """
 
