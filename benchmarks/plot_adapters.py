@@ -86,7 +86,7 @@ def draw_agreement(axes: Any, folder: Path) -> None:
 
 def draw_pool(axes: Any, folder: Path) -> None:
     """One pool beside splits."""
-    runs = read(folder, "unified_pool_64")["runs"]
+    runs = read(folder, "unified_pool_64_192")["runs"]
     names = ["one pool", *(f"{run['share']:.0%}" for run in runs[1:-1]), "S-LoRA's"]
     bars(axes, names, {"": [run["attained_per_s"] for run in runs]})
     axes.set_title("first tokens in time per second, drifting load: pool and splits")
