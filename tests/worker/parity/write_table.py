@@ -49,6 +49,9 @@ The bound is 1e-4. Other random bases of odd geometry with several features at o
 (`tests/worker/parity/test_unusual.py`, 160 of them on the compiled and the torch path, 61,440
 positions) keep it, too, or are as near to PEFT in float64 as PEFT in float32 is: where attention
 amplifies rounding, weights one rounding error away move PEFT's own logprobs by up to 1e-3.
+
+In bfloat16 (`tests/worker/parity/test_bfloat16.py`, twelve bases, 10,000 positions each) the mean
+error against float32 is at most 1.1x, and the 99th percentile at most 1.25x, of transformers' own.
 """
 Row = dict[str, str]
 """Feature -> cell."""
