@@ -4,7 +4,8 @@
 #
 #     benchmarks/gpu/all.sh [OUT_DIR]
 #
-# VLLM= and SGLANG= name folders that hold `vllm/` or `sglang/`, whose kernels then run beside ours.
+# VLLM= and SGLANG= name checkouts that hold `vllm/` or `sglang/` (SGLang: its folder `python`), whose kernels
+# then run beside ours; results name their commits.
 # Needs Python 3.11 or later with torch >= 2.11, its triton, transformers, peft and what these bring; no
 # network and no virtual environment (PYTHON= names the interpreter). For msgspec and llguidance, where
 # they are missing, small files of `standins/` stand in; the tests run where pytest is. Each part has its
@@ -28,7 +29,7 @@ part() {
 
 part 10 nvidia-smi
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
-    part 110 "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini --confcutdir tests/worker/kernels/triton \
+    part 100 "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini --confcutdir tests/worker/kernels/triton \
         -q -p no:cacheprovider tests/worker/kernels/triton
 fi
 part 130 "$PYTHON" -m benchmarks.gpu.gpu_decode --shape llama-3-8b --out "$OUT"

@@ -5,15 +5,17 @@
 
 Sites with weights of their own are captured one after the other in a graph until they exceed the
 L2 cache, so that every byte comes from memory. `--tune` times alternatives of each family's plan.
-The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded` gives all of them 64 rows. `--vllm` and
-`--sglang` name folders that hold the package `vllm` or `sglang`, whose own kernels then run on the
-same weights, in graphs too; `speedup` is their time over ours, and their result is compared.
+`distinct-int8` has adapters of half the bytes. The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded`
+gives all of them 64 rows. `--vllm` and `--sglang` name folders that hold the package `vllm` or
+`sglang`, whose own kernels then run on the same weights, in graphs too; `speedup` is their time over
+ours, and their result is compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,21 +61,27 @@ BATCHES = (1, 8, 32, 64, 256)
 class OpBench:
     """Tables of random adapters at several sites of the same widths."""
 
-    def __init__(self, site: OpSite, ranks: Sequence[int], device: torch.device, tiny: bool):
+    def __init__(
+        self, site: OpSite, ranks: Sequence[int], device: torch.device, tiny: bool, int8: bool
+    ):
         self.site, self.num_outputs = site, sum(site.outputs)
         # The interpreter knows no bfloat16.
         self.dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
         widths = sum(site.num_inputs + out for out in site.outputs)
-        self.adapter_bytes = self.dtype.itemsize * widths * sum(ranks)
+        self._stored = torch.int8 if int8 else self.dtype
+        self.adapter_bytes = self._stored.itemsize * widths * sum(ranks)
         self.num_sites = min(MAX_SITES, max(2, -(-L2_BYTES // self.adapter_bytes)))
         if tiny:
             self.num_sites = 2
         num_bytes = self.adapter_bytes * self.num_sites
         arena = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        arena.view(self.dtype).normal_(std=0.02)
-        self.tables = DeviceTables(
-            arena, [site.num_inputs] * self.num_sites, [True] * self.num_sites, len(ranks), 1 << 20
-        )
+        if int8:
+            arena.random_()
+        else:
+            arena.view(self.dtype).normal_(std=0.02)
+        widths_of_sites = [site.num_inputs] * self.num_sites
+        aligned = [True] * self.num_sites
+        self.tables = DeviceTables(arena, widths_of_sites, aligned, len(ranks), 1 << 20, int8)
         self._position = 0
         self.deltas: list[dict[int, SiteDelta]] = []
         """By adapter, then by site."""
@@ -91,10 +99,11 @@ class OpBench:
             a.append(self._tile(i * rank, rank, 0, self.site.num_inputs))
             b.append(self._tile(i * rank, rank, begin, width))
             begin += width
-        return SiteDelta(tuple(slices), tuple(a), tuple(b), torch.ones(0))
+        scales = torch.full((rank * len(slices),), 1e-4, device=self.tables.arena.device)
+        return SiteDelta(tuple(slices), tuple(a), tuple(b), scales)
 
     def _tile(self, row: int, num_rows: int, column: int, width: int) -> Tile:
-        flat = self.tables.arena.view(self.dtype)
+        flat = self.tables.arena.view(self._stored)
         data = flat[self._position : self._position + num_rows * width].view(num_rows, width)
         self._position += num_rows * width
         return Tile(row, row + num_rows, column, column + width, data)
@@ -188,7 +197,7 @@ def main() -> None:
             row = measure(site, mix, num_rows, ranks, device, bandwidth, args, totals)
             print(row, flush=True)
             rows.append(row)
-            results = {"copy_bytes_per_s": bandwidth, "rows": rows}
+            results = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args), "rows": rows}
             path = common.write_results("gpu_lora_ops", device, results, args.out)
     common.print_table([{k: v for k, v in row.items() if k != "plan"} for row in rows])
     print(f"wrote {path}")
@@ -203,11 +212,13 @@ def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
     """(name, token rows, rank of each adapter)."""
     if tiny:
         yield "distinct", 2, [16, 16]
+        yield "distinct-int8", 2, [16, 16]
         return
     for num_rows in BATCHES:
         yield "distinct", num_rows, [16] * min(num_rows, 64)
         if num_rows > 1:
             yield "identical", num_rows, [16]
+    yield "distinct-int8", 64, [16] * 64
     yield "s2", 64, [S2_RANKS[i % 4] for i in range(64)]
     yield "s2-padded", 64, [64] * 64
 
@@ -223,7 +234,7 @@ def measure(
     totals: dict[str, Counter[LoraPlan]],
 ) -> dict[str, Any]:
     """One row of the table. Mutates: totals, each plan's time over the default's, summed."""
-    bench = OpBench(site, ranks, device, args.tiny)
+    bench = OpBench(site, ranks, device, args.tiny, mix.endswith("int8"))
     runs = even_runs(num_rows, len(ranks))
     longest = max(run.end - run.begin for run in runs)
     plan = tuned_plan(longest, num_rows, bench.dtype.itemsize, device)
@@ -244,7 +255,7 @@ def measure(
         "share_of_bandwidth": bench.adapter_bytes / site_s / bandwidth,
         "plan": asdict(best),
     }
-    if len(set(ranks)) == 1:
+    if len(set(ranks)) == 1 and not bench.tables.int8:
         row |= against_peers(bench, runs, num_rows, plan, device, args)
     return row
 
@@ -271,6 +282,18 @@ def against_peers(
         found[f"{engine}_microseconds"] = time_s(run, device, args) / bench.num_sites * 1e6
         ours_s = time_s(bench.run_of(runs, own, x, plan), device, args) / bench.num_sites
         found[f"{engine}_speedup"] = found[f"{engine}_microseconds"] / (ours_s * 1e6)
+    return found
+
+
+def peer_revisions(args: argparse.Namespace) -> dict[str, str]:
+    """The commits of the checkouts whose kernels ran; a folder without git is told as such."""
+    found = {}
+    for engine, path in (("vllm", args.vllm), ("sglang", args.sglang)):
+        if path is not None:
+            done = subprocess.run(
+                ["git", "-C", str(path), "rev-parse", "HEAD"], capture_output=True, text=True
+            )
+            found[engine] = done.stdout.strip() or "no commit known"
     return found
 
 
