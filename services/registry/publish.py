@@ -10,6 +10,7 @@ it leaves only bytes that the collector finds unreferenced. Every step may be re
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -179,13 +180,12 @@ class Publisher:
         return None
 
     async def _store_blobs(self, sources: Sequence[Source], inspected: Inspected) -> None:
-        """Make every byte durable under its content's name, then look once more that it is."""
+        """Make every byte durable under its content's name, then look once more that it is.
+
+        The files go together: what costs is waiting for the disk.
+        """
         now = await self._store.clock_s()
-        for source in sources:
-            key = layout.blob(source.file.sha256)
-            if not await self._is_fresh(key, source.file.size, now):
-                await self._store.compose(key, source.segments)
-            failpoint("publish.blob")
+        await asyncio.gather(*(self._store_blob(source, now) for source in sources))
         manifest = layout.blob(inspected.digest)
         if not await self._is_fresh(manifest, len(inspected.manifest), now):
             await self._store.put(manifest, inspected.manifest)
@@ -193,6 +193,12 @@ class Publisher:
         for key in (manifest, *(layout.blob(source.file.sha256) for source in sources)):
             if await self._store.head(key) is None:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
+
+    async def _store_blob(self, source: Source, now: float) -> None:
+        key = layout.blob(source.file.sha256)
+        if not await self._is_fresh(key, source.file.size, now):
+            await self._store.compose(key, source.segments)
+        failpoint("publish.blob")
 
     async def _is_fresh(self, key: str, size: int, now: float) -> bool:
         info = await self._store.head(key)

@@ -242,8 +242,10 @@ class Uploads:
         """Note the acknowledgement and let go of the parts."""
         await documents.create(self._store, layout.upload_finished(upload_id), finished)
         failpoint("publish.finished")
-        async for info in self._store.list_objects(layout.upload_parts(upload_id)):
-            await self._store.delete(info.key)
+        parts = [
+            info.key async for info in self._store.list_objects(layout.upload_parts(upload_id))
+        ]
+        await asyncio.gather(*map(self._store.delete, parts))
 
     async def refuse(self, session: Session, violations: Sequence[Violation]) -> None:
         """Note a refusal and drop the bytes, as nobody has a use for them. Sent again, they are
