@@ -9,10 +9,14 @@ SERVICES := registry gateway worker
 TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/common tests/registry \
 	tests/workload tests/simulate tests/gateway tests/deploy tests/worker/scheduling \
 	tests/worker/test_request.py tests/worker/test_step_trace.py \
-	tests/worker/memory/test_arena.py tests/worker/adapters/test_cache.py \
-	tests/worker/adapters/test_backoff.py tests/worker/adapters/test_source.py \
-	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_intake.py \
-	tests/worker/test_messages.py \
+	tests/worker/memory/test_arena.py tests/worker/memory/test_kv_layout.py \
+	tests/worker/memory/test_prefix_cache.py tests/worker/memory/test_reclaimer.py \
+	tests/worker/adapters/test_backoff.py tests/worker/adapters/test_cache.py \
+	tests/worker/adapters/test_eviction.py tests/worker/adapters/test_facts.py \
+	tests/worker/adapters/test_source.py tests/worker/adapters/test_tiles.py \
+	tests/worker/grammars/test_checker.py tests/worker/grammars/test_constraint.py \
+	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_crash_guard.py \
+	tests/worker/test_intake.py tests/worker/test_loading.py tests/worker/test_messages.py \
 	tests/worker/test_metrics.py tests/worker/test_sessions.py tests/worker/test_status.py
 
 .DEFAULT_GOAL := help
