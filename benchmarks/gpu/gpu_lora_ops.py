@@ -7,8 +7,8 @@ Sites with weights of their own are captured one after the other in a graph unti
 L2 cache, so that every byte comes from memory. `--tune` times alternatives of each family's plan.
 `distinct-int8` has adapters of half the bytes. The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded`
 gives all of them 64 rows. `--vllm` and `--sglang` name folders that hold the package `vllm` or
-`sglang`, whose own kernels then run on the same weights, in graphs too; `speedup` is their time over
-ours, and their result is compared.
+`sglang`, whose own kernels then run on the same weights, in graphs too; `speedup` is their time
+over ours, and their result is compared.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.runs import RowRun
-from services.worker.kernels.lora.tables import SiteDelta
+from services.worker.kernels.lora.tables import SiteDelta, Tile
 from services.worker.kernels.lora.torch import apply_vectors
 
 
@@ -22,8 +22,9 @@ def add_dense(y: Tensor, x: Tensor, delta: SiteDelta, run: RowRun) -> None:
         y: `[T, out]`, the base's product. Mutated.
         x: `[T, in]`, of y's dtype.
 
-    Sums are float32. The intermediate goes into the second product as two numbers of y's dtype, so
-    that it is not rounded to one.
+    The intermediate is float32, and goes into the second product as two numbers of y's dtype beside
+    each other, so that it is not rounded to one. That product adds to y where y lies: one read and
+    one write, as tiles have.
     """
     rows = slice(run.begin, run.end)
     out, inputs = y[rows], x[rows]
@@ -32,19 +33,21 @@ def add_dense(y: Tensor, x: Tensor, delta: SiteDelta, run: RowRun) -> None:
         columns = inputs[:, tile.col_begin : tile.col_end]
         shrunk[:, tile.row_begin : tile.row_end] += _product(columns, tile.data.to(y.dtype).T)
     shrunk *= delta.scales * run.coef
-    high = shrunk.to(y.dtype)
-    low = (shrunk - high).to(y.dtype) if y.dtype is not torch.float32 else None
+    parts = [shrunk.to(y.dtype)]
+    if y.dtype is not torch.float32:
+        parts.append((shrunk - parts[0]).to(y.dtype))
+    by_columns: dict[tuple[int, int], list[Tile]] = {}
     for tile in delta.b:
-        ranks, b = slice(tile.row_begin, tile.row_end), tile.data.to(y.dtype)
-        total = _product(high[:, ranks], b)
-        if low is not None:
-            total += _product(low[:, ranks], b)
-        out[:, tile.col_begin : tile.col_end] += total
+        by_columns.setdefault((tile.col_begin, tile.col_end), []).append(tile)
+    for (begin, end), tiles in by_columns.items():
+        left = [part[:, tile.row_begin : tile.row_end] for part in parts for tile in tiles]
+        right = [tile.data.to(y.dtype) for tile in tiles] * len(parts)
+        out[:, begin:end].addmm_(torch.cat(left, 1), torch.cat(right))
     apply_vectors(out, delta, run.coef)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """float32."""
+    """float32, of the rank's size."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
