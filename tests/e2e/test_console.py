@@ -74,6 +74,7 @@ def _keep_busy(page: Page) -> None:
     page.evaluate(script, sorted(path.name for path in ADAPTERS))
 
 
+@pytest.mark.timeout(400)
 def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
     page: Page, stack: Stack
 ) -> None:

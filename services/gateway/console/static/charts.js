@@ -55,7 +55,7 @@ export class Chart {
     const y = (value) => 6 + (1 - value / top) * (HEIGHT - BOTTOM - 6);
     const parts = [0, 0.5, 1].flatMap((share) => [
       svg("line", { class: "grid", x1: LEFT, x2: width, y1: y(share * top), y2: y(share * top) }),
-      svg("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, this.series[0].show(share * top).replace(/\.0+(?= |$)/, "")),
+      svg("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, this.series[0].show(share * top).replace(/(\.\d*[1-9])0+(?= |$)|\.0+(?= |$)/, "$1")),
     ]);
     parts.push(svg("text", { x: LEFT, y: HEIGHT - 3 }, `−${this.windowS / 60} min`));
     parts.push(svg("text", { x: width, y: HEIGHT - 3, "text-anchor": "end" }, "now"));
