@@ -264,7 +264,7 @@ def _adapters(value: Any) -> tuple[AskedAdapter, ...]:
 def _adapter(item: Any, field: str) -> AskedAdapter:
     if not isinstance(item, dict):
         raise bad_type(field, item, "an object with ref and weight")
-    body = Body(item)
+    body = Body(item, f"{field}.")
     ref, weight = body.text("ref"), body.number("weight")
     if not ref:
         raise InvalidRequest.field(f"{field}.ref", "", "name an adapter")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 import secrets
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from services.gateway.openai.body import parse_object
 from services.gateway.openai.errors import error_body
 
 MAX_BODY_BYTES = 8 << 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_PROBES = frozenset({"/healthz", "/readyz"})
+_PROBES = frozenset({"/healthz", "/health", "/readyz"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise InvalidRequest.field(
             "content-type", media_type, "JSON bodies need content-type: application/json"
         )
-    try:
-        body = json.loads(await read_capped(request))
-    except (ValueError, RecursionError):
-        raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object", reason="INVALID_JSON")
-    return body
+    return parse_object(await read_capped(request))
 
 
 def is_loopback(host: str) -> bool:
