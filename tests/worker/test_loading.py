@@ -6,6 +6,8 @@ compute with an adapter that has not been entered.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from services.worker.messages import (
     Unpin,
     Want,
 )
-from services.worker.request import SamplingParams
+from services.worker.request import SampledRow, SamplingParams, StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BLOCK_BYTES, NUM_BLOCKS = 64, 40
@@ -53,13 +55,41 @@ ACTIONS = st.one_of(
 )
 
 
+@dataclass
+class StepUnderWay:
+    """Ends at `end_s`, whoever waits for it."""
+
+    rows: list[SampledRow]
+    end_s: float
+    clock: VirtualClock
+
+    def result(self) -> list[SampledRow]:
+        self.clock.advance_to(self.end_s)
+        return self.rows
+
+
+class OverlappingRunner(TimedRunner):
+    """Steps run one after another beside their caller."""
+
+    overlaps = True
+    free_s = 0.0
+
+    def launch(self, plan: StepPlan) -> StepUnderWay:
+        begin_s = self._clock.now_s
+        rows = super().launch(plan).result()
+        elapsed_s, self._clock.now_s = self._clock.now_s - begin_s, begin_s
+        self.free_s = max(self.free_s, begin_s) + elapsed_s
+        return StepUnderWay(rows, self.free_s, self._clock)
+
+
 class Stage:
     """Adapters lie on disk from the moment they are asked for, as behind a door."""
 
-    def __init__(self, load_s: float, policy: str) -> None:
+    def __init__(self, load_s: float, policy: str, overlaps: bool = False) -> None:
         self.clock = VirtualClock()
         costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
-        self.runner = TimedRunner(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
+        make = OverlappingRunner if overlaps else TimedRunner
+        self.runner = make(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
         config = make_config(max_resident=5, max_step_tokens=16, max_running=4, policy=policy)
         self.engine = Engine(self.runner, config, self.clock)
         self.live: dict[str, tuple[str, ...]] = {}
@@ -109,11 +139,12 @@ class Stage:
     st.lists(ACTIONS, max_size=40),
     st.sampled_from([0.0, 0.0005, 0.03, 0.4]),
     st.sampled_from(sorted(POLICIES)),
+    st.booleans(),
 )
 def test_every_request_ends_and_every_block_is_accounted_for(
-    actions: list[tuple[object, ...]], load_s: float, policy: str
+    actions: list[tuple[object, ...]], load_s: float, policy: str, overlaps: bool
 ) -> None:
-    stage = Stage(load_s, policy)
+    stage = Stage(load_s, policy, overlaps)
     for action in actions:
         match action:
             case ("submit", set() as digests, int() as num_prompt):
