@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,29 @@ def compare_with_naive(fast, mix, shape, dtype, stored, tolerance):
     assert not expected.isnan().any()
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
     assert actual._base.isnan().sum() == actual._base.numel() - actual.numel()
+
+
+def as_integers(tiles):
+    return tuple(
+        replace(tile, data=torch.randint(-127, 128, tile.data.shape, dtype=torch.int8))
+        for tile in tiles
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_integers_are_widened_and_scaled_by_rank_row(fast, dtype):
+    rng = random.Random(12)
+    torch.manual_seed(12)
+    delta = random_delta(rng, 33, 41, dtype)
+    factors = torch.rand(delta.rank) / 127**2
+    delta = replace(delta, a=as_integers(delta.a), b=as_integers(delta.b), scales=factors)
+    batch = batch_of([RowRun(1, 0.5, 0, 3)], {(1, SITE): delta})
+    x, base = torch.randn(4, 33).to(dtype), torch.randn(4, 41).to(dtype)
+    expected, actual = base.clone(), base.clone()
+    naive.add_lora(expected, x, SITE, batch)
+    fast(actual, x, SITE, batch)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
