@@ -73,12 +73,9 @@ def save_random(
 
 @torch.inference_mode()
 def logits_of(tuned: peft.PeftModel, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of prompts in one padded batch, as transformers scores them."""
-    pad = tuned.config.pad_token_id
-    width = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[pad] * (width - len(prompt))] for prompt in prompts])
-    mask = torch.tensor([[1] * len(p) + [0] * (width - len(p)) for p in prompts])
-    return tuned(input_ids=ids, attention_mask=mask).logits.tolist()
+    """As transformers scores them one by one: in a padded batch the longest prompt decides for all
+    which factors of a longrope hold."""
+    return [tuned(input_ids=torch.tensor([list(prompt)])).logits[0].tolist() for prompt in prompts]
 
 
 @torch.inference_mode()

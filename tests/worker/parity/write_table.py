@@ -70,7 +70,7 @@ class Count:
             here.add(verdict)
         self.total.add(here)
         ties = f" +{here.num_ties}" if here.num_ties else ""
-        return f"{max(error for _, error in results):.0e}{ties}"
+        return _bounded("logprobs", max(error for _, error in results)) + ties
 
 
 def measure(base_name: str, count: Count) -> Row:
@@ -118,9 +118,15 @@ def _heads(base: TinyBase, root: Path) -> Row:
     stage = heads.set_head_stage(base, driver, root / "heads")
     jobs = heads.score_jobs(stage)
     driver.run([job for _, job in jobs], chunk=CHUNK_TOKENS)
-    scores = {f"score: {n}": f"{e:.0e}" for n, e in heads.score_errors(stage, jobs).items()}
-    errors = heads.vector_errors(base, driver, root / "vectors", CHUNK_TOKENS)
-    return scores | {f"vector: {p.name.lower()}": f"{e:.0e}" for p, e in errors.items()}
+    errors = {f"score: {name}": e for name, e in heads.score_errors(stage, jobs).items()}
+    vectors = heads.vector_errors(base, driver, root / "vectors", CHUNK_TOKENS)
+    errors |= {f"vector: {pooling.name.lower()}": e for pooling, e in vectors.items()}
+    return {name: _bounded(name, error) for name, error in errors.items()}
+
+
+def _bounded(name: str, error: float) -> str:
+    assert error < suite.MAX_LOGPROB_ERROR, f"{name}: {error:.1e}"
+    return f"{error:.0e}"
 
 
 ROPE_ROWS = [f"rope: {name}" for name in ropes.SCALINGS]
