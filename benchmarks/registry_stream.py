@@ -1,10 +1,14 @@
-"""The bound of every transfer: a gRPC stream whose other end, a process, only counts bytes."""
+"""The bounds of every transfer: a gRPC stream whose other end, a process, only counts bytes, and
+one whose other end hashes them and keeps them in a file, as whoever takes an upload must."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +19,7 @@ from measuring import timed
 from loraplex.allocation import reuse_large_blocks
 from loraplex.channel import CHUNK_BYTES
 
-_METHOD = "/bench.Bytes/Count"
+_COUNT, _KEEP = "/bench.Bytes/Count", "/bench.Bytes/Keep"
 
 
 class CountingServer:
@@ -39,11 +43,15 @@ class CountingServer:
         self._child.terminate()
         await asyncio.to_thread(self._child.wait)
 
-    async def stream_s(self, num_bytes: int) -> float:
-        """Seconds that `num_bytes` take in chunks of a transfer's size."""
+    async def stream_s(self, num_bytes: int, *, keep: bool = False) -> float:
+        """Seconds that `num_bytes` take in chunks of a transfer's size.
+
+        Args:
+            keep: whether the other end hashes, writes and syncs them.
+        """
         chunk = bytes(CHUNK_BYTES)
         with timed() as elapsed:
-            call = self._channel.stream_unary(_METHOD)()
+            call = self._channel.stream_unary(_KEEP if keep else _COUNT)()
             for begin in range(0, num_bytes, CHUNK_BYTES):
                 await call.write(chunk[: num_bytes - begin])
             await call.done_writing()
@@ -53,12 +61,31 @@ class CountingServer:
 
 class _Counting(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        return grpc.stream_unary_rpc_method_handler(self._count)
+        return grpc.stream_unary_rpc_method_handler(
+            self._keep if details.method == _KEEP else self._count
+        )
 
     async def _count(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
         num_bytes = 0
         async for message in messages:
             num_bytes += len(message)
+        return str(num_bytes).encode()
+
+    async def _keep(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
+        """Hash here, write on a thread: nothing that was tried is faster."""
+        digest, num_bytes = hashlib.sha256(), 0
+        writing: asyncio.Future[int] | None = None
+        with tempfile.TemporaryFile(buffering=0) as file:
+            async for message in messages:
+                digest.update(message)
+                num_bytes += len(message)
+                if writing is not None:
+                    await writing
+                writing = asyncio.ensure_future(asyncio.to_thread(file.write, message))
+            if writing is not None:
+                await writing
+            await asyncio.to_thread(os.fsync, file.fileno())
+        assert len(digest.digest()) == 32
         return str(num_bytes).encode()
 
 
