@@ -21,8 +21,10 @@ def expected_tokens(scores, keys):
     return (scores + noise).argmax(dim=-1)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 97, BLOCK_TOKENS, 3 * BLOCK_TOKENS + 5])
-@pytest.mark.parametrize("scale", [0.0, 3.0, 40.0])
+@pytest.mark.parametrize(
+    ("num_tokens", "scale"),
+    [(1, 3.0), (97, 0.0), (97, 40.0), (BLOCK_TOKENS, 3.0), (3 * BLOCK_TOKENS + 5, 3.0)],
+)
 def test_tokens_are_those_of_torch(device, num_tokens, scale):
     generator = torch.Generator().manual_seed(num_tokens)
     scores = (torch.randn(12, num_tokens, generator=generator) * scale).to(device)
