@@ -1,12 +1,13 @@
 """Measured: one pool for KV cache and adapters beside fixed splits, an engine on this machine.
 
-    python -m benchmarks.unified_pool_measured --work-dir DIR [--shares 5,10,20,30,50] [--turns 2]
+    OMP_NUM_THREADS=1 python -m benchmarks.unified_pool_measured --work-dir DIR [--shares 10,30]
 
 A real engine (22M parameters, 400 real adapter files of ranks 1 to 8) with so little memory that
 its batch is what fits. All requests wait from the start, first come, first served, and the load
 drifts: many adapters with short answers, then one adapter with long ones, and again. Printed:
-tokens a second with one pool, with each share of the blocks kept for adapters, and with S-LoRA's
-split; each the median of turns in which all take part.
+tokens for each second of the process's processor time (which other work on the machine disturbs
+little) with one pool, with each share of the blocks kept for adapters, and with S-LoRA's split;
+each the median of turns in which all take part.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def tokens_per_s(bench: Bench, share: float | None, arena_blocks: int) -> float:
     bench.runner.arena_blocks = arena_blocks
     commands, num_tokens = drifting(bench)
     gc.collect()
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     bench.step(commands)
     bench.drain()
-    elapsed_s = time.perf_counter() - begin_s
+    elapsed_s = time.process_time() - begin_s
     bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_ADAPTERS)])
     return num_tokens / elapsed_s
 

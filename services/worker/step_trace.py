@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,11 @@ class TracedStep:
 class TracedRunner:
     """Passes everything on to a runner, and appends to a file."""
 
-    def __init__(self, runner: Runner, path: Path) -> None:
+    def __init__(
+        self, runner: Runner, path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Raises OSError when `path` cannot be written."""
+        self._clock = clock
         self.arena_blocks = runner.arena_blocks
         self.block_bytes = runner.block_bytes
         self.tokens_per_block = runner.tokens_per_block
@@ -93,7 +96,7 @@ class TracedRunner:
 
     def launch(self, plan: StepPlan) -> TracedStep:
         """Let the runner compute."""
-        begin_s = time.monotonic()
+        begin_s = self._clock()
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         num_bytes = sum(self._slot_bytes[slot] for slot in slots)
         return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan))
@@ -108,7 +111,7 @@ class TracedRunner:
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)
         begin_s = self._last_end_s if is_next else max(begin_s, self._last_end_s)
-        self._last_end_s, self._last_ids = time.monotonic(), ids
+        self._last_end_s, self._last_ids = self._clock(), ids
         self._write(
             step_s=self._last_end_s - begin_s,
             rows=len(plan.rows),
