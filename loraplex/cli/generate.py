@@ -82,7 +82,7 @@ def _text(value: str | None) -> str | None:
     """The value itself, or the content of the file that it names after an @."""
     if value is None or not value.startswith("@"):
         return value
-    return Path(value[1:]).read_text()
+    return Path(value[1:]).read_text(encoding="utf-8")
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:

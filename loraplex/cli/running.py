@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from loraplex.cli.output import print_error
 from loraplex.cli.parsing import Parser, spelled_out
-from loraplex.errors import LoraplexError, codes_of
+from loraplex.errors import InvalidRequest, LoraplexError, codes_of
 
 INTERRUPTED = 130
 OTHER_FAILURE = 1
@@ -19,17 +20,23 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
     """Parse and run one command; returns its exit code."""
     args = parser.parse_args(spelled_out(argv))
     as_json = bool(getattr(args, "json", False))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack what a model says
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(args)
         return 0
     except LoraplexError as error:
-        print_error(error, as_json=as_json)
-        return codes_of(error).exit
+        return _print(error, as_json)
+    except UnicodeError:
+        # Python reads bytes that are not UTF-8 as halves of surrogate pairs, which none can send.
+        return _print(InvalidRequest("an argument, or what was read, is not UTF-8 text"), as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except FileNotFoundError as error:
+        return _print(InvalidRequest(f"{error.filename}: does not exist"), as_json)
     except OSError as error:
         print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
         return OTHER_FAILURE
@@ -40,6 +47,11 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         message = f"{type(error).__name__}: {error}; please report this as a bug"
         print_error(LoraplexError(message), as_json=True)
         return OTHER_FAILURE
+
+
+def _print(error: LoraplexError, as_json: bool) -> int:
+    print_error(error, as_json=as_json)
+    return codes_of(error).exit
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -47,3 +47,17 @@ def test_values_are_spelled_as_in_the_file(offline: Any, adapter: Path, tmp_path
     values = {v["field"].partition(":")[2]: v["value"] for v in error["violations"]}
     assert code == 3
     assert values == {"r": "true", "bias": "null", "layer_replication": "[[0, 1]]"}
+
+
+@pytest.mark.parametrize("words", [["show", "x\udcff"], ["list", "--tenant", "\udcff"]])
+def test_arguments_that_are_not_utf_8_are_usage(offline: Any, words: list[str]) -> None:
+    code, error = offline.error(*words)
+    assert code == 2
+    assert "not UTF-8" in error["message"]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_read(
+    offline: Any, adapter: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(adapter, tmp_path / "bad\udcff")
+    assert offline("validate", str(folder)).returncode == 0
