@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,11 @@ from services.gateway.request import Job
 from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.worker_words import in_client_words
 
+logger = logging.getLogger(__name__)
+
 _END: Any = grpc.aio.EOF
+OPEN_TIMEOUT_S = 10.0
 ACK_S = 0.1
-_EVENTS_PER_TURN = 16
 
 
 class WorkerLost(Unavailable):
@@ -66,10 +69,13 @@ class Session:
 
     async def open(self, gateway_id: str) -> None:
         """Greet the worker and await its welcome. Raises: LoraplexError."""
+        hello = worker_pb2.SessionHello(gateway_id=gateway_id)
         try:
-            hello = worker_pb2.SessionHello(gateway_id=gateway_id)
-            await self._call.write(worker_pb2.SessionRequest(hello=hello))
-            message = await self._call.read()
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._call.write(worker_pb2.SessionRequest(hello=hello))
+                message = await self._call.read()
+        except TimeoutError:
+            raise WorkerLost("the worker does not welcome the session") from None
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         if message is _END or message.WhichOneof("message") != "welcome":
@@ -95,13 +101,14 @@ class Session:
     async def run(self, heard: Callable[[], None]) -> None:
         """Carry messages until the stream ends, then fail what is left. Calls `heard` per message.
 
-        Raises: WorkerLost always, or the error that ended the stream.
+        Raises: WorkerLost always, or the error that ended the stream; CancelledError where nothing
+        could be written any more.
         """
         writer = asyncio.create_task(self._write())
         try:
             while (message := await self._call.read()) is not _END:
                 heard()
-                await self._handle(message.events)
+                self._handle(message.events)
             raise WorkerLost(f"worker {self.worker_id} ended the session")
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -116,14 +123,13 @@ class Session:
             while True:
                 await self._call.write(await self._up.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
-            # The reader sees the same end and says why.
+            logger.debug("the session ended; its reader says why")
+        finally:
+            # Whatever ended this: a session that carries nothing up must not look open.
             self._call.cancel()
 
-    async def _handle(self, events: worker_pb2.StepEvents) -> None:
-        """In turns with everything else: the events of a large step take milliseconds."""
-        for number, event in enumerate(events.tokens, start=1):
-            if not number % _EVENTS_PER_TURN:
-                await asyncio.sleep(0)
+    def _handle(self, events: worker_pb2.StepEvents) -> None:
+        for event in events.tokens:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue

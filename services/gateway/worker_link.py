@@ -133,6 +133,8 @@ class WorkerLink:
                     logger.warning("worker lost", extra=self._log_fields(error))
                 elif failures == 0:
                     logger.info("worker not reachable yet", extra=self._log_fields(error))
+            except Exception:
+                logger.exception("connection failed", extra=self._log_fields(None))
             self._disconnect()
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1
@@ -235,11 +237,17 @@ def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> Worker
 
 
 async def _first_failure(*runs: Awaitable[None]) -> None:
-    """Run all until one raises; cancel the others and raise it."""
+    """Run all until one ends; cancel the others and raise what it raised.
+
+    Raises: Unavailable where it was cancelled from within, which is how calls end that were cut off
+    on this side: `FIRST_EXCEPTION` would wait on, and the worker look connected without a session.
+    """
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
+            if task.cancelled():
+                raise Unavailable("a call to the worker was cut off", reason="WORKER_LOST")
             task.result()
     finally:
         for task in tasks:

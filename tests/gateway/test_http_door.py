@@ -218,6 +218,7 @@ async def test_add_special_tokens_says_whether_bos_is_added(stack: Stack) -> Non
 async def test_probes_and_metrics(stack: Stack) -> None:
     await stack.start()
     assert (await _send(stack, "/healthz", method="GET"))[0] == 200
+    assert (await _send(stack, "/health", method="GET"))[0] == 200
     assert (await _send(stack, "/readyz", method="GET"))[0] == 200
     status, body = 200, b""
     while status == 200 and b'loraplex_gateway_ready_workers{base="base"} 1.0' not in body:

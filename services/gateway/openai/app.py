@@ -84,8 +84,10 @@ class OpenAIDoor:
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/classify", self.classify, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/", self.models, methods=["GET"]),
             Route("/v1/models/{ref:path}", self.model, methods=["GET"]),
             Route("/healthz", self.healthz, methods=["GET"]),
+            Route("/health", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
             *others,
         ]
