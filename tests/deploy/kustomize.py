@@ -6,7 +6,9 @@ kustomization is an error. Where kubectl is installed a test compares both rende
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ KNOWN = {"apiVersion", "kind", "namespace", "resources", "components", "images",
 
 
 def render(folder: Path) -> list[Document]:
-    """All documents of an overlay, patched."""
+    """All documents of an overlay, patched; the caller's own."""
+    return copy.deepcopy(_rendered(folder.resolve()))
+
+
+@cache
+def _rendered(folder: Path) -> list[Document]:
     documents: list[Document] = []
-    _build(folder.resolve(), documents)
+    _build(folder, documents)
     return documents
 
 
