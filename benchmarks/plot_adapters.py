@@ -25,6 +25,8 @@ def main() -> None:
         for one, draw in zip(axes.flat, draws, strict=True):
             draw(one, folder)
             one.margins(y=0.15)
+            one.title.set_fontsize(10)
+            one.tick_params(labelsize=7)
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=90)
         print(path)
@@ -42,10 +44,10 @@ def bars(axes: Any, groups: list[str], series: dict[str, list[float]]) -> None:
     for place, (name, values) in enumerate(series.items()):
         at = [index + (place + 0.5) * width - 0.4 for index in range(len(groups))]
         drawn = axes.bar(at, values, width, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=5 if len(groups) * len(series) > 20 else 7)
     axes.set_xticks(range(len(groups)), groups)
     if len(series) > 1:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=6)
 
 
 def draw_counts(axes: Any, folder: Path) -> None:
@@ -79,7 +81,8 @@ def draw_agreement(axes: Any, folder: Path) -> None:
     runs = read(folder, "simulated_engine")["runs"]
     names = list(runs[0]["ratios"])
     series = {f"{run['rate']:g} requests/s": list(run["ratios"].values()) for run in runs}
-    bars(axes, [name.replace(" ", "\n", 1) for name in names], series)
+    bars(axes, [name.replace(" ", "\n") for name in names], series)
+    axes.set_ylim(0, 1.8)
     axes.axhspan(0.85, 1.15, color="grey", alpha=0.2)
     axes.set_title("simulated over measured, an engine alone")
 
@@ -115,6 +118,7 @@ def draw_clustering(axes: Any, folder: Path) -> None:
         for age_s, share in places
     }
     bars(axes, [f"d={d}" if d < 32 else "off" for d in distinct], series)
+    axes.set_ylim(0, 1.5)
     axes.set_title("clustering: first tokens within 6 s, 32 adapters")
 
 
