@@ -130,7 +130,7 @@ def _look(path: Path) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
     for name in missing:
         there = f"; {path / _newest(inner)} holds an adapter, give that folder" if inner else ""
         findings.refuse(name, "missing", f"is needed; save the adapter with PEFT{there}")
-    if not missing:
+    if not missing and CONFIG_FILE in names:  # Not through a link, nor from a pipe.
         check_pooling(path, (path / CONFIG_FILE).read_bytes(), findings)
     findings.raise_if_refused()
     return tuple(names), tuple(findings.warnings)

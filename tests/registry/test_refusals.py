@@ -76,7 +76,7 @@ def _bad_tensors() -> Iterator[Case]:
 
 def _bad_files() -> Iterator[Case]:
     good = {CONFIG: Adapter().config, TENSORS: Adapter().tensors}
-    strangers = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "a.pkl",
+    strangers = ["adapter_model.bin", "a.pkl",
                  "model.ckpt", "run.py", ".env", "\u043a\u043b\u044e\u0447.txt", "adapter.zip",
                  "weights.tar.gz", "model.safetensors", "ADAPTER_CONFIG.JSON"]  # fmt: skip
     for name in strangers:
