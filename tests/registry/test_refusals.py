@@ -76,8 +76,8 @@ def _bad_tensors() -> Iterator[Case]:
 
 def _bad_files() -> Iterator[Case]:
     good = {CONFIG: Adapter().config, TENSORS: Adapter().tensors}
-    strangers = ["adapter_model.bin", "a.pkl",
-                 "model.ckpt", "run.py", ".env", "\u043a\u043b\u044e\u0447.txt", "adapter.zip",
+    strangers = ["adapter_model.bin", "a.pkl", "a.joblib", "lib.so", "b.pickle",
+                 "model.ckpt", "run.py", ".env", "\u043a\u043b\u044e\u0447.pem", "adapter.zip",
                  "weights.tar.gz", "model.safetensors", "ADAPTER_CONFIG.JSON"]  # fmt: skip
     for name in strangers:
         yield f"file-{name}", {**good, name: b"x"}, name
