@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from loraplex.errors import AlreadyExists, InvalidRequest, LoraplexError
-from loraplex.v1 import worker_pb2
+from loraplex.v1 import registry_pb2, worker_pb2
 from services.gateway.registry_link import RegistryLink
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,14 @@ class BaseRegistrar:
 
     async def _register(self, model: worker_pb2.GetModelResponse) -> None:
         base_id = model.base_id
+        base = registry_pb2.Base(
+            base_id=base_id,
+            geometry=model.geometry,
+            max_lora_rank=model.max_lora_rank,
+            aliases=model.base_aliases,
+        )
         try:
-            await self._registry.register_base(base_id, model.geometry, model.max_lora_rank)
+            await self._registry.register_base(base)
         except LoraplexError as error:
             self._refusal = f"the registry does not take base {base_id!r}: {error.message}"
             logger.warning("base not registered", extra={"base": base_id, "why": error.message})

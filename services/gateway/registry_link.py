@@ -13,7 +13,7 @@ import grpc
 from loraplex.adapter_format import File
 from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
-from loraplex.v1 import common_pb2, registry_pb2, registry_pb2_grpc
+from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.callers import Caller
 from services.gateway.catalog import Catalog, TagState, Version
@@ -100,11 +100,8 @@ class RegistryLink:
                 raise DataLoss(f"{path} of {label} is not what was published")
         return {path: bytes(content) for path, content in found.items()}
 
-    async def register_base(
-        self, base_id: str, geometry: common_pb2.ModelGeometry, max_lora_rank: int
-    ) -> None:
+    async def register_base(self, base: registry_pb2.Base) -> None:
         """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base."""
-        base = registry_pb2.Base(base_id=base_id, geometry=geometry, max_lora_rank=max_lora_rank)
         try:
             await self._stub.RegisterBase(
                 registry_pb2.RegisterBaseRequest(base=base),

@@ -72,6 +72,12 @@ class WorkerConfig:
         )
 
     @property
+    def base_aliases(self) -> tuple[str, ...]:
+        """Other names by which adapters may call the base: its hub id, as PEFT writes that."""
+        is_hub_id = base_id_of(self.model) == self.model
+        return (self.model,) if is_hub_id and self.model != self.base_id else ()
+
+    @property
     def max_request_adapters(self) -> int:
         """Adapters in one request: a set must fit a step, and leave slots for others."""
         limits = [max(1, self.max_resident // 2)]

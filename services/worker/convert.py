@@ -198,4 +198,5 @@ def model_to_wire(
         generation_config_json=bundle.generation_config_json,
         worker_id=config.worker_id,
         pad_token_id=bundle.pad_token_id,
+        base_aliases=config.base_aliases,
     )

@@ -128,6 +128,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             tokenizer_files=files,
             generation_config_json=self.generation_config_json,
             worker_id=self.worker_id,
+            base_aliases=["org/base"],
         )
 
     async def WatchStatus(

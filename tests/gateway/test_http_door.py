@@ -237,7 +237,8 @@ async def test_not_ready_until_the_registry_took_the_base(stack: Stack) -> None:
     assert b"fingerprint" in body
     stack.registry.refuses_bases = None
     await eventually(lambda: stack.running.readiness.missing() == "")
-    assert stack.registry.bases[0].base_id == "base"
+    [base] = stack.registry.bases
+    assert (base.base_id, base.aliases) == ("base", ["org/base"])
 
 
 async def test_an_unknown_adapter_of_several_is_named(stack: Stack) -> None:

@@ -52,6 +52,13 @@ def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:
     assert base_id_of("org/model") == "org/model"
 
 
+def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) -> None:
+    renamed = {**GOOD, "LORAPLEX_SERVED_MODEL_NAME": "ours"}
+    assert from_env(renamed).base_aliases == ("org/model",)
+    assert from_env({**renamed, "LORAPLEX_MODEL": str(tmp_path)}).base_aliases == ()
+    assert from_env(GOOD).base_aliases == ()
+
+
 def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
     assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
     assert from_env({**GOOD, "LORAPLEX_MAX_RESIDENT": "8"}).max_request_adapters == 4
