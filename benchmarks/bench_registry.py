@@ -1,11 +1,11 @@
 """The registry beside plain file copies, and its index at two sizes.
 
-    python benchmarks/bench_registry.py [--rounds 5] [--adapters 100000] [--work-dir DIR]
+    python -m benchmarks.bench_registry [--rounds 5] [--adapters 100000] [--work-dir DIR]
 
 Prints a table and writes results/<machine kind>/registry.json. What is compared alternates within
 one run, and ratios are medians over rounds, so that a busy machine blurs them and does not tilt
 them. All of it is real: the registry's process, its embedded metadata server, the file store.
-Beside an S3 server (scripts/s3_server.sh ceph python benchmarks/bench_registry.py --only
+Beside an S3 server (scripts/s3_server.sh ceph python -m benchmarks.bench_registry --only
 reindexing_bucket) rebuilding from a bucket is measured too.
 """
 
@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import write_results
-from registry_index import reindexing, reindexing_bucket, resolving
-from registry_transfers import memory, transfers
+from benchmarks.machine import write_results
+from benchmarks.registry_index import reindexing, reindexing_bucket, resolving
+from benchmarks.registry_transfers import memory, transfers
 
 
 async def _run(args: argparse.Namespace) -> None:

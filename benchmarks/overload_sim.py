@@ -1,6 +1,6 @@
 """Overload and fairness: a whole gateway over simulated workers, under a virtual clock.
 
-    python benchmarks/overload_sim.py [--seconds 40] [--seed 0]
+    python -m benchmarks.overload_sim [--seconds 40] [--seed 0]
 
 The gateway's own rooms (admission, rates, routing, relay, sessions) run over simulated workers of a
 fixed speed, so that capacity is a fact of the run: it is measured first, by as many clients as keep
@@ -16,11 +16,7 @@ import argparse
 import asyncio
 import logging
 import random
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.machine import write_results
 from services.gateway.admission import AdmissionLimits

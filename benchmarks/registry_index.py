@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import registry_load as load
-from measuring import median_ratio, timed
-from registry_process import RegistryProcess
 
+from benchmarks import registry_load as load
+from benchmarks.measuring import median_ratio, timed
+from benchmarks.registry_process import RegistryProcess
 from loraplex.v1 import registry_pb2 as pb
 from services.common.objects import ObjectStore, open_store
 from services.common.objects.probe import probe

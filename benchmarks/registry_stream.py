@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from measuring import timed
 
+from benchmarks.measuring import timed
 from loraplex.allocation import reuse_large_blocks
 from loraplex.channel import CHUNK_BYTES
 
@@ -27,7 +27,7 @@ class CountingServer:
 
     async def __aenter__(self) -> Self:
         reuse_large_blocks()
-        self._child = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE)
+        self._child = subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE)
         assert self._child.stdout is not None
         port = int(await asyncio.to_thread(self._child.stdout.readline))
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

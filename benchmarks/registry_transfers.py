@@ -9,11 +9,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import registry_load as load
-from measuring import median_ratio, timed
-from registry_process import RegistryProcess
-from registry_stream import CountingServer
-
+from benchmarks import registry_load as load
+from benchmarks.measuring import median_ratio, timed
+from benchmarks.registry_process import RegistryProcess
+from benchmarks.registry_stream import CountingServer
 from loraplex.publishing import Publication, local_files
 from loraplex.uploading import hash_files, ignore_progress
 

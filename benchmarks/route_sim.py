@@ -1,6 +1,6 @@
 """Where requests land: the gateway's own routing functions under a virtual clock.
 
-    python benchmarks/route_sim.py [--requests 20000] [--seed 0]
+    python -m benchmarks.route_sim [--requests 20000] [--seed 0]
 
 Four workers with eight adapter slots each serve 64 adapters of Zipf popularity. A full worker gives
 up the adapter used longest ago, as ours do, or the one used least of late; a request whose adapter
@@ -19,13 +19,9 @@ import heapq
 import itertools
 import math
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from services.gateway.routing import HomeSizes, Placement, choose
 from services.gateway.view import Load, Residency, Tier, WorkerView
