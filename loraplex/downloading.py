@@ -184,7 +184,7 @@ async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 <<
     """One small file of a version. Raises DataLoss where it is not what was published."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     content, sha256 = bytearray(), ""
-    request = pb.DownloadAdapterRequest(ref=ref, paths=[path])
+    request = pb.DownloadAdapterRequest(ref=ref, paths=[path], reader_verifies=True)
     responses = channel.stream(stub.DownloadAdapter, request)
     async with contextlib.aclosing(responses):
         async for message in responses:
@@ -201,7 +201,8 @@ async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 <<
 
 async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress) -> AdapterVersion:
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
-    responses = channel.stream(stub.DownloadAdapter, pb.DownloadAdapterRequest(ref=ref))
+    request = pb.DownloadAdapterRequest(ref=ref, reader_verifies=True)
+    responses = channel.stream(stub.DownloadAdapter, request)
     async with contextlib.aclosing(responses):
         first = await anext(responses, pb.DownloadAdapterResponse())
         if first.WhichOneof("part") != "version":

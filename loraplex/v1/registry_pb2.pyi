@@ -393,12 +393,14 @@ class DeleteAdapterVersionResponse(_message.Message):
     def __init__(self, deleted: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ...) -> None: ...
 
 class DownloadAdapterRequest(_message.Message):
-    __slots__ = ("ref", "paths")
+    __slots__ = ("ref", "paths", "reader_verifies")
     REF_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
+    READER_VERIFIES_FIELD_NUMBER: _ClassVar[int]
     ref: str
     paths: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ref: _Optional[str] = ..., paths: _Optional[_Iterable[str]] = ...) -> None: ...
+    reader_verifies: bool
+    def __init__(self, ref: _Optional[str] = ..., paths: _Optional[_Iterable[str]] = ..., reader_verifies: bool = ...) -> None: ...
 
 class DownloadAdapterResponse(_message.Message):
     __slots__ = ("version", "chunk")

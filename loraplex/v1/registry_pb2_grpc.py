@@ -252,7 +252,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DownloadAdapter(self, request, context):
-        """DownloadAdapter streams the files of a version, which readers check against its sha256s.
+        """DownloadAdapter streams the files of a version; DATA_LOSS where they are not what was published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,7 +77,9 @@ class RegistryLink:
         """
         wanted = {file.path: file for file in files}
         found = {path: bytearray() for path in wanted}
-        request = registry_pb2.DownloadAdapterRequest(ref=label, paths=list(wanted))
+        request = registry_pb2.DownloadAdapterRequest(
+            ref=label, paths=list(wanted), reader_verifies=True
+        )
         call = self._stub.DownloadAdapter(
             request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
         )

@@ -239,7 +239,13 @@ class RegistryService(AdminService):
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         access.require_pull(found.version.tenant, found.adapter)
         yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
-        async for chunk in chunks_of(self._registry.store, found.version, request.paths):
+        chunks = chunks_of(
+            self._registry.store,
+            found.version,
+            request.paths,
+            reader_verifies=request.reader_verifies,
+        )
+        async for chunk in chunks:
             part = pb.FileChunk(path=chunk.path, offset=chunk.offset, data=chunk.data)
             yield pb.DownloadAdapterResponse(chunk=part)
 
