@@ -13,8 +13,9 @@ from benchmarks import registry_load as load
 from benchmarks.measuring import median_ratio, timed
 from benchmarks.registry_process import RegistryProcess
 from benchmarks.registry_stream import CountingServer
+from loraplex.progress import ignore_progress
 from loraplex.publishing import Publication, local_files
-from loraplex.uploading import hash_files, ignore_progress
+from loraplex.uploading import hash_files
 
 MB = 1_000_000
 _COPY_BYTES = 1 << 20

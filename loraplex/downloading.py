@@ -15,8 +15,8 @@ from typing import BinaryIO
 from loraplex.channel import Channel
 from loraplex.decoding import adapter_version
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
+from loraplex.progress import Progress, ignore_progress
 from loraplex.types import AdapterFile, AdapterVersion
-from loraplex.uploading import Progress, ignore_progress
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 

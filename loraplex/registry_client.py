@@ -12,6 +12,7 @@ from loraplex import decoding, settings
 from loraplex.channel import Channel
 from loraplex.downloading import download, read_file
 from loraplex.model_layout import make_layout
+from loraplex.progress import Progress, ignore_progress
 from loraplex.publishing import (
     Publication,
     config_and_header,
@@ -32,7 +33,7 @@ from loraplex.types import (
     Tag,
     TagMove,
 )
-from loraplex.uploading import LocalFile, Progress, hash_files, ignore_progress, upload
+from loraplex.uploading import LocalFile, hash_files, upload
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 

@@ -15,6 +15,7 @@ import grpc
 
 from loraplex.channel import CHUNK_BYTES, Channel
 from loraplex.errors import Blocked, DataLoss, Unavailable
+from loraplex.progress import Progress, ignore_progress
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -24,13 +25,6 @@ FINISH_TIMEOUT_S = 600.0
 """Validation reads every tensor of a large adapter."""
 
 _READ_AHEAD_CHUNKS = 2
-
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, bytes done, bytes in all); phase is "hash", "upload" or "download"."""
-
-
-def ignore_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
-    """For callers whom nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)

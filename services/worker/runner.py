@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from loraplex.adapter_format.geometry import Geometry
+from loraplex.cli.progress import ProgressBar
 from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.progress import Progress
 from services.worker.adapters.base_values import TORCH_DTYPES, SiteValues
 from services.worker.adapters.contents import ModuleReader, base_geometry, weights_key
 from services.worker.adapters.layout import AdapterLayout
@@ -218,10 +220,8 @@ def build_runner(
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    family, config = read_model_config(model_dir)
-    weights = _weights(load_format, model_dir, torch_dtype, torch_device)
     operators = _operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
-    model = family.build(config, weights, operators)
+    config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     _share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
     arena = kv.arena
@@ -314,12 +314,28 @@ def _share_threads(weight_bytes: int, operators: Operators, device: torch.device
         torch.set_num_threads(1)
 
 
-def _weights(load_format: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Weights:
+def _read_model(
+    folder: Path,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    operators: Operators,
+) -> tuple[ModelConfig, Decoder]:
+    """The base with its weights; a terminal shows how far they are read."""
+    family, config = read_model_config(folder)
+    with ProgressBar(folder.name) as bar:
+        weights = _weights(load_format, folder, dtype, device, bar)
+        return config, family.build(config, weights, operators)
+
+
+def _weights(
+    load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Weights:
     if load_format == "dummy":
         return DummyWeights(dtype, device)
     if load_format != "auto":
         raise InvalidRequest.field("load_format", load_format, "must be auto or dummy")
-    return Checkpoint(folder, dtype, device)
+    return Checkpoint(folder, dtype, device, progress)
 
 
 def _model_info(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.errors import InvalidRequest
+from loraplex.progress import Progress, ignore_progress
 from services.worker.model.config import read_json_object
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -50,11 +51,20 @@ def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int)
 class Checkpoint:
     """safetensors files of a folder, one or sharded with `model.safetensors.index.json`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = ignore_progress,
+    ) -> None:
         self._dtype = dtype
         self._device = device
+        self._progress = progress
         self._stack = ExitStack()
         self._files = {path: self._open(path) for path in _weight_files(folder)}
+        self._total_bytes = sum(path.stat().st_size for path in self._files)
+        self._taken_bytes = 0
         self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}
         self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
 
@@ -83,6 +93,8 @@ class Checkpoint:
             got, wanted = list(tensor.shape), list(shape)
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
         self._left.discard(name)
+        self._taken_bytes += tensor.nbytes
+        self._progress("load", self._taken_bytes, self._total_bytes)
         # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
         # weights.
         return tensor.to(self._device, self._dtype, copy=True)

@@ -126,3 +126,12 @@ def test_a_base_in_pickles_only_is_refused_with_the_way_out(base, tmp_path):
         with pytest.raises(InvalidRequest, match="safetensors") as refused:
             read(tmp_path)
         assert refused.value.violations[0].field == "pytorch_model.bin"
+
+
+def test_loading_tells_how_far_it_is(base):
+    told = []
+    weights = Checkpoint(base.folder, torch.float32, CPU, lambda _, *counts: told.append(counts))
+    build(base.folder, weights)
+    file_bytes = (base.folder / "model.safetensors").stat().st_size
+    assert told == sorted(told) and {total for _, total in told} == {file_bytes}
+    assert 0.9 * file_bytes < told[-1][0] <= file_bytes
