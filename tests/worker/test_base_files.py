@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unavailable
 from services.common.objects.file import FileStore
 from services.worker.base_files import fetch_model, find_model, read_tokenizer
 from tests.worker import tiny
@@ -23,6 +23,22 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(model: str) -> None:
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"config\.json"):
         find_model(str(tmp_path))
+
+
+def test_a_hub_id_that_is_cached_needs_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--acme--tiny" / "refs").mkdir()
+    (tmp_path / "models--acme--tiny" / "refs" / "main").write_text("abc")
+    assert find_model("acme/tiny") == snapshot
+    with pytest.raises(Unavailable, match="not cached"):
+        find_model("acme/other")
 
 
 async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(
