@@ -7,8 +7,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 
-from loraplex.adapter_format import Geometry, Module, Report, validate
+import pytest
+
+from loraplex.adapter_format import Geometry, Module, Report, read_folder, validate
+from loraplex.errors import InvalidAdapter
 
 PREFIX = "base_model.model."
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I32": 4}
@@ -183,3 +187,19 @@ class Adapter:
         """Run the validator on the files."""
         size = len(self.tensors)
         return validate(self.config, self.tensors, size, (), geometry, max_rank, strict)
+
+
+def write(folder: Path, **fields: object) -> Path:
+    """An adapter's folder; `fields` are those of its config that differ."""
+    adapter = Adapter()
+    config = json.loads(adapter.config) | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(adapter.tensors)
+    return folder
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """Why a folder is refused, by field."""
+    with pytest.raises(InvalidAdapter) as caught:
+        read_folder(folder)
+    return {violation.field: violation.description for violation in caught.value.violations}

@@ -10,20 +10,7 @@ import pytest
 
 from loraplex.adapter_format import File, read_folder, validate
 from loraplex.errors import InvalidAdapter, InvalidRequest
-from tests.adapter_format.builders import Adapter, tiny_geometry
-
-
-def write(folder: Path) -> Path:
-    adapter = Adapter()
-    (folder / "adapter_config.json").write_bytes(adapter.config)
-    (folder / "adapter_model.safetensors").write_bytes(adapter.tensors)
-    return folder
-
-
-def refused(folder: Path) -> dict[str, str]:
-    with pytest.raises(InvalidAdapter) as caught:
-        read_folder(folder)
-    return {violation.field: violation.description for violation in caught.value.violations}
+from tests.adapter_format.builders import Adapter, refused, tiny_geometry, write
 
 
 def test_a_folder_is_read_with_digests(tmp_path: Path) -> None:

@@ -9,22 +9,7 @@ import pytest
 
 from loraplex.adapter_format import read_folder
 from loraplex.adapter_format.folder import left_out
-from loraplex.errors import InvalidAdapter
-from tests.adapter_format.builders import Adapter
-
-
-def write(folder: Path, **fields: object) -> Path:
-    adapter = Adapter()
-    config = json.loads(adapter.config) | fields
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter_model.safetensors").write_bytes(adapter.tensors)
-    return folder
-
-
-def refused(folder: Path) -> dict[str, str]:
-    with pytest.raises(InvalidAdapter) as caught:
-        read_folder(folder)
-    return {violation.field: violation.description for violation in caught.value.violations}
+from tests.adapter_format.builders import refused, write
 
 
 @pytest.mark.parametrize(

@@ -207,18 +207,25 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
     return peft.LoraConfig(**{"lora_alpha": 16, "task_type": "CAUSAL_LM", **fields})
 
 
-def make_adapter(base: TinyBase, feature: str, folder: Path, *, seed: int = 0) -> Path:
-    """Train nothing: give every LoRA tensor random values that move the logits, and save."""
-    generator = torch.Generator().manual_seed(seed + sum(map(ord, feature)))
-    model = peft.get_peft_model(resized(base, feature, generator), feature_config(base, feature))
+def draw(
+    model: peft.PeftModel, generator: torch.Generator, *, lora: float = 0.15, other: float = 0.15
+) -> None:
+    """Give what PEFT trains random values that move the logits, of these deviations."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "lora_magnitude" in name:
             parameter.data *= 1.0 + 0.2 * noise
         elif "lora_" in name:
-            parameter.data.copy_(0.15 * noise)  # in place: PEFT may have tied it to another
+            parameter.data.copy_(lora * noise)  # in place: PEFT may have tied it to another
         elif parameter.requires_grad:  # biases, saved modules, token rows
-            parameter.data += 0.15 * noise
+            parameter.data += other * noise
+
+
+def make_adapter(base: TinyBase, feature: str, folder: Path, *, seed: int = 0) -> Path:
+    """Train nothing: give every LoRA tensor random values that move the logits, and save."""
+    generator = torch.Generator().manual_seed(seed + sum(map(ord, feature)))
+    model = peft.get_peft_model(resized(base, feature, generator), feature_config(base, feature))
+    draw(model, generator)
     saves_tables = feature in SAVES_TABLES or "auto"
     model.save_pretrained(folder, save_embedding_layers=saves_tables)
     if feature == "expert-linears":

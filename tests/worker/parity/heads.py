@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from services.worker.request import Pooling
-from tests.worker.parity.adapters import EXPERT_FAMILIES
+from tests.worker.parity.adapters import EXPERT_FAMILIES, draw
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy
 
@@ -58,15 +58,7 @@ def save_random(
     if model.config.model_type == "phi3":  # its projections are fused
         fields["target_modules"] = "all-linear"
     tuned = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=16, **fields)).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in tuned.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "lora_magnitude" in name:
-            parameter.data *= 1.0 + 0.2 * noise
-        elif "lora_" in name:
-            parameter.data.copy_(0.15 * noise)
-        elif parameter.requires_grad:
-            parameter.data += 0.15 * noise
+    draw(tuned, torch.Generator().manual_seed(seed))
     tuned.save_pretrained(folder)
     return tuned
 

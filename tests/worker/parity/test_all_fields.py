@@ -17,7 +17,7 @@ from peft.tuners.lora import config as lora
 from loraplex.adapter_format import Geometry, Report, geometry_from_folder, read_folder, validate
 from loraplex.errors import InvalidAdapter
 from services.worker.runner import build_runner
-from tests.worker.parity.adapters import ATTENTION
+from tests.worker.parity.adapters import ATTENTION, draw
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
@@ -94,15 +94,7 @@ def save(base: TinyBase, folder: Path, seed: int, **fields: object) -> Path:
     """An adapter with random values."""
     given = {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION, **fields}
     model = peft.get_peft_model(copy.deepcopy(base.model), peft.LoraConfig(**given))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "lora_magnitude" in name:
-            parameter.data *= 1.0 + 0.2 * noise
-        elif "lora_" in name:
-            parameter.data.copy_(0.15 * noise)
-        elif parameter.requires_grad:
-            parameter.data += 0.15 * noise
+    draw(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     return folder
 

@@ -11,7 +11,7 @@ import peft
 import torch
 import transformers
 
-from tests.worker.parity.adapters import ATTENTION, EXPERT_FAMILIES
+from tests.worker.parity.adapters import ATTENTION, EXPERT_FAMILIES, draw
 from tests.worker.parity.bases import TinyBase
 
 FAMILIES = (
@@ -105,14 +105,7 @@ def unusual_adapter(base: TinyBase, seed: int, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(seed)
     config = _config(base, rng)
     model = peft.get_peft_model(copy.deepcopy(base.model), config)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "lora_magnitude" in name:
-            parameter.data *= 1.0 + 0.2 * noise
-        elif "lora_" in name:
-            parameter.data.copy_(0.15 * noise / max(1.0, config.r / 32))
-        elif parameter.requires_grad:
-            parameter.data += 0.1 * noise
+    draw(model, generator, lora=0.15 / max(1.0, config.r / 32), other=0.1)
     dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     for parameter in model.parameters():
         if parameter.requires_grad:
