@@ -71,7 +71,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     Raises:
         InvalidRequest: a value is wrong; names the flag or the variable.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
 
     def given(flag: str, knob: Knob[Any]) -> Any:
         text = getattr(args, flag)
@@ -179,7 +179,7 @@ def _check_bind(config: UpConfig) -> None:
             )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loraplex up",
         description="Run registry, gateway and workers on this machine, in the foreground.",

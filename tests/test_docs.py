@@ -1,0 +1,111 @@
+"""What the documents name is there: links, files, modules, targets, variables, commands."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loraplex.cli import loraplex, registry
+from loraplex.cli.parsing import spelled_out
+from services.common import env
+from services.simulate import flags as simulate
+from services.up import flags as up
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(path for top in ("demo", "docs", "services") for path in (ROOT / top).rglob("*.md")),
+]
+PACKAGES = "benchmarks|demo|loraplex|scripts|services|tests"
+PARSERS = {
+    "registry": registry.make_parser,
+    "loraplex": loraplex.make_parser,
+    "loraplex up": up.make_parser,
+    "loraplex simulate": simulate.make_parser,
+}
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    return Path(request.param)
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub names it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if not link.startswith(("https://", "http://")):
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+            assert not anchor or anchor in map(_anchor, headings), link
+
+
+def test_modules_and_targets_are_there(document: Path) -> None:
+    text = document.read_text()
+    for module in re.findall(rf"python -m ((?:{PACKAGES})\.[\w.]*\w)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in re.findall(r"(?:`|^|\s\s)make ([a-z][\w-]*)", text, re.M):
+        assert target in targets, target
+
+
+def test_files_of_ours_are_there(document: Path) -> None:
+    named = re.findall(rf"`((?:{PACKAGES}|docs|deploy)/[\w./-]*\w)[`\s,:]", document.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_variables_are_known(document: Path) -> None:
+    known = {knob.name for knob in env.ALL_KNOBS}
+    named = set(re.findall(r"\bLORAPLEX_[A-Z0-9_]*[A-Z0-9]\b", document.read_text()))
+    assert {name.removesuffix("_FILE") if name not in known else name for name in named} <= known
+
+
+def _command_lines(text: str) -> Iterator[list[str]]:
+    """The words of each call of `registry` and `loraplex`, but of synopses with `[--flag]`."""
+    for line in text.replace("\\\n", " ").splitlines():
+        call = re.match(r"(?:\$ )?(?:\.venv/bin/)?((?:registry|loraplex) .*)", line.strip())
+        if call and " [" not in call[1]:
+            for part in re.split(r" && | \| |; | > ", call[1]):
+                words = shlex.split(part, comments=True)
+                if words and words[0] in PARSERS:
+                    yield words
+
+
+def _check(words: list[str]) -> None:
+    name = " ".join(words[:2]) if " ".join(words[:2]) in PARSERS else words[0]
+    PARSERS[name]().parse_args(spelled_out(words[len(name.split()) :]))
+
+
+def test_commands_are_accepted(document: Path) -> None:
+    for fence in re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.M | re.S):
+        for words in _command_lines(fence):
+            _check(words)
+
+
+def _every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _every(child)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_examples_in_help_are_accepted(name: str) -> None:
+    checked = [
+        words for parser in _every(PARSERS[name]()) for words in _command_lines(parser.epilog or "")
+    ]
+    assert checked
+    for words in checked:
+        _check(words)
