@@ -25,12 +25,11 @@ from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.loader import AdapterLoader, CopiedImage
 from services.worker.adapters.packing import Packer
 from services.worker.adapters.weights import AdapterWeights
-from services.worker.kernels.launch import INTERPRETING
+from services.worker.backends import choose_operators, share_threads
 from services.worker.kernels.lora.records import Records
-from services.worker.kernels.lora.stacked import stacked_share
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.native_operators import NativeOperators
-from services.worker.layers.operators import Operators, TorchOperators
+from services.worker.layers.operators import Operators
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer, blocks_for
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.model.batch import ForwardBatch
@@ -39,14 +38,12 @@ from services.worker.model.decoder import Decoder
 from services.worker.model.families import read_model_config
 from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from services.worker.model.own_rope import base_ropes
-from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
 from services.worker.numerics import (
     dtype_name,
     fingerprint,
     half_wins,
     resolve_device,
     resolve_dtype,
-    set_threads,
 )
 from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
@@ -220,9 +217,9 @@ def build_runner(
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = _operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
+    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
-    _share_threads(model.weight_bytes, operators, torch_device)
+    share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
     arena = kv.arena
     sites = model.site_weights
@@ -285,33 +282,6 @@ def _gpu_path(
     from services.worker.gpu_path import GpuLimits, GpuPath
 
     return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
-
-
-def _operators(
-    device: torch.device, dtype: torch.dtype, cpu_isa: str, arena_bytes: int
-) -> Operators:
-    """Triton on a GPU (or under its interpreter), C++ on a CPU that has kernels for the dtype,
-    else torch."""
-    if device.type == "cuda" or (INTERPRETING and cpu_isa == "auto"):
-        from services.worker.layers.triton_operators import TritonOperators
-
-        return TritonOperators()
-    native = None
-    if device.type == "cpu" and dtype in ACTIVATION_DTYPES:
-        native = load_native(cpu_isa)
-    if native is not None:
-        return NativeOperators(native, dtype)
-    return TorchOperators(stacked_share(arena_bytes) if dtype in ACTIVATION_DTYPES else 0)
-
-
-def _share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:
-    """Threads for torch and for the kernels; torch keeps one where it does small things only."""
-    if device.type != "cpu":
-        return
-    set_threads(weight_bytes)
-    if isinstance(operators, NativeOperators):
-        operators.native.set_threads(torch.get_num_threads())
-        torch.set_num_threads(1)
 
 
 def _read_model(
