@@ -76,7 +76,7 @@ class ServerTls:
 
 
 class RunningServer:
-    """A started server. Live from the start, ready when told."""
+    """A started server. Live while it answers, ready when told."""
 
     def __init__(
         self, server: grpc.aio.Server, health_servicer: Any, names: Sequence[str], ports: list[int]
@@ -102,10 +102,6 @@ class RunningServer:
         self.ready = ready
         for name in self._names:
             await self._health.set(name, _serving(ready))
-
-    async def set_live(self, live: bool) -> None:
-        """What `liveness` reports."""
-        await self._health.set(LIVENESS, _serving(live))
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish for `grace_s`, then cancel them."""
@@ -144,7 +140,8 @@ async def start(
     doors = [(address, tls) for address in listen] + ([service_door] if service_door else [])
     ports = [_bind(server, address, door_tls, setting) for address, door_tls in doors]
     running = RunningServer(server, health_servicer, names, ports)
-    await running.set_live(True)
+    # A server that hangs does not answer, and a worker restarts a silent engine by itself.
+    await health_servicer.set(LIVENESS, _serving(True))
     await running.set_ready(False)
     await server.start()
     logger.info("listening", extra={"addresses": ",".join(listen), "port": running.port})

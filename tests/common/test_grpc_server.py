@@ -172,7 +172,7 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
     await running.stop(0)
 
 
-async def test_health_follows_readiness_and_liveness() -> None:
+async def test_health_is_live_at_once_and_ready_when_told() -> None:
     running = await _running(Registry())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -185,8 +185,8 @@ async def test_health_follows_readiness_and_liveness() -> None:
         assert await statuses() == [SERVING, NOT_SERVING, NOT_SERVING, NOT_SERVING]
         await running.set_ready(True)
         assert await statuses() == [SERVING] * 4
-        await running.set_live(False)
-        assert await statuses() == [NOT_SERVING, SERVING, SERVING, SERVING]
+        await running.set_ready(False)
+        assert await statuses() == [SERVING, NOT_SERVING, NOT_SERVING, NOT_SERVING]
     await running.stop(0)
 
 
