@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     facts = cpu_facts()
     path = RESULTS / machine_kind(facts) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": facts, **results}, indent=2) + "\n")
+    document = {"measured_on": datetime.now(UTC).date().isoformat(), "machine": facts, **results}
+    path.write_text(json.dumps(document, indent=2) + "\n")
     return path
 
 

@@ -13,11 +13,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 
+import peft
 import torch
 import transformers
 
+from benchmarks.machine import cpu_facts
 from services.worker.runner import build_runner
 from tests.worker.parity import heads, ropes, suite
 from tests.worker.parity.adapters import FEATURES
@@ -37,7 +40,9 @@ continuous batch: staggered arrivals, prompts in chunks of {CHUNK_TOKENS} tokens
 {NUM_NEW_TOKENS} greedy tokens each. Every token is compared with transformers + peft run one
 request at a time. A cell holds the largest logprob error; `+n` counts near ties (the float64 gap of
 the two tokens is below 1e-5 standard deviations of the logits); `-` means PEFT has no such adapter
-for the base, or it is refused by name. Written by `python -m tests.worker.parity.write_table`.
+for the base, or it is refused by name. Written on {date.today()} by
+`python -m tests.worker.parity.write_table`, with torch {torch.__version__}, transformers
+{transformers.__version__} and peft {peft.__version__} on {cpu_facts()["cpu"]}.
 
 Below the adapters that generate: `rope:` rows are adapters with a rotary embedding of their own
 (label `rope_scaling`), beside each other and the base, against a base whose config has it; `own
