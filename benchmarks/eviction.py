@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
 from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.eviction import IdleOrder, LeastExpectedLoss, LeastRecentlyUsed
+from services.worker.adapters.eviction import LeastExpectedLoss
+from services.worker.adapters.residency import CachedAdapter
 from services.worker.memory.arena import Arena
 from services.worker.memory.reclaimer import Reclaimer
 
@@ -34,12 +35,20 @@ RATE_PER_S, DURATION_S, HOLD_S = 20.0, 900.0, 4.0
 COPY_START_S, COPY_S_PER_BLOCK = 1e-3, 7e-4
 """8 MiB a block at 12 GB/s, as `slora_policies` has it."""
 HALF_LIVES_S = (15.0, 60.0, 240.0, 960.0)
-ORDERS: dict[str, Callable[[], IdleOrder]] = {
+
+
+class LeastRecentlyUsed(LeastExpectedLoss):
+    """The adapter that has been idle longest goes first."""
+
+    def key(self, adapter: CachedAdapter, copy_s: float) -> float:
+        """Alike: of equals, the one that came first goes."""
+        return 0.0
+
+
+ORDERS: dict[str, Callable[[], LeastExpectedLoss]] = {
     "least recently used": LeastRecentlyUsed,
     **{
-        f"least loss, half-life {half_life_s:g} s": partial(
-            LeastExpectedLoss, half_life_s, COPY_S_PER_BLOCK
-        )
+        f"least loss, half-life {half_life_s:g} s": partial(LeastExpectedLoss, half_life_s)
         for half_life_s in HALF_LIVES_S
     },
 }
@@ -72,7 +81,7 @@ def arrivals(trace: str, seed: int) -> Iterator[tuple[float, int]]:
         yield now, order[bisect(weights, rng.random() * weights[-1])]
 
 
-def run(order: IdleOrder, trace: str, seed: int) -> tuple[float, float]:
+def run(order: LeastExpectedLoss, trace: str, seed: int) -> tuple[float, float]:
     """Misses a request and seconds of copies a request, after the first fifth."""
     num_blocks = [RANKS[i % len(RANKS)] // RANKS_PER_BLOCK for i in range(NUM_ADAPTERS)]
     arena = Arena(sum(num_blocks) // 10)
@@ -96,8 +105,9 @@ def run(order: IdleOrder, trace: str, seed: int) -> tuple[float, float]:
             if not cache.load([digest], (), now):
                 continue  # all are in use: a miss for every order
             cache.take_actions()
-            cache.loaded(digest)
-            copies_s += counts * (COPY_START_S + num_blocks[adapter] * COPY_S_PER_BLOCK)
+            copy_s = COPY_START_S + num_blocks[adapter] * COPY_S_PER_BLOCK
+            cache.loaded(digest, copy_s)
+            copies_s += counts * copy_s
         cache.acquire([digest], now)
         heapq.heappush(held, (now + rng.expovariate(1 / HOLD_S), number, digest))
     cache.check_integrity()

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.worker.adapters.backoff import Backoff
-from services.worker.adapters.eviction import (
-    COPY_START_S,
-    DEFAULT_COPY_S_PER_BLOCK,
-    IdleOrder,
-    LeastExpectedLoss,
-)
+from services.worker.adapters.eviction import CopyTimes, LeastExpectedLoss
 from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
 from services.worker.memory.arena import Arena
@@ -36,7 +31,7 @@ class AdapterCache:
         max_resident: int,
         max_adapter_blocks: int,
         max_pinned_blocks: int,
-        order: IdleOrder | None = None,
+        order: LeastExpectedLoss | None = None,
     ) -> None:
         self._arena = arena
         self._reclaimer = reclaimer
@@ -53,7 +48,7 @@ class AdapterCache:
         self._resident_blocks = 0
         self._idle_blocks = 0
         self._pinned_blocks = 0
-        self._copy_s_per_block = DEFAULT_COPY_S_PER_BLOCK
+        self._copies = CopyTimes()
         self._actions: list[Load | Evict] = []
         self._changed: dict[str, None] = {}
         self.num_changes = 0
@@ -219,8 +214,7 @@ class AdapterCache:
         adapter = self._adapters[digest]
         adapter.facts = facts or adapter.facts
         if copy_s is not None:
-            share = copy_s / adapter.num_blocks
-            self._copy_s_per_block += 0.1 * (share - self._copy_s_per_block)
+            self._copies.add(adapter.num_blocks, copy_s)
         assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
         self.failures.clear(digest)
         adapter.tier = Tier.DEVICE
@@ -288,7 +282,7 @@ class AdapterCache:
         victim = self._order.next_victim(protected)
         if victim is None:
             return None
-        restore_s = COPY_START_S + victim.num_blocks * self._copy_s_per_block
+        restore_s = self._copies.seconds(victim.num_blocks)
         reuse = reuse_probability(now - victim.last_used_s)
         reuse = min(1.0, max(reuse, self._order.uses_per_s(victim, now)))
         return Offer(victim.num_blocks, restore_s, reuse)
@@ -370,7 +364,7 @@ class AdapterCache:
         if not adapter.is_idle or adapter.digest in self._idle:
             return
         self._idle[adapter.digest] = adapter
-        self._order.enter(adapter)
+        self._order.enter(adapter, self._copies.seconds(adapter.num_blocks))
         self._idle_blocks += adapter.num_blocks
         if adapter.unload:
             self._evict(adapter)

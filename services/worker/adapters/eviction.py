@@ -1,6 +1,6 @@
-"""Which idle adapter goes next: orders over idle adapters, so kept that a choice costs O(log n).
+"""Which idle adapter goes next: an order over idle adapters, so kept that a choice costs O(log n).
 
-`benchmarks/eviction.py` measures them on Zipf and drifting traces; `docs/performance-adapters.md`
+`benchmarks/eviction.py` measures it on Zipf and drifting traces; `docs/performance-adapters.md`
 says what came of it.
 """
 
@@ -9,66 +9,30 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection
-from typing import Protocol
 
 from services.worker.adapters.residency import CachedAdapter
 
-COPY_START_S = 1e-3
-"""A copy of an adapter takes this long plus its share for each block."""
-DEFAULT_COPY_S_PER_BLOCK = 1e-4
-"""Until a copy has been measured."""
 HALF_LIFE_S = 60.0
 """A use counts half after this long."""
+COPY_START_S = 1e-3
+"""A copy of an adapter takes this long plus its share for each block."""
+COPY_S_PER_BLOCK = 1e-4
+"""Until copies have been measured."""
 
 
-class IdleOrder(Protocol):
-    """Idle adapters, the next to go first."""
-
-    def used(self, adapter: CachedAdapter, now: float) -> None:
-        """A running request starts to use `adapter`, which is not among the idle."""
-        ...
-
-    def enter(self, adapter: CachedAdapter) -> None:
-        """`adapter` has become idle."""
-        ...
-
-    def leave(self, adapter: CachedAdapter) -> None:
-        """`adapter`, which was idle, no longer is."""
-        ...
-
-    def next_victim(self, protected: Collection[str]) -> CachedAdapter | None:
-        """The next to go of those whose digests are not `protected`; None when there is none."""
-        ...
-
-    def uses_per_s(self, adapter: CachedAdapter, now: float) -> float:
-        """How often it was used of late; 0 where that is not counted."""
-        ...
-
-
-class LeastRecentlyUsed:
-    """The adapter that has been idle longest goes first."""
+class CopyTimes:
+    """How long copies to the device take, as measured lately."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, CachedAdapter] = {}
+        self._s_per_block = COPY_S_PER_BLOCK
 
-    def used(self, adapter: CachedAdapter, now: float) -> None:
-        """Nothing is counted."""
+    def add(self, num_blocks: int, seconds: float) -> None:
+        """A copy took this long."""
+        self._s_per_block += 0.1 * (seconds / num_blocks - self._s_per_block)
 
-    def enter(self, adapter: CachedAdapter) -> None:
-        """Goes last."""
-        self._idle[adapter.digest] = adapter
-
-    def leave(self, adapter: CachedAdapter) -> None:
-        """Does not go."""
-        del self._idle[adapter.digest]
-
-    def next_victim(self, protected: Collection[str]) -> CachedAdapter | None:
-        """The one that came first."""
-        return next((a for a in self._idle.values() if a.digest not in protected), None)
-
-    def uses_per_s(self, adapter: CachedAdapter, now: float) -> float:
-        """Nothing is counted."""
-        return 0.0
+    def seconds(self, num_blocks: int) -> float:
+        """What a copy would take."""
+        return COPY_START_S + num_blocks * self._s_per_block
 
 
 class LeastExpectedLoss:
@@ -84,41 +48,41 @@ class LeastExpectedLoss:
     cost over size.
     """
 
-    def __init__(
-        self, half_life_s: float = HALF_LIFE_S, copy_s_per_block: float = DEFAULT_COPY_S_PER_BLOCK
-    ) -> None:
+    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
         self._half_life_s = half_life_s
-        self._copy_s_per_block = copy_s_per_block
         self._heap: list[tuple[float, int, CachedAdapter]] = []
         self._entries: dict[str, int] = {}
         """Number of the entry of each idle adapter; others in the heap are outdated."""
         self._num_entered = 0
 
     def used(self, adapter: CachedAdapter, now: float) -> None:
-        """Counts."""
+        """A running request starts to use `adapter`, which is not among the idle."""
         use = now / self._half_life_s
         low, high = sorted((adapter.heat, use))
         adapter.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
-    def enter(self, adapter: CachedAdapter) -> None:
-        """Takes its place by what its absence would cost."""
+    def enter(self, adapter: CachedAdapter, copy_s: float) -> None:
+        """`adapter` has become idle; to have it back would take a copy of `copy_s` seconds."""
         self._num_entered += 1
         self._entries[adapter.digest] = self._num_entered
-        copy_s = COPY_START_S + adapter.num_blocks * self._copy_s_per_block
-        unused = adapter.heat == -math.inf  # loaded ahead of requests: counts like one use
-        heat = adapter.last_used_s / self._half_life_s if unused else adapter.heat
-        key = heat + math.log2(copy_s / adapter.num_blocks)
+        key = self.key(adapter, copy_s)
         heapq.heappush(self._heap, (key, self._num_entered, adapter))
 
+    def key(self, adapter: CachedAdapter, copy_s: float) -> float:
+        """Logarithm of what its absence would cost for each block."""
+        unused = adapter.heat == -math.inf  # loaded ahead of requests: counts like one use
+        heat = adapter.last_used_s / self._half_life_s if unused else adapter.heat
+        return heat + math.log2(copy_s / adapter.num_blocks)
+
     def leave(self, adapter: CachedAdapter) -> None:
-        """Does not go."""
+        """`adapter`, which was idle, no longer is."""
         del self._entries[adapter.digest]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
     def next_victim(self, protected: Collection[str]) -> CachedAdapter | None:
-        """The one with the least key."""
+        """The next to go of those whose digests are not `protected`; None when there is none."""
         spared: list[tuple[float, int, CachedAdapter]] = []
         victim = None
         while self._heap:
@@ -133,7 +97,7 @@ class LeastExpectedLoss:
         return victim
 
     def uses_per_s(self, adapter: CachedAdapter, now: float) -> float:
-        """Of the last half-life, about."""
+        """How often it was used in the last half-life, about."""
         count: float = 2.0 ** (adapter.heat - now / self._half_life_s)
         return count * math.log(2) / self._half_life_s
 

@@ -1,4 +1,4 @@
-"""Which idle adapter goes next: what the orders promise, against a look at all of them."""
+"""Which idle adapter goes next: what the order promises, against a look at all of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.adapters.eviction import (
-    COPY_START_S,
-    DEFAULT_COPY_S_PER_BLOCK,
-    IdleOrder,
-    LeastExpectedLoss,
-    LeastRecentlyUsed,
-)
+from services.worker.adapters.eviction import CopyTimes, LeastExpectedLoss
 from services.worker.adapters.residency import CachedAdapter, Tier
 
 HALF_LIFE_S = 60.0
@@ -28,11 +22,11 @@ def make_adapters() -> list[CachedAdapter]:
     ]
 
 
-def use(order: IdleOrder, adapter: CachedAdapter, now: float, times: int = 1) -> None:
+def use(order: LeastExpectedLoss, adapter: CachedAdapter, now: float, times: int = 1) -> None:
     """Of an adapter that is not among the idle; then it is."""
     for _ in range(times):
         order.used(adapter, now)
-    order.enter(adapter)
+    order.enter(adapter, CopyTimes().seconds(adapter.num_blocks))
 
 
 USES = st.lists(st.tuples(st.sampled_from(range(len(SIZES))), st.floats(0, 600)), max_size=60)
@@ -51,7 +45,7 @@ def test_least_expected_loss_is_least_of_what_all_of_them_would_cost(
             order.leave(adapters[index])
         order.used(adapters[index], when)
         counts[index] += 2.0 ** ((when - 600.0) / HALF_LIFE_S)
-        order.enter(adapters[index])
+        order.enter(adapters[index], copy_s=2.0 + SIZES[index])
         idle.add(index)
     protected = [adapters[index].digest for index in spared]
     victim = order.next_victim(protected)
@@ -60,9 +54,7 @@ def test_least_expected_loss_is_least_of_what_all_of_them_would_cost(
     if not left:
         assert victim is None
         return
-    loss = {
-        i: counts[i] * (COPY_START_S + SIZES[i] * DEFAULT_COPY_S_PER_BLOCK) / SIZES[i] for i in left
-    }
+    loss = {i: counts[i] * (2.0 + SIZES[i]) / SIZES[i] for i in left}
     assert victim is not None
     assert math.isclose(loss[int(victim.digest[7:])], min(loss.values()), rel_tol=1e-6)
 
@@ -70,11 +62,10 @@ def test_least_expected_loss_is_least_of_what_all_of_them_would_cost(
 def test_an_adapter_used_often_outlives_one_used_last() -> None:
     popular, fresh, *_ = make_adapters()
     popular.num_blocks = fresh.num_blocks
-    for order, victim in ((LeastExpectedLoss(HALF_LIFE_S), fresh), (LeastRecentlyUsed(), popular)):
-        popular.heat = fresh.heat = -math.inf
-        use(order, popular, 0.0, times=5)
-        use(order, fresh, 10.0)
-        assert order.next_victim(()) is victim
+    order = LeastExpectedLoss(HALF_LIFE_S)
+    use(order, popular, 0.0, times=5)
+    use(order, fresh, 10.0)
+    assert order.next_victim(()) is fresh
 
 
 def test_old_uses_fade() -> None:
@@ -97,7 +88,7 @@ def test_of_equally_used_ones_the_larger_goes_as_its_copy_costs_less_a_block() -
 def test_what_was_loaded_ahead_and_never_used_counts_as_used_once_then() -> None:
     order, (old, ahead, *_) = LeastExpectedLoss(HALF_LIFE_S), make_adapters()
     ahead.num_blocks, ahead.last_used_s = old.num_blocks, 10.0
-    order.enter(ahead)
+    order.enter(ahead, CopyTimes().seconds(ahead.num_blocks))
     use(order, old, 0.0)
     assert order.next_victim(()) is old
 
