@@ -9,16 +9,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.worker import metrics
-from services.worker.adapters.disk import DiskAdapter, DiskCache
-from services.worker.adapters.packers import Packers
-from services.worker.adapters.residency import Tier
+from services.worker.adapters.disk import DiskCache
 from services.worker.adapters.source import AdapterSource, check_digest
 from services.worker.base_files import TokenizerBundle
 from services.worker.crash_guard import CrashGuard, crash_key
@@ -28,21 +26,16 @@ from services.worker.intake import IntakeLimits, check_submit
 from services.worker.messages import (
     Cancel,
     EngineReady,
-    Fetched,
-    FetchFailed,
     Gone,
     Residency,
     StepOutput,
     Submit,
-    Unload,
-    Unpin,
-    Want,
-    WireError,
 )
 from services.worker.request import Grammar
 from services.worker.runner_protocol import ModelInfo
 from services.worker.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
 from services.worker.status import StatusBoard
+from services.worker.supply import Supply
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +51,13 @@ class Door:
         self._max_adapters = max_adapters
         self._on_ready = on_ready
         self._link: EngineLink
-        self._source: AdapterSource
-        self._disk: DiskCache
+        self._supply: Supply
         self._bundle: TokenizerBundle
         self._grammars: GrammarChecker
         self._engine: EngineReady | None = None
         self._live = LiveRequests()
         self._sessions: set[GatewaySession] = set()
         self._session_ids = itertools.count(1)
-        self._pins: set[str] = set()
         self._guard = CrashGuard()
         self._suspects: list[bytes] = []
         """What the engine that died last was computing."""
@@ -83,8 +74,8 @@ class Door:
         grammars: GrammarChecker,
     ) -> None:
         """Wire up what in turn needs the door; nothing can run before."""
-        self._link, self._source, self._disk = link, source, disk
-        self._bundle, self._grammars = bundle, grammars
+        self._link, self._bundle, self._grammars = link, bundle, grammars
+        self._supply = Supply(self.status, link, source, disk, self._spawn)
 
     @property
     def num_live(self) -> int:
@@ -130,34 +121,20 @@ class Door:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
         check_digest(digest)
         self._running()
-        self._disk.lease(digest)
-        try:
-            adapter = await self._source.ensure(digest)
-            self.status.on_disk(adapter)
-            if pin:
-                self._pins.add(digest)
-            self._link.send(_fetched(adapter), Want(digest, pin))
-            return await self.status.arrival(digest)
-        except LoraplexError:
-            self._pins.discard(digest)
-            raise
-        finally:
-            self._disk.release(digest)
+        return await self._supply.load(digest, pin)
 
     def unpin(self, digest: str) -> Residency:
         """Release a pin."""
         check_digest(digest)
         self._running()
-        self._pins.discard(digest)
-        self._link.send(Unpin(digest))
+        self._supply.unpin(digest)
         return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         check_digest(digest)
         self._running()
-        self._pins.discard(digest)
-        self._link.send(Unload(digest))
+        self._supply.unload(digest)
 
     def drain(self) -> None:
         """Refuse new requests; running ones finish."""
@@ -173,11 +150,8 @@ class Door:
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
         """An engine stands: requests are welcome."""
         self._engine = ready
-        self._source.pack_with(Packers(ready.info.geometry, ready.layout))
-        self.status.new_epoch(epoch, self._disk.adapters())
+        self._supply.engine_up(ready, epoch)
         self._tell_ready()
-        for digest in self._pins:
-            self._spawn(self._pin_again(digest))
 
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
@@ -197,9 +171,7 @@ class Door:
                 metrics.count_end("error")
         for session, parcel in news.items():
             session.push(parcel)
-        for entry in output.residency:
-            if entry.tier == Tier.GONE and not entry.error and self._disk.is_leased(entry.digest):
-                self._bring(entry.digest)
+        self._supply.engine_told(output.residency)
 
     def engine_down(self, error: LoraplexError) -> None:
         """The engine is lost, with all that ran there."""
@@ -210,7 +182,7 @@ class Door:
         requests = self._live.clear()
         self._suspects = [r.crash_key for r in requests if r.has_entered]
         for request in requests:
-            self._release(request.digests)
+            self._supply.release(request.digests)
         self._idle.set()
         for session in self._sessions:
             session.end(error)
@@ -261,8 +233,7 @@ class Door:
         )
         key = self._live.add(request)
         self._idle.clear()
-        for digest in digests:
-            self._disk.lease(digest)
+        self._supply.lease(digests)
         if submit.grammar is None:
             self._pass_on(key, submit)
         else:
@@ -275,7 +246,7 @@ class Door:
         assert request is not None, "passed on after its end"
         self._guard.admit(key, request.crash_key, lambda: self._link.send(command))
         for digest in submit.adapters.digests:
-            self._bring(digest)
+            self._supply.bring(digest)
 
     async def _pass_on_checked(
         self, key: str, request: LiveRequest, submit: Submit, grammar: Grammar
@@ -295,46 +266,15 @@ class Door:
             news = StepNews(self.status.load.steps, failures=[(submit.request_id, fault)])
             request.session.push(news)
 
-    def _bring(self, digest: str) -> None:
-        """Tell the engine where an adapter is, after fetching it if need be."""
-        adapter = self._disk.get(digest)
-        if adapter is not None and adapter.num_blocks:
-            self._link.send(_fetched(adapter))
-        else:
-            self._spawn(self._fetch(digest))
-
-    async def _fetch(self, digest: str) -> None:
-        try:
-            adapter = await self._source.ensure(digest)
-        except LoraplexError as error:
-            if self._link.is_up:
-                self._link.send(FetchFailed(digest, WireError.of(error)))
-            return
-        # Without a lease it may have left again since: the engine must not hear of it then.
-        if self._disk.get(digest) is not None:
-            self.status.on_disk(adapter)
-            if self._link.is_up:
-                self._link.send(_fetched(adapter))
-
-    async def _pin_again(self, digest: str) -> None:
-        try:
-            await self.load(digest, pin=True)
-        except LoraplexError as error:
-            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
-
     def _end(self, key: str) -> bool:
         request = self._live.remove(key)
         if request is None:
             return False
         self._guard.settled(key)
-        self._release(request.digests)
+        self._supply.release(request.digests)
         if not len(self._live):
             self._idle.set()
         return True
-
-    def _release(self, digests: Iterable[str]) -> None:
-        for digest in digests:
-            self._disk.release(digest)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -345,7 +285,3 @@ class Door:
         self.status.is_ready = self._engine is not None and not self.status.is_draining
         self.status.touch()
         self._on_ready(self.status.is_ready)
-
-
-def _fetched(adapter: DiskAdapter) -> Fetched:
-    return Fetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)
