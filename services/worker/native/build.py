@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from services.worker.native.isa import ISA_FLAGS, TORCH, choose_isa, family_isas
@@ -22,7 +22,7 @@ from services.worker.native.isa import ISA_FLAGS, TORCH, choose_isa, family_isas
 SOURCE_DIR = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
 # Warnings are for developers; those of GCC 12 concern its own headers.
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
 BUILD_TIMEOUT_S = 300
 
 
@@ -46,8 +46,16 @@ def find_library(isa: str) -> Path | None:
     return None
 
 
-def build_library(isa: str) -> Path:
+def missing_library(wanted: str) -> str:
+    """What `choose_isa(wanted)` says where its library is still to be built, else ""."""
+    isa = choose_isa(wanted)
+    return "" if isa == TORCH or find_library(isa) else isa
+
+
+def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None) -> Path:
     """Compile for one instruction set and return the library's path; keeps one that is there.
+
+    `tell` hears of each source that is compiled.
 
     Raises:
         BuildFailed: without a compiler, without a place to write, or with the compiler's words.
@@ -58,14 +66,16 @@ def build_library(isa: str) -> Path:
     if compiler is None:
         raise BuildFailed(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is on the PATH")
     target = _writable_dir() / f"loraplex-{isa}-{source_hash()}-{_version_hash(compiler)}.so"
-    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
-        built = Path(file.name)
-    try:
-        _compile([compiler, *FLAGS, *ISA_FLAGS[isa]], built)
-        built.chmod(0o755)
+    command = (compiler, *FLAGS, *ISA_FLAGS[isa])
+    sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [str(Path(folder, source.name).with_suffix(".o")) for source in sources]
+        for number, (source, compiled) in enumerate(zip(sources, objects, strict=True), 1):
+            _run(*command, "-c", str(source), "-o", compiled)
+            tell(f"{isa}: compiled {source.name}, {number} of {len(sources)}")
+        built = Path(folder, target.name)
+        _run(*command, "-shared", *objects, "-o", str(built))
         built.replace(target)
-    finally:
-        built.unlink(missing_ok=True)
     return target
 
 
@@ -87,15 +97,9 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(command: Sequence[str], target: Path) -> None:
-    sources = [str(path) for path in sorted(SOURCE_DIR.glob("*.cpp"))]
+def _run(*command: str) -> None:
     try:
-        done = subprocess.run(
-            [*command, *sources, "-o", str(target)],
-            capture_output=True,
-            text=True,
-            timeout=BUILD_TIMEOUT_S,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not finish: {error}") from error
     if done.returncode != 0:
@@ -126,9 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="for every instruction set of this machine's family, not for its own best alone",
     )
-    isas = family_isas() if parser.parse_args(argv).all else (choose_isa("auto"),)
+    parser.add_argument("--isa", default="auto", help="one instruction set, instead of the best")
+    args = parser.parse_args(argv)
+    isas = family_isas() if args.all else (choose_isa(args.isa),)
+    tell = partial(print, "native kernels:", flush=True)
     try:
-        built = {isa: build_library(isa) for isa in isas if isa != TORCH}
+        built = {isa: build_library(isa, tell) for isa in isas if isa != TORCH}
     except BuildFailed as error:
         print(f"native kernels: {error}", file=sys.stderr)
         return 1
