@@ -1,6 +1,7 @@
 """How services know each other: by a certificate (mTLS), or by a secret that they all have.
 
-The secret travels as `authorization: Bearer <token>`.
+The secret travels as `authorization: Bearer <token>`. Its file may hold several, one a line: the
+first is shown, all are accepted, so that it can be changed while everything runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class ServiceAuth:
     """An `Auth` that lets in services: who shows a certificate of theirs, or knows the token."""
 
     def __init__(self, token: str, names: Collection[str] = ()) -> None:
-        """`names` are those of services' certificates; empty = any that TLS accepted."""
-        self._token = token.encode()
+        """`token` is what `read_service_token` gave; `names` are those of services' certificates,
+        empty = any that TLS accepted."""
+        self._token = token
         self._names = frozenset(names)
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
@@ -28,16 +30,24 @@ class ServiceAuth:
         if is_service(peer_names.get(), self._names):
             return LOCAL
         scheme, _, shown = metadata.get("authorization", "").partition(" ")
-        known = self._token and hmac.compare_digest(shown.encode(), self._token)
-        if scheme.lower() != "bearer" or not known:
+        if scheme.lower() != "bearer" or not is_service_token(shown, self._token):
             raise Unauthenticated(
                 "this door is for services that show the service token, or a certificate of theirs"
             )
         return LOCAL
 
 
+def is_service_token(shown: str, token: str) -> bool:
+    """Whether `shown` is one of the lines of the token file."""
+    return any(hmac.compare_digest(shown.encode(), known.encode()) for known in token.split())
+
+
 def read_service_token(path: Path | None) -> str:
-    """The token, or "" without a file. Raises InvalidRequest when it cannot be read or is empty."""
+    """The tokens, one a line, or "" without a file.
+
+    Raises:
+        InvalidRequest: the file cannot be read or is empty.
+    """
     if path is None:
         return ""
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.service_token import read_service_token
 from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from services.gateway.admission import AdmissionLimits
 from services.gateway.openai.guard import is_loopback
@@ -79,7 +80,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         tls=tls_files(environ),
         http_tls=http_tls_files(environ),
         tls_server_name=env.TLS_SERVER_NAME.read(environ),
-        service_token=_token(env.SERVICE_TOKEN_FILE.read(environ)),
+        service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_FORMAT.read(environ),
         reasoning=env.REASONING.read(environ),
@@ -131,12 +132,3 @@ def _shared_url(metadata: str) -> str:
 
 def _is_local(listen: str) -> bool:
     return listen.startswith("unix:") or is_loopback(listen.rpartition(":")[0].strip("[]"))
-
-
-def _token(path: Path | None) -> str:
-    try:
-        return path.read_text().strip() if path else ""
-    except OSError as error:
-        raise InvalidRequest.field(
-            env.SERVICE_TOKEN_FILE.name, str(path), f"cannot be read: {error.strerror}"
-        ) from None

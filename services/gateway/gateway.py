@@ -237,4 +237,4 @@ def _reservoir(config: GatewayConfig) -> LocalReservoir | RedisReservoir:
 
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),) if token else ()
+    return tuple(("authorization", f"Bearer {first}") for first in token.split()[:1])

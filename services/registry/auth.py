@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from urllib.parse import unquote
 
 from loraplex.errors import InvalidRequest, Unauthenticated
 from services.common.callers import Auth, Caller, peer_names
+from services.common.service_token import is_service_token, read_service_token
 from services.common.tls import is_service
 from services.registry.access import SERVICE
 from services.registry.config import RegistryConfig
@@ -42,9 +42,7 @@ class KeyAuth:
                 "this registry wants an API key: set LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE"
             )
         token = value[len(_BEARER) :].strip()
-        if self._service_token and hmac.compare_digest(
-            token.encode(), self._service_token.encode()
-        ):
+        if is_service_token(token, self._service_token):
             return SERVICE_CALLER
         return await self._check_key(token)
 
@@ -89,16 +87,9 @@ def comes_from_here(peer: str) -> bool:
 
 
 def _service_token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
+    token = read_service_token(path)
+    if any(len(line) < 16 for line in token.split()):
         raise InvalidRequest.field(
-            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), f"cannot be read: {error.strerror}"
-        ) from None
-    if len(token) < 16:
-        raise InvalidRequest.field(
-            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), "must hold at least 16 characters"
+            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), "each line must have at least 16 characters"
         )
     return token

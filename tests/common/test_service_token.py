@@ -16,6 +16,11 @@ async def test_the_right_token_enters() -> None:
     assert await auth.check("/s/m", {"authorization": "bearer secret"})
 
 
+@pytest.mark.parametrize("shown", ["new", "old"])
+async def test_every_line_of_the_file_is_accepted(shown: str) -> None:
+    assert await ServiceAuth("new\nold").check("/s/m", {"authorization": f"Bearer {shown}"})
+
+
 @pytest.mark.parametrize("shown", ["", "secret", "Bearer ", "Bearer wrong", "Basic secret"])
 async def test_anything_else_stays_out(shown: str) -> None:
     with pytest.raises(Unauthenticated):
