@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import ReadOnlyError
 from redis.exceptions import TimeoutError as RedisTimedOut
 
 from loraplex.errors import InvalidRequest
@@ -36,7 +37,7 @@ class BoundedRedis(redis.asyncio.Redis):
             raise RedisTimedOut(f"no answer within {_TIMEOUT_S:g} s") from None
 
 
-def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio.Redis:
+def connect_redis(url: str) -> redis.asyncio.Redis:
     """A client that speaks RESP2 and has short time-outs: a server that hangs must not hang us.
 
     Sentinel URLs take `?sentinel_password=...`; name and password before the '@' are those of the
@@ -44,13 +45,13 @@ def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio
     redis-py's `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile`, paths of PEM files.
 
     Raises:
-        InvalidRequest: naming `setting`, without showing passwords.
+        InvalidRequest: naming LORAPLEX_METADATA, without showing passwords.
     """
     parts = urlsplit(url)
     if parts.scheme == "redis+sentinel":
-        return _through_sentinel(url, setting)
+        return _through_sentinel(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise InvalidRequest.field(setting, parts.scheme, _FORMS)
+        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS)
     try:
         return BoundedRedis.from_url(
             url,
@@ -60,10 +61,10 @@ def connect_redis(url: str, setting: str = "LORAPLEX_METADATA") -> redis.asyncio
             health_check_interval=_HEALTH_CHECK_S,
         )
     except ValueError:
-        raise InvalidRequest.field(setting, parts.scheme, _FORMS) from None
+        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS) from None
 
 
-def _through_sentinel(url: str, setting: str) -> redis.asyncio.Redis:
+def _through_sentinel(url: str) -> redis.asyncio.Redis:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query))
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -75,7 +76,7 @@ def _through_sentinel(url: str, setting: str) -> redis.asyncio.Redis:
     except ValueError:
         nodes, number = [], 0
     if not nodes or not service:
-        raise InvalidRequest.field(setting, parts.scheme, _FORMS)
+        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS)
     shared: dict[str, Any] = {
         "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
         **{name: options[name] for name in _TLS_FILES if name in options},

@@ -37,8 +37,6 @@ class Tally:
     steps: int = 0
     loads: int = 0
     preemptions: int = 0
-    busy_s: float = 0.0
-    """Time in steps that computed something, over all workers."""
 
 
 @dataclass(slots=True)
@@ -93,7 +91,7 @@ class Simulation:
             worker = self._workers[index]
             if begin_s != worker.next_step_s:
                 continue  # something came meanwhile, and with it another turn
-            self._take_in(worker.step(), worker, begin_s)
+            self._take_in(worker.step(), worker)
             self._line_up(worker)
 
     def _line_up(self, worker: SimulatedWorker) -> None:
@@ -130,10 +128,9 @@ class Simulation:
             remaining_s=self._fleet.deadline_s,
         )
 
-    def _take_in(self, output: StepOutput, worker: SimulatedWorker, begin_s: float) -> None:
+    def _take_in(self, output: StepOutput, worker: SimulatedWorker) -> None:
         now = worker.clock.now_s
         self.tally.loads += len(output.copies_s)
-        self.tally.busy_s += now - begin_s
         for token in output.tokens:
             flight = self._flights[token.request_id]
             if flight.first_token_s is None:

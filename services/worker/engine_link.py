@@ -1,7 +1,8 @@
 """The door's end of the engine: starts the process, carries frames, notices when it dies or hangs.
 
 Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
-a row; one that refuses its model ends the worker, because starting again would not help.
+a row, one that the door replaces at once; one that refuses its model ends the worker, because
+starting again would not help.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from loraplex.errors import LoraplexError, Unavailable
@@ -73,23 +73,18 @@ class EngineLink:
     """Keeps one engine process running."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        listener: EngineListener,
-        *,
-        step_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: EngineConfig, listener: EngineListener, *, step_timeout_s: float
     ) -> None:
         self._config = config
         self._listener = listener
         self._step_timeout_s = step_timeout_s
-        self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[Command] = []
         self._heard_s = 0.0
         self._is_up = False
         self._is_hung = False
+        self._is_replaced = False
 
     @property
     def is_up(self) -> bool:
@@ -108,6 +103,13 @@ class EngineLink:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox += commands
 
+    def replace(self) -> None:
+        """End the engine, which is up, and start another. The listener hears `engine_up` when that
+        one stands, or `engine_down` when it dies before."""
+        assert self._is_up and self._process is not None, "nothing to replace"
+        self._is_up, self._is_replaced = False, True
+        self._process.kill()
+
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
@@ -115,18 +117,23 @@ class EngineLink:
             LoraplexError: the engine refused the model or its configuration.
         """
         pause_s = FIRST_PAUSE_S
+        is_successor = False
         while True:
-            begin_s = self._clock()
+            begin_s = time.monotonic()
             try:
                 await self._live_once()
             finally:
                 was_up, self._is_up = self._is_up, False
-                if was_up:
+                is_replaced, self._is_replaced = self._is_replaced, False
+                if was_up or (is_successor and not is_replaced):
                     self._listener.engine_down(_engine_lost())
-                code = await self._reap(was_up)
+                code = await self._reap(was_up or is_replaced)
                 if was_up and (self._is_hung or code not in BLAMELESS):
                     self._listener.engine_crashed()
-            if self._clock() - begin_s >= STABLE_S:
+            is_successor = is_replaced
+            if is_replaced:
+                continue
+            if time.monotonic() - begin_s >= STABLE_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning("engine restarts", extra={"pause_s": pause_s})
             await asyncio.sleep(pause_s)
@@ -167,7 +174,7 @@ class EngineLink:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         frames = FrameBuffer()
         while data := await reader.read(RECEIVE_BYTES):
-            self._heard_s = self._clock()
+            self._heard_s = time.monotonic()
             for body in frames.feed(data):
                 self._on_message(decode_message.decode(body))
 
@@ -187,7 +194,7 @@ class EngineLink:
         assert self._process is not None
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
-            silence_s = self._clock() - self._heard_s
+            silence_s = time.monotonic() - self._heard_s
             if not self._is_up or silence_s < PING_INTERVAL_S:
                 continue
             if silence_s > self._step_timeout_s:

@@ -115,7 +115,7 @@ async def test_error_after_the_first_byte_is_one_event_without_done(stack: Stack
 async def test_waiting_streams_carry_comments(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse.EventStream.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(sse, "COMMENT_INTERVAL_S", 0.05)
     stack.workers[0].step_s = 0.3
     await stack.start()
     status, _, body = await _send(stack, body=BODY | {"stream": True, "max_tokens": 2})

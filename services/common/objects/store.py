@@ -162,15 +162,15 @@ class ChecksUploads(Protocol):
 
 
 async def read_chunks(
-    store: ObjectStore, key: str, offset: int, length: int, chunk_bytes: int = CHUNK_BYTES
+    store: ObjectStore, key: str, offset: int, length: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield `length` bytes of an object from `offset` on, in pieces of at most `chunk_bytes`.
+    """Yield `length` bytes of an object from `offset` on, in pieces of at most CHUNK_BYTES.
 
     Raises ObjectStoreError where the object ends early.
     """
     end = offset + length
     while offset < end:
-        data = await store.get_range(key, offset, min(chunk_bytes, end - offset))
+        data = await store.get_range(key, offset, min(CHUNK_BYTES, end - offset))
         if not data:
             raise ObjectStoreError(f"object {key!r} ends at byte {offset}, expected {end}")
         offset += len(data)

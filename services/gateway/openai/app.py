@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +45,6 @@ from services.gateway.scoring import score_all
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
-Endpoint = Callable[[Request], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -33,16 +33,11 @@ class EventStream:
     """
 
     def __init__(
-        self,
-        chunks: AsyncGenerator[bytes],
-        headers: dict[str, str],
-        renamed: Renamed,
-        comment_interval_s: float = COMMENT_INTERVAL_S,
+        self, chunks: AsyncGenerator[bytes], headers: dict[str, str], renamed: Renamed
     ) -> None:
         self._chunks = chunks
         self._headers = headers
         self._renamed = renamed
-        self._interval_s = comment_interval_s
         self._has_begun = False
         self._sent_s = time.monotonic()
         self._sending = asyncio.Lock()
@@ -89,7 +84,7 @@ class EventStream:
     async def _comment(self, send: Send) -> None:
         """Say something whenever nothing was said for a while, so that proxies keep the line."""
         while True:
-            wait_s = self._sent_s + self._interval_s - time.monotonic()
+            wait_s = self._sent_s + COMMENT_INTERVAL_S - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
@@ -122,12 +117,11 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _ended(task: Awaitable[object] | asyncio.Future[Any]) -> None:
+async def _ended(task: asyncio.Future[Any]) -> None:
     """Cancel a task and wait for its clean-up."""
-    future = asyncio.ensure_future(task)
-    if not future.done():
-        future.cancel()
-        await asyncio.gather(future, return_exceptions=True)
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _start(status: int, headers: dict[str, str]) -> dict[str, Any]:

@@ -143,15 +143,14 @@ def _weight_files(folder: Path) -> list[Path]:
 class DummyWeights:
     """Random weights of any geometry: seeded, scaled so that activations keep their size."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, optional: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._optional = optional
         self._generator = torch.Generator(device).manual_seed(0)
 
     def has(self, name: str) -> bool:
-        """Whether optional tensors are pretended to be there."""
-        return self._optional
+        """No optional tensor is there."""
+        return False
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """Ones for norms, zeros for biases, normal numbers for the rest."""
