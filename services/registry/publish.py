@@ -215,11 +215,11 @@ class Publisher:
             same = next((r for r in reversed(records) if _same_content(r, wanted)), None)
             generations = await self._tag_generations(options.tenant, options.name, options.tags)
             if same is not None:
-                intent = Intent(same.digest, same.version, generations, now_s())
+                intent = Intent(same.digest, same.version, generations)
                 await self._uploads.intend(session.upload_id, intent)
                 return same, same.upload_id == session.upload_id
             await self._tenants.check_quota(options.tenant, wanted.size_bytes)
-            intent = Intent(wanted.digest, 0, generations, now_s())
+            intent = Intent(wanted.digest, 0, generations)
             await self._uploads.intend(session.upload_id, intent)
             failpoint("publish.intent")
             number = max((record.version for record in records), default=0) + 1

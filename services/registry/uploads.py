@@ -69,7 +69,6 @@ class Intent:
     """The existing version that has this content; 0 where a new one is made."""
     tag_generations: dict[str, int]
     """Generation of each tag before its move."""
-    intended_s: float
 
 
 @dataclass(frozen=True, slots=True)
