@@ -212,6 +212,13 @@ CACHE_DIR = path_knob("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified ad
 CACHE_BYTES: Knob[int] = Knob(
     "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
 )
+HOST_CACHE_BYTES: Knob[int] = Knob(
+    "LORAPLEX_HOST_CACHE_BYTES",
+    parse_bytes,
+    0,
+    "worker",
+    "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
+)
 KV_MEMORY: Knob[int] = Knob(
     "LORAPLEX_KV_MEMORY",
     parse_bytes,

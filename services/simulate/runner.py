@@ -72,6 +72,7 @@ class TimedRunner:
     """The `Runner` of a simulated worker: steps move the clock by their cost, copies go beside."""
 
     overlaps = False
+    stall_s = 0.0
 
     def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
@@ -101,7 +102,7 @@ class TimedRunner:
         """Never asked for: adapters come packed."""
         raise AssertionError(path)
 
-    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> SimulatedCopy:
+    def copy_adapter(self, path: Path, blocks: Sequence[int], step_s: float = 0.0) -> SimulatedCopy:
         """One copy after another, beside the steps."""
         elapsed_s = self._costs.load(len(blocks) * self.block_bytes)
         self._copies_end_s = max(self._copies_end_s, self._clock.now_s) + elapsed_s

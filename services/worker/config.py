@@ -50,6 +50,7 @@ class WorkerConfig:
     prefix_cache: bool
     overlap: str
     adapter_dtype: str
+    host_cache_bytes: int
 
     def engine(self, model_dir: Path) -> EngineConfig:
         """The part that the engine process gets."""
@@ -69,6 +70,7 @@ class WorkerConfig:
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
+            host_cache_bytes=self.host_cache_bytes,
         )
 
     @property
@@ -127,6 +129,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.ADAPTER_DTYPE.read(environ),
+        host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
     )
 
 

@@ -199,7 +199,9 @@ class Engine:
             tokens=tokens,
             failures=self._outcomes.take_failures(),
             residency=self._take_residency(),
-            load=self._gauges.load(self.scheduler, self._reclaimer, self._arena),
+            load=self._gauges.load(
+                self.scheduler, self._reclaimer, self._arena, self._runner.stall_s
+            ),
             copies_s=self._arrivals.take_copies_s(),
         )
 
@@ -258,6 +260,8 @@ class Engine:
             self._grammars.open(request, command.grammar, command.grammar_tokens)
 
     def _queue(self, request: Request, now: float) -> None:
+        if self.cache.ready(request.adapters.digests):
+            request.adapters_ready_s = request.arrival_s
         self.scheduler.submit(request)
         self._check([request], now)
 
@@ -295,7 +299,7 @@ class Engine:
         actions = self.cache.take_actions()
         for action in actions:
             if isinstance(action, Load):
-                self._arrivals.copy(action)
+                self._arrivals.copy(action, self._gauges.step_s)
             else:
                 self._runner.unload_adapter(action.slot)
         self._has_acted = self._has_acted or bool(actions)

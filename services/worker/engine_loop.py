@@ -154,6 +154,7 @@ def build_engine(config: EngineConfig) -> Engine:
         cpu_isa=CPU_ISA.read(os.environ),
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
+        host_cache_bytes=config.host_cache_bytes,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)

@@ -41,8 +41,10 @@ class Gauges:
         """Mean seconds to compute a prompt token; 0 = not known yet."""
         return 1.0 / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
 
-    def load(self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena) -> EngineLoad:
-        """The load now."""
+    def load(
+        self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena, stall_s: float
+    ) -> EngineLoad:
+        """The load now; `stall_s` = the runner's."""
         return EngineLoad(
             running_requests=scheduler.num_running,
             waiting_requests=scheduler.num_waiting,
@@ -54,6 +56,7 @@ class Gauges:
             max_distinct_adapters=self._max_distinct_adapters,
             steps=self._steps,
             preemptions=scheduler.num_preemptions,
+            layer_stall_s=stall_s,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.worker.adapters.landing import Landing
 from services.worker.cuda_graphs import DecodeGraphs
 from services.worker.decode_inputs import DecodeInputs
 from services.worker.kernels.lora.device_tables import DeviceTables
@@ -59,6 +60,8 @@ class GpuPath:
         modules = Counter(place.site_id for place in sites.places.values())
         self._table = table
         self._model = model
+        self._landings: dict[int, Landing] = {}
+        """By slot: adapters whose bytes the step's stream has not waited for."""
         self._served = {site.id for site in served}
         self._heads = frozenset(site.id for site in served if site.kind == LM_HEAD)
         self._itemsize = kv.groups.itemsize
@@ -90,8 +93,9 @@ class GpuPath:
         ropes = self._model.ropes
         return DecodeInputs(kv, self.lora, ropes, max_model_len, self._itemsize, self._heads)
 
-    def enter(self, slot: int) -> None:
-        """Copy a slot of the table to the device."""
+    def enter(self, slot: int, landing: Landing | None = None) -> None:
+        """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
+        for."""
         sites = range(self.lora.tables.num_sites)
         found = {site: self._table.get((slot, site)) for site in sites}
         deltas = {site: delta for site, delta in found.items() if delta is not None}
@@ -101,10 +105,14 @@ class GpuPath:
             if site not in self._served or delta.replaces_rows
         }
         self.lora.tables.enter(slot, deltas, in_torch)
+        if landing is not None:
+            self._landings[slot] = landing
 
     def remove(self, slot: int) -> None:
-        """Take a slot out of the device's tables."""
+        """Take a slot out of the device's tables; its blocks are free for steps to write."""
         self.lora.tables.remove(slot)
+        if (landing := self._landings.pop(slot, None)) is not None:
+            landing.wait_all()
 
     def fits_graph(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
         """Whether a graph can compute the step."""
@@ -113,6 +121,8 @@ class GpuPath:
     def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
         """Hidden states of a step that fits a graph; `before` = outputs of the step before."""
         assert self._graphs is not None, "no graph fits"
+        for landing in self._landings_of(runs):
+            landing.wait_all()
         return self._graphs.replay(plan, runs, before)
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
@@ -123,7 +133,22 @@ class GpuPath:
         others = [run for run in runs if run not in dense]
         works = self.lora.begin(others, num_rows, self._itemsize)
         touched = self.lora.sites_of(runs)
-        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched, dense)
+        landings = tuple(self._landings_of(runs))
+        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched, dense, landings)
+
+    def _landings_of(self, runs: Sequence[RowRun]) -> list[Landing]:
+        """What a step of these runs has to wait for as it comes to each site. Adapters that do more
+        than kernels can are waited for here, as a whole."""
+        self._landings = {
+            s: arriving for s, arriving in self._landings.items() if not arriving.is_over
+        }
+        found = []
+        for slot in {run.slot for run in runs} & self._landings.keys():
+            if self.lora.tables.in_torch(slot):
+                self._landings[slot].wait_all()
+            else:
+                found.append(self._landings[slot])
+        return found
 
 
 def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:

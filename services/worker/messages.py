@@ -50,6 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """`auto`, `on` or `off`: see `steps`."""
     adapter_dtype: str = "auto"
     """How A and B are kept: `auto` or `int8`."""
+    host_cache_bytes: int = 0
+    """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     first_token_s: float | None = None
     """The longest that a first token may take; see `SchedulerLimits`."""
 
@@ -232,6 +234,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     max_distinct_adapters: int = 0
     steps: int = 0
     preemptions: int = 0
+    layer_stall_s: float = 0.0
+    """For which steps have waited for adapters on their way to the device."""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):

@@ -50,6 +50,10 @@ _preemptions = Gauge("loraplex_worker_preemptions", "Requests preempted since th
 _max_distinct = Gauge(
     "loraplex_worker_max_distinct_adapters", "Most distinct adapters in one step since start"
 )
+_layer_stall_s = Gauge(
+    "loraplex_worker_layer_stall_seconds",
+    "Time for which steps have waited for adapters on their way to the device, since start",
+)
 _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
 
@@ -66,6 +70,7 @@ def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int)
     _preemptions.set(load.preemptions)
     _max_distinct.set(load.max_distinct_adapters)
     _free_blocks.set(load.free_blocks)
+    _layer_stall_s.set(load.layer_stall_s)
 
 
 def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> None:

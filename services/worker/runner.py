@@ -21,6 +21,8 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.progress import Progress
 from services.worker.adapters.base_values import TORCH_DTYPES, SiteValues
 from services.worker.adapters.contents import ModuleReader, base_geometry, weights_key
+from services.worker.adapters.host_tier import HostTier, default_bytes
+from services.worker.adapters.landing import Landing
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.loader import AdapterLoader, CopiedImage
 from services.worker.adapters.packing import Packer
@@ -93,9 +95,11 @@ class TorchRunner:
         """Make the image of the adapter in a verified folder; the result is its blocks."""
         return self._adapters.pack(path)
 
-    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Future[CopiedImage]:
-        """Fill `blocks` from the image in a folder."""
-        return self._adapters.copy(path, blocks)
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Future[CopiedImage]:
+        """Fill `blocks` from the image in a folder: see `runner_protocol`."""
+        return self._adapters.copy(path, blocks, step_s)
 
     def await_copies(self, timeout_s: float) -> None:
         """Return when no copy is under way, or after `timeout_s`."""
@@ -107,8 +111,13 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _enter(self, slot: int, copied: CopiedImage) -> None:
-        self._adapters.enter(slot, copied)
-        self._entered(slot)
+        try:
+            self._adapters.enter(slot, copied)
+            self._entered(slot, copied.landing)
+        except Exception:
+            if copied.landing is not None:
+                copied.landing.wait_all()  # steps may write to its blocks from now on
+            raise
 
     def adapter_blocks(self, path: Path) -> int:
         """Blocks that the adapter in a verified folder needs, for `load_adapter`."""
@@ -120,15 +129,15 @@ class TorchRunner:
         self._adapters.load(slot, path, blocks)
         self._entered(slot)
 
-    def _entered(self, slot: int) -> None:
+    def _entered(self, slot: int, landing: Landing | None = None) -> None:
         if self._batches.records is not None:
             self._batches.records.address(slot)
         if self._batches.gpu is not None:
-            self._enter_on_gpu(slot, self._batches.gpu)
+            self._enter_on_gpu(slot, self._batches.gpu, landing)
 
-    def _enter_on_gpu(self, slot: int, gpu: GpuPath) -> None:
+    def _enter_on_gpu(self, slot: int, gpu: GpuPath, landing: Landing | None) -> None:
         try:
-            gpu.enter(slot)
+            gpu.enter(slot, landing)
         except LoraplexError:
             self._adapters.weights.unload(slot)
             raise
@@ -143,6 +152,11 @@ class TorchRunner:
             self._batches.records.forget(slot)
         if self._batches.gpu is not None:
             self._batches.gpu.remove(slot)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for adapters that were landing."""
+        return self._adapters.weights.stall_s
 
     @property
     def overlaps(self) -> bool:
@@ -196,6 +210,7 @@ def build_runner(
     cpu_isa: str = "auto",
     overlap: str = "off",
     adapter_dtype: str = "auto",
+    host_cache_bytes: int = 0,
     executors: tuple[Executor, Executor] | None = None,
 ) -> TorchRunner:
     """Load a base and allocate its arena.
@@ -210,6 +225,7 @@ def build_runner(
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         overlap: whether steps run beside their caller (see `steps`).
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
+        host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
         executors: of copies and of packing (see `AdapterLoader`).
 
     Raises:
@@ -221,14 +237,14 @@ def build_runner(
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
-    arena = kv.arena
-    sites = model.site_weights
+    arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
     is_native = isinstance(operators, NativeOperators)
     facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
     is_int8 = adapter_dtype == "int8"
     layout = AdapterLayout(arena.block_bytes, *facts, sites.table, base_ropes(config), is_int8)
-    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes)
+    host = _host_tier(arena, host_cache_bytes)
+    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
     values = SiteValues(sites, layout, torch_device)
     packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
     loader = AdapterLoader(adapters, packer, executors)
@@ -250,6 +266,11 @@ def _kv_buffer(
     groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
+
+
+def _host_tier(arena: ArenaBuffer, num_bytes: int) -> HostTier | None:
+    """On a CPU the page cache is as near."""
+    return HostTier(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:

@@ -114,8 +114,14 @@ class Runner(Protocol):
         """Make the image of the adapter in a verified folder; the result is its blocks."""
         ...
 
-    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Pending[Copied]:
-        """Fill `blocks`, which no step reads meanwhile, from the image in a folder."""
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Pending[Copied]:
+        """Fill `blocks`, which no step reads meanwhile, from the image in a folder.
+
+        `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
+        under way; the steps that use it wait for what has not landed.
+        """
         ...
 
     def await_copies(self, timeout_s: float) -> None:
@@ -141,6 +147,11 @@ class Runner(Protocol):
         Steps and changes of the adapters' tables take effect in the order of these calls. A plan
         may follow outputs of the step before. The plan's requests may change afterwards.
         """
+        ...
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for adapters that were landing."""
         ...
 
     def model_info(self) -> ModelInfo:

@@ -69,9 +69,11 @@ class TracedRunner:
         """Let the runner pack."""
         return self._runner.pack_adapter(path)
 
-    def copy_adapter(self, path: Path, blocks: Sequence[int]) -> Pending[Copied]:
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Pending[Copied]:
         """Let the runner copy."""
-        return self._runner.copy_adapter(path, blocks)
+        return self._runner.copy_adapter(path, blocks, step_s)
 
     def await_copies(self, timeout_s: float) -> None:
         """Let the runner wait."""
@@ -119,6 +121,11 @@ class TracedRunner:
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=adapter_bytes,
         )
+
+    @property
+    def stall_s(self) -> float:
+        """The runner's."""
+        return self._runner.stall_s
 
     def model_info(self) -> ModelInfo:
         """The runner's answer."""

@@ -91,9 +91,9 @@ class Arrivals:
         except ResourceExhausted as error:
             self.refused[digest] = error
 
-    def copy(self, load: Load) -> None:
-        """Begin to fill the blocks of `load`."""
-        pending = self._runner.copy_adapter(load.path, load.blocks)
+    def copy(self, load: Load, step_s: float) -> None:
+        """Begin to fill the blocks of `load`; a step takes `step_s`."""
+        pending = self._runner.copy_adapter(load.path, load.blocks, step_s)
         pending.add_done_callback(lambda _: self.wake())
         self._copying.append((load, pending))
 

@@ -78,6 +78,11 @@ class Image(Protocol):
 
     index: ImageIndex
 
+    @property
+    def sha256(self) -> bytes:
+        """As in its head: names the bytes."""
+        ...
+
     def read_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill writable byte buffers, one after another, `index.num_bytes` in all.
 
@@ -107,18 +112,27 @@ class PackedAdapter:
             buffer[:] = self._data[begin : begin + buffer.nbytes]
             begin += buffer.nbytes
 
+    @property
+    def sha256(self) -> bytes:
+        """As `Image` says."""
+        hasher = hashlib.sha256()
+        for part in self._tail():
+            hasher.update(part)
+        return hasher.digest()
+
+    def _tail(self) -> tuple[bytes, bytes, memoryview]:
+        """All that the hash is of: index, zeros, blocks."""
+        index = msgspec.msgpack.encode(self.index)
+        return index, bytes(-(_INDEX_BEGIN + len(index)) % ALIGN_BYTES), self._data
+
     def write(self, path: Path) -> None:
         """Appears at `path` whole or not at all."""
-        index = msgspec.msgpack.encode(self.index)
-        padding = bytes(-(_INDEX_BEGIN + len(index)) % ALIGN_BYTES)
-        hasher = hashlib.sha256(index)
-        hasher.update(padding)
-        hasher.update(self._data)
-        head = MAGIC + len(index).to_bytes(_LENGTH_BYTES, "little") + hasher.digest()
+        tail = self._tail()
+        head = MAGIC + len(tail[0]).to_bytes(_LENGTH_BYTES, "little") + self.sha256
         scratch = path.with_name(f".{secrets.token_hex(8)}")
         try:
             with scratch.open("wb") as target:
-                for part in (head, index, padding, self._data):
+                for part in (head, *tail):
                     target.write(part)
             os.replace(scratch, path)
         finally:

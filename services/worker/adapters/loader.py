@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.worker.adapters.facts import AdapterFacts
 from services.worker.adapters.image import ImageFile, ImageIndex, PackedAdapter, image_path
+from services.worker.adapters.landing import Landing
 from services.worker.adapters.packing import Packer
 from services.worker.adapters.weights import AdapterWeights
 
@@ -26,6 +27,8 @@ class CopiedImage:
     index: ImageIndex
     blocks: tuple[int, ...]
     elapsed_s: float
+    landing: Landing | None = None
+    """What steps have to wait for; None = every byte is on the device."""
 
     @property
     def facts(self) -> AdapterFacts:
@@ -72,9 +75,9 @@ class AdapterLoader:
         """Put the image of the adapter beside it; the result is its number of blocks."""
         return self._packing.submit(self._pack, folder)
 
-    def copy(self, folder: Path, blocks: Sequence[int]) -> Future[CopiedImage]:
-        """Fill `blocks` from the image in `folder`."""
-        self._last_copy = self._copying.submit(self._copy, folder, blocks)
+    def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:
+        """Fill `blocks` from the image in `folder`; see `HostTier.copy`."""
+        self._last_copy = self._copying.submit(self._copy, folder, blocks, step_s)
         return self._last_copy
 
     def await_copies(self, timeout_s: float) -> None:
@@ -102,8 +105,9 @@ class AdapterLoader:
         image.write(image_path(folder, self._packer.fingerprint))
         return image.index.num_blocks
 
-    def _copy(self, folder: Path, blocks: Sequence[int]) -> CopiedImage:
+    def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
-            self.weights.copy(image, blocks)
-            return CopiedImage(folder, image.index, tuple(blocks), time.perf_counter() - begin_s)
+            landing, expected_s = self.weights.copy(image, blocks, step_s)
+            elapsed_s = time.perf_counter() - begin_s + expected_s
+            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, landing)

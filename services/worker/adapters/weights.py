@@ -13,7 +13,9 @@ from torch import Tensor
 
 from loraplex.adapter_format.rope_scaling import parse
 from services.worker.adapters.base_values import TORCH_DTYPES
+from services.worker.adapters.host_tier import HostTier
 from services.worker.adapters.image import Image, ImageIndex, PackedRole, PackedSite
+from services.worker.adapters.landing import Landing
 from services.worker.adapters.site_plan import Role
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.layers.ropes import Ropes
@@ -34,8 +36,13 @@ class AdapterWeights:
         max_resident: int,
         ropes: Ropes,
         base_ropes: BaseRopes,
+        host: HostTier | None = None,
     ) -> None:
-        """`ropes` of the model, where adapters' own, made from `base_ropes`, have rows."""
+        """
+        Args:
+            ropes: of the model, where adapters' own, made from `base_ropes`, have rows.
+            host: what copies go through; None = from the page cache straight into the arena.
+        """
         self.table: dict[tuple[int, int], SiteDelta] = {}
         self._arena = arena
         self._max_resident = max_resident
@@ -43,25 +50,29 @@ class AdapterWeights:
         self._base_ropes = base_ropes
         ropes.reserve(max_resident)
         self._sites_of_slot: dict[int, tuple[int, ...]] = {}
-        self._side: _SideStream | None = None
-        if arena.data.device.type == "cuda":
-            self._side = _SideStream(arena.data.device)
+        self._host = host
 
-    def copy(self, image: Image, blocks: Sequence[int]) -> None:
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for copies under way."""
+        return 0.0 if self._host is None else self._host.stalls.total_s
+
+    def copy(
+        self, image: Image, blocks: Sequence[int], step_s: float = 0.0
+    ) -> tuple[Landing | None, float]:
         """Fill `blocks`, which no step in flight reads. From any one thread, beside the step.
 
-        Raises:
-            DataLoss: the image ends early; the blocks' bytes are undefined then.
+        Raises and returns as `HostTier.copy` does.
         """
-        size, left = self._arena.block_bytes, image.index.num_bytes
         assert len(blocks) == image.index.num_blocks, (len(blocks), image.index.num_blocks)
+        if self._host is not None:
+            return self._host.copy(image, blocks, step_s)
+        size, left = self._arena.block_bytes, image.index.num_bytes
         lengths = [min(size, left - i * size) for i in range(len(blocks))]
-        if self._side is not None:
-            self._side.copy(image, [self._arena.data[b] for b in blocks], lengths)
-            return
         whole = self._arena.data.view(-1).numpy().data
         starts = [block * size for block in blocks]
         image.read_into([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+        return None, 0.0
 
     def enter(self, slot: int, index: ImageIndex, blocks: Sequence[int]) -> None:
         """Enter what was copied into `blocks` under `slot`."""
@@ -82,26 +93,6 @@ class AdapterWeights:
         for site_id in self._sites_of_slot.pop(slot):
             del self.table[slot, site_id]
         self._ropes.remove(slot)
-
-
-class _SideStream:
-    """Copies to a GPU through pinned memory, on a stream that no step waits for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, image: Image, blocks: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Returns when the device has the bytes."""
-        if self._pinned.nbytes < image.index.num_bytes:
-            self._pinned = torch.empty(image.index.num_bytes, dtype=torch.uint8, pin_memory=True)
-        image.read_into([self._pinned[: image.index.num_bytes].numpy().data])
-        begin = 0
-        with torch.cuda.stream(self._stream):
-            for block, length in zip(blocks, lengths, strict=True):
-                block[:length].copy_(self._pinned[begin : begin + length], non_blocking=True)
-                begin += length
-        self._stream.synchronize()
 
 
 def _scales(sites: Sequence[PackedSite], device: torch.device) -> Sequence[Tensor]:

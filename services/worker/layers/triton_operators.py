@@ -71,12 +71,14 @@ class TritonLora:
     def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `DeviceLora.start`."""
         if lora.works and not lora.replaces_rows(site_id):
+            lora.await_site(site_id)
             self._kernels.start(x, site_id, lora)
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `kernels/lora`."""
         if not lora.works and not lora.runs:
             return
+        lora.await_site(site_id)
         if lora.replaces_rows(site_id):
             portable.add_lora(y, x, site_id, lora)
         else:

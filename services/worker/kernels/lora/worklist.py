@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,14 @@ from services.worker.kernels.lora.tables import DeltaTable
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.kernels.lora.step_work import StepWork
+
+
+class Arriving(Protocol):
+    """An adapter that is being copied; see `adapters.landing`."""
+
+    def wait(self, site_id: int) -> None:
+        """Let the current stream wait for its bytes at a site."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,13 @@ class LoraBatch:
     """Sites where kernels have anything to add; None = it is seen at the site."""
     dense: tuple[RowRun, ...] = ()
     """Runs that are in no work: library products compute them."""
+    landings: tuple[Arriving, ...] = ()
+    """Adapters whose bytes are not all on the device yet."""
+
+    def await_site(self, site_id: int) -> None:
+        """Let what is launched next read the adapters at a site."""
+        for landing in self.landings:
+            landing.wait(site_id)
 
     @cached_property
     def packed_runs(self) -> Tensor:
@@ -82,4 +97,4 @@ class LoraBatch:
             begin, end = bisect_left(token_rows, run.begin), bisect_left(token_rows, run.end)
             if begin < end:
                 runs.append(RowRun(run.slot, run.coef, begin, end))
-        return LoraBatch(tuple(runs), self.table, self.records, self.tables)
+        return LoraBatch(tuple(runs), self.table, self.records, self.tables, landings=self.landings)

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from services.worker.adapters.landing import Landing, Stalls
+from services.worker.adapters.loader import CopiedImage
 from services.worker.cuda_graphs import forward_static
 from services.worker.decode_inputs import BlockTables
 from services.worker.gpu_path import site_masks
@@ -101,6 +103,73 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
             sites = inputs.touched_sites(runs_of(step))
             static = forward_static(runner._model, inputs.batch(size, sites, gpu.lora_batch(())))
         torch.testing.assert_close(static[: len(step.rows)], eager, rtol=1e-4, atol=1e-4)
+
+
+class BytesToCome:
+    """An event whose block has its bytes once a stream has waited for it."""
+
+    def __init__(self, arena, block):
+        self._arena, self._block = arena.data, block
+        self._bytes = self._arena[block].clone()
+        self._arena[block] = 0xFF  # NaN in any floating-point type
+
+    def query(self):
+        return False
+
+    def wait(self):
+        self._arena[self._block] = self._bytes
+
+    def elapsed_time(self, _):
+        return 0.0
+
+
+def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, kernel_runner):
+    runner, free = kernel_runner
+    folder, slot = folders[1][1], 2
+    index = runner._adapters._packer.pack(folder).index
+    blocks = [free.pop() for _ in range(runner.adapter_blocks(folder))]
+    runner.load_adapter(slot, folder, blocks)
+    request = Request("landing", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
+    request.block_tables = [[free.pop(), free.pop()] for _ in range(runner.num_kv_groups)]
+    row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))
+    plan = StepPlan(0, (row,))
+    with torch.inference_mode():
+        expected = runner._model.forward(runner._batches.make(plan))
+    runner.unload_adapter(slot)
+
+    events = [BytesToCome(runner.arena, block) for block in blocks]
+    assert len(events) > 1
+    landing = Landing(index, InOrder(events), Stalls(lambda: events[0]))
+    runner.enter_adapter(slot, CopiedImage(folder, index, tuple(blocks), 0.0, landing))
+    with torch.inference_mode():
+        found = runner._model.forward(runner._batches.make(plan))
+    assert torch.equal(found, expected)
+    assert landing.is_over
+    runner.unload_adapter(slot)
+    free += blocks
+
+
+class InOrder(list):
+    """Waiting for one event of a stream is waiting for all before it."""
+
+    def __getitem__(self, block):
+        for event in self[:block] if isinstance(block, int) else ():
+            event.wait()
+        return super().__getitem__(block)
+
+
+def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_runner):
+    """Its blocks are free for steps to write, and its copy would overwrite that."""
+    runner, free = kernel_runner
+    folder = folders[1][0]
+    index = runner._adapters._packer.pack(folder).index
+    blocks = free[: index.num_blocks]
+    events = [BytesToCome(runner.arena, block) for block in blocks]
+    landing = Landing(index, events, Stalls(lambda: events[0]))
+    runner.enter_adapter(3, CopiedImage(folder, index, tuple(blocks), 0.0, landing))
+    assert not landing.is_over
+    runner.unload_adapter(3)
+    assert landing.is_over
 
 
 def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
