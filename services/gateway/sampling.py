@@ -140,12 +140,13 @@ def _max_tokens(
     given = asked.max_tokens
     if given is not None and (given < 0 or (given == 0 and not asked.echo)):
         raise _bad("max_tokens", given, "must be at least 1 (0 only together with echo)")
+    # OpenAI's words: client libraries know the case by them.
+    length = f"this model's maximum context length is {base.max_model_len}"
     if room < (0 if given == 0 else 1):
         raise _too_long(
             "prompt",
             "",
-            f"the prompt has {num_prompt_tokens} tokens, the context of {base.base_id} is "
-            f"{base.max_model_len}; shorten the prompt",
+            f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt",
         )
     if given is None:
         return room if fills_context else min(DEFAULT_MAX_TOKENS, room)
@@ -153,8 +154,8 @@ def _max_tokens(
         raise _too_long(
             "max_tokens",
             given,
-            f"{num_prompt_tokens} prompt tokens and max_tokens {given} exceed the context of "
-            f"{base.max_model_len}; at most {room} fit",
+            f"{length} tokens: {num_prompt_tokens} of the prompt and max_tokens {given} exceed it; "
+            f"at most {room} fit",
         )
     return given
 

@@ -107,10 +107,17 @@ def test_value_out_of_range_is_named(fields: dict[str, object], field: str) -> N
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_prompt_that_fills_the_context_is_refused() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        _resolve(num_prompt_tokens=64)
-    assert caught.value.violations[0].field == "prompt"
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"num_prompt_tokens": 64}, "prompt"), ({"max_tokens": 64}, "max_tokens")]
+)
+def test_what_exceeds_the_context_is_refused_in_words_that_clients_know(
+    fields: dict[str, int], field: str
+) -> None:
+    with pytest.raises(
+        InvalidRequest, match="this model's maximum context length is 64 "
+    ) as caught:
+        _resolve(**fields)
+    assert caught.value.violations[0].field == field
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
