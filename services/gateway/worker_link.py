@@ -160,6 +160,7 @@ class WorkerLink:
             worker_id=session.worker_id or model.worker_id or self._view.address,
             base_id=model.base_id,
             numerics=model.numerics_fingerprint,
+            epoch=session.epoch,
             connected=True,
         )
         self._hear()
@@ -183,6 +184,9 @@ class WorkerLink:
         try:
             async for message in call:
                 self._hear()
+                if message.epoch != self._view.epoch:  # another engine: it may compute otherwise
+                    model = await self._get_model(include_tokenizer=False)
+                    self._view = replace(self._view, numerics=model.numerics_fingerprint)
                 self._view = updated(self._view, message)
                 self._changed()
             raise Unavailable(f"worker {self._view.worker_id} ended its status stream")

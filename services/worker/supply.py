@@ -13,6 +13,7 @@ from services.worker.adapters.residency import Tier
 from services.worker.adapters.source import AdapterSource
 from services.worker.engine_link import EngineLink
 from services.worker.messages import (
+    Command,
     EngineReady,
     Fetched,
     FetchFailed,
@@ -28,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class Supply:
-    """Fetches what is asked for and tells the engine where it lies."""
+    """Fetches what is asked for and tells the engine where it lies.
+
+    While one engine replaces another there is none to tell: `engine_up` makes up for that.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class Supply:
             self._status.on_disk(adapter)
             if pin:
                 self._pins.add(digest)
-            self._link.send(_fetched(adapter), Want(digest, pin))
+            self._tell(_fetched(adapter), Want(digest, pin))
             return await self._status.arrival(digest)
         except LoraplexError:
             self._pins.discard(digest)
@@ -73,18 +77,18 @@ class Supply:
     def unpin(self, digest: str) -> None:
         """Release a pin."""
         self._pins.discard(digest)
-        self._link.send(Unpin(digest))
+        self._tell(Unpin(digest))
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         self._pins.discard(digest)
-        self._link.send(Unload(digest))
+        self._tell(Unload(digest))
 
     def bring(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if need be."""
         adapter = self._disk.get(digest)
         if adapter is not None and adapter.num_blocks:
-            self._link.send(_fetched(adapter))
+            self._tell(_fetched(adapter))
         else:
             self._spawn(self._fetch(digest))
 
@@ -92,8 +96,8 @@ class Supply:
         """Another engine, which holds nothing yet."""
         self._source.pack_with(Packers(ready.info.geometry, ready.layout))
         self._status.new_epoch(epoch, self._disk.adapters())
-        for digest in self._pins:
-            self._spawn(self._pin_again(digest))
+        for digest in self._pins | self._status.awaited():
+            self._spawn(self._load_again(digest))
 
     def engine_told(self, residency: Iterable[Residency]) -> None:
         """Bring again what the engine forgot and somebody still needs."""
@@ -105,20 +109,25 @@ class Supply:
         try:
             adapter = await self._source.ensure(digest)
         except LoraplexError as error:
-            if self._link.is_up:
-                self._link.send(FetchFailed(digest, WireError.of(error)))
+            self._tell(FetchFailed(digest, WireError.of(error)))
             return
         # Without a lease it may have left again since: the engine must not hear of it then.
         if self._disk.get(digest) is not None:
             self._status.on_disk(adapter)
-            if self._link.is_up:
-                self._link.send(_fetched(adapter))
+            self._tell(_fetched(adapter))
 
-    async def _pin_again(self, digest: str) -> None:
+    async def _load_again(self, digest: str) -> None:
+        is_pinned = digest in self._pins
         try:
-            await self.load(digest, pin=True)
+            await self.load(digest, pin=is_pinned)
         except LoraplexError as error:
-            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+            self._tell(FetchFailed(digest, WireError.of(error)))
+            if is_pinned:
+                logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+
+    def _tell(self, *commands: Command) -> None:
+        if self._link.is_up:
+            self._link.send(*commands)
 
 
 def _fetched(adapter: DiskAdapter) -> Fetched:

@@ -35,6 +35,7 @@ class WorkerProcess:
     root: Path
     digests: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
+    python: str = sys.executable
 
     @property
     def address(self) -> str:
@@ -59,7 +60,7 @@ class WorkerProcess:
     def start(self, **changes: str) -> None:
         """Start and return at once."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.worker"],
+            [self.python, "-m", "services.worker"],
             cwd=REPOSITORY,
             env=self.environment(**changes),
             stderr=subprocess.PIPE,

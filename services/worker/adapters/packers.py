@@ -32,6 +32,7 @@ class Packers:
         for _ in range(count):
             self._idle.put_nowait(None)
         self._processes: set[asyncio.subprocess.Process] = set()
+        self._is_closed = False
 
     async def prepare(self, folder: Path, sha256: str) -> int:
         """The blocks of the folder's verified image; 0 = the engine has to make it.
@@ -43,6 +44,8 @@ class Packers:
         """
         process = await self._idle.get()
         try:
+            if self._is_closed:
+                raise EOFError
             if process is None or process.returncode is not None:
                 process = await self._start()
             async with asyncio.timeout(TIMEOUT_S):
@@ -60,7 +63,8 @@ class Packers:
         return answer.num_blocks
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the processes; whoever waits for one hears that there is none."""
+        self._is_closed = True
         processes = list(self._processes)
         for process in processes:
             self._end(process)

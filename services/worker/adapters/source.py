@@ -157,8 +157,18 @@ class AdapterSource:
             self._disk.discard(folder)
 
     async def _prepare(self, folder: Path, sha256: str) -> int:
-        assert self._packers is not None, "asked for an adapter before there was an engine"
-        return await self._packers.prepare(folder, sha256)
+        """Pack for the engine that is there in the end: another may have come meanwhile."""
+        while True:
+            packers = self._packers
+            assert packers is not None, "asked for an adapter before there was an engine"
+            try:
+                num_blocks = await packers.prepare(folder, sha256)
+            except Unavailable:
+                if packers is self._packers:
+                    raise
+            else:
+                if packers is self._packers:
+                    return num_blocks
 
     async def _manifest(self, digest: str) -> bytes:
         check_digest(digest)

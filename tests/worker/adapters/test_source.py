@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.manifest import digest_of
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.errors import (
     AdapterNotFound,
     DataLoss,
@@ -173,6 +174,22 @@ async def test_another_layout_packs_anew_and_leaves_no_old_image(stage: Stage) -
     second = await stage.source.ensure(digest)
     assert second.num_blocks < first.num_blocks
     assert images_in(first.path) == [image_path(first.path, other.fingerprint)]
+    await stage.source.close()
+
+
+async def test_what_is_packed_while_another_engine_comes_is_packed_for_that_one(
+    stage: Stage,
+) -> None:
+    stage.source.pack_with(Packers(stage.geometry, stage.layout))
+    digest = await stage.publish("one")
+    flight = asyncio.create_task(stage.source.ensure(digest))
+    while not list((stage.root / "cache/incoming").glob(f"*/{TENSOR_FILE}")):
+        await asyncio.sleep(0.001)
+    other = replace(stage.layout, block_bytes=2 * stage.layout.block_bytes)
+    stage.source.pack_with(Here(stage.geometry, other))
+    adapter = await flight
+    assert adapter.num_blocks > 0
+    assert images_in(adapter.path) == [image_path(adapter.path, other.fingerprint)]
     await stage.source.close()
 
 
