@@ -29,9 +29,14 @@ def digest_of(name: int, version: int) -> str:
     return "sha256:" + hashlib.sha256(f"{name}/{version}".encode()).hexdigest()
 
 
-def make_runner(base: Path, arena_bytes: int, overlap: str) -> TorchRunner:
+def make_runner(base: Path, arena_bytes: int, overlap: str, cpu_isa: str) -> TorchRunner:
     return build_runner(
-        base, device="cpu", dtype="float32", arena_bytes=arena_bytes, overlap=overlap
+        base,
+        device="cpu",
+        dtype="float32",
+        arena_bytes=arena_bytes,
+        overlap=overlap,
+        cpu_isa=cpu_isa,
     )
 
 
@@ -41,6 +46,7 @@ class Soak:
 
     root: Path
     overlap: str
+    cpu_isa: str
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     versions: dict[int, int] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -48,8 +54,8 @@ class Soak:
 
     def __post_init__(self) -> None:
         base = tiny.write_base(self.root / "base")
-        self.runner = make_runner(base, 1 << 20, self.overlap)
-        self.alone = make_runner(base, 1 << 20, "off")
+        self.runner = make_runner(base, 1 << 20, self.overlap, self.cpu_isa)
+        self.alone = make_runner(base, 1 << 20, "off", self.cpu_isa)
         config = make_config(max_resident=64, max_running=8)
         self.engine = Engine(self.runner, config, time.monotonic)
 
@@ -117,11 +123,13 @@ class Soak:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize(
+    ("overlap", "cpu_isa"), [("off", "auto"), ("on", "auto"), ("off", "torch")]
+)
 def test_five_thousand_names_are_served_as_their_digest_and_leave_nothing(
-    tmp_path: Path, overlap: str
+    tmp_path: Path, overlap: str, cpu_isa: str
 ) -> None:
-    soak = Soak(tmp_path, overlap)
+    soak = Soak(tmp_path, overlap, cpu_isa)
     for name in range(NUM_NAMES):
         soak.upload(name)
     number, early, num_checked = 0, None, 0
