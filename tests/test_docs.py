@@ -22,6 +22,7 @@ DOCUMENTS = [
     *(path for top in ("demo", "docs", "services") for path in (ROOT / top).rglob("*.md")),
 ]
 PACKAGES = "benchmarks|demo|loraplex|scripts|services|tests"
+VARIABLES = {knob.name for knob in env.ALL_KNOBS} | {"AWS_ENDPOINT_URL_S3"}
 PARSERS = {
     "registry": registry.make_parser,
     "loraplex": loraplex.make_parser,
@@ -66,9 +67,8 @@ def test_files_of_ours_are_there(document: Path) -> None:
 
 
 def test_variables_are_known(document: Path) -> None:
-    known = {knob.name for knob in env.ALL_KNOBS}
     named = set(re.findall(r"\bLORAPLEX_[A-Z0-9_]*[A-Z0-9]\b", document.read_text()))
-    assert {name.removesuffix("_FILE") if name not in known else name for name in named} <= known
+    assert [name for name in named if not {name, name.removesuffix("_FILE")} & VARIABLES] == []
 
 
 def _command_lines(text: str) -> Iterator[list[str]]:
@@ -109,3 +109,12 @@ def test_the_examples_in_help_are_accepted(name: str) -> None:
     assert checked
     for words in checked:
         _check(words)
+
+
+def test_reasons_of_errors_are_explained_and_no_others() -> None:
+    packages = [path for top in ("loraplex", "services") for path in (ROOT / top).rglob("*.py")]
+    source = "\n".join(path.read_text() for path in packages)
+    document = (ROOT / "docs" / "operating.md").read_text().partition("## Errors by reason")[2]
+    explained = {name for name in re.findall(r"`([A-Z_]{4,})`", document) if name not in VARIABLES}
+    assert set(re.findall(r"\breason ?= ?\"([A-Z_]+)\"", source)) <= explained
+    assert [name for name in explained if f'"{name}"' not in source] == []
