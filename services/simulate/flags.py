@@ -108,7 +108,6 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         device="simulated",
         dtype="float32",
         arena_bytes=arena_bytes,
-        load_format="auto",
         max_lora_rank=max(rank_mix(args.ranks)),
         max_resident=args.max_resident,
         max_step_tokens=args.max_step_tokens,

@@ -117,14 +117,8 @@ class Simulation:
         return Submit(
             request_id=request_id,
             prompt_ids=list(range(start, start + request.num_input)),
-            output_ids=[],
             sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
             adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
-            tenant="default",
-            priority=0,
-            fairness_weight=1.0,
-            cache_salt="",
-            sample_index=0,
             remaining_s=self._fleet.deadline_s,
         )
 

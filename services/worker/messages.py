@@ -29,7 +29,7 @@ MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 
 
-class EngineConfig(msgspec.Struct, frozen=True):
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine process is started with, every default resolved by the door."""
 
     model_dir: str
@@ -37,13 +37,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
     dtype: str
     arena_bytes: int
     """0 = chosen by the runner."""
-    load_format: str
+    load_format: str = "auto"
     max_lora_rank: int
     max_resident: int
     max_step_tokens: int
     max_running: int
-    max_loras: int | None
-    policy: str
+    max_loras: int | None = None
+    policy: str = "fcfs"
     """A key of `engine.POLICIES`."""
     prefix_cache: bool = True
     overlap: str = "off"
@@ -78,21 +78,21 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
         return from_wire(self.code, self.reason, self.message, violations, self.retry_after_s)
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Start a request, fresh or resumed."""
 
     request_id: str
     """Unique among the live requests of the worker."""
     prompt_ids: list[int]
-    output_ids: list[int]
+    output_ids: list[int] = []
     sampling: SamplingParams
-    adapters: AdapterSet
-    tenant: str
-    priority: int
-    fairness_weight: float
-    cache_salt: str
-    sample_index: int
-    remaining_s: float | None
+    adapters: AdapterSet = AdapterSet()
+    tenant: str = "default"
+    priority: int = 0
+    fairness_weight: float = 1.0
+    cache_salt: str = ""
+    sample_index: int = 0
+    remaining_s: float | None = None
     """Until the deadline; None = no deadline."""
     grammar: Grammar | None = None
     grammar_tokens: GrammarTokens = GrammarTokens()

@@ -15,22 +15,14 @@ def make_submit(
     digests: Iterable[str] = (),
     **others: object,
 ) -> Submit:
-    """Of tenant `t`, each adapter with weight 1, without a deadline."""
-    fields = {
-        "output_ids": [],
-        "adapters": AdapterSet(tuple((digest, 1.0) for digest in sorted(digests))),
-        "tenant": "t",
-        "priority": 0,
-        "fairness_weight": 1.0,
-        "cache_salt": "",
-        "sample_index": 0,
-        "remaining_s": None,
-    }
+    """Each adapter with weight 1."""
+    adapters = AdapterSet(tuple((digest, 1.0) for digest in sorted(digests)))
     return Submit(
         request_id=request_id,
         prompt_ids=list(prompt_ids),
         sampling=sampling,
-        **{**fields, **others},
+        adapters=adapters,
+        **others,
     )
 
 
@@ -41,12 +33,9 @@ def make_config(**others: object) -> EngineConfig:
         "device": "cpu",
         "dtype": "float32",
         "arena_bytes": 0,
-        "load_format": "auto",
         "max_lora_rank": 64,
         "max_resident": 8,
         "max_step_tokens": 64,
         "max_running": 16,
-        "max_loras": None,
-        "policy": "fcfs",
     }
     return EngineConfig(**{**fields, **others})
