@@ -168,6 +168,21 @@ async def test_body_without_declared_size_is_capped_too(stack: Stack) -> None:
     assert _error(body)["code"] == "body_too_large"
 
 
+@pytest.mark.parametrize(("host", "status"), [("localhost", b"400"), ("evil.example", b"403")])
+async def test_a_client_that_sends_all_before_it_reads_is_told_why_it_is_refused(
+    stack: Stack, host: str, status: bytes
+) -> None:
+    await stack.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.running.http_port)
+    head = f"host: {host}\r\ncontent-type: application/json\r\ncontent-length: {16 << 20}"
+    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+    for _ in range(16):
+        writer.write(b" " * (1 << 20))
+        await writer.drain()
+    assert (await reader.readline()).split()[1] == status
+    writer.close()
+
+
 async def test_models_page_by_limit_and_after(stack: Stack) -> None:
     for name in ("a", "b", "c"):
         stack.registry.put(name)

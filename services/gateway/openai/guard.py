@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import re
 import secrets
@@ -17,6 +19,8 @@ from services.gateway.openai.body import parse_object
 from services.gateway.openai.errors import error_body
 
 MAX_BODY_BYTES = 8 << 20
+_MAX_DISCARDED_BYTES = 64 << 20
+_DISCARD_IDLE_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _PROBES = frozenset({"/healthz", "/health", "/readyz"})
 
@@ -51,16 +55,48 @@ class Guard:
         request_id = request_id_of(headers.get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
 
+        intake = _Intake(receive)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif not message.get("more_body") and not intake.is_over and "expect" not in headers:
+                await send({**message, "more_body": True})
+                await intake.discard()
+                message = {"type": "http.response.body"}
             await send(message)
 
         host = headers.get("host", "")
         if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
             await _refuse(send_with_id, _bad_host())
             return
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, intake, send_with_id)
+
+
+class _Intake:
+    """The body of a request as it comes in.
+
+    What is answered before its body was read (too large, no key) has the rest dropped before the
+    connection closes: clients that send everything before they read would else see a broken pipe.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.is_over = False
+        """True once the server has nothing more of the body to give."""
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.is_over = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Drop the rest, up to a bound of bytes, or until nothing comes any more."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            while not self.is_over and num_bytes < _MAX_DISCARDED_BYTES:
+                async with asyncio.timeout(_DISCARD_IDLE_S):
+                    num_bytes += len((await self()).get("body", b""))
 
 
 def request_id_of(given: str) -> str:
@@ -120,7 +156,11 @@ def _bad_host() -> LoraplexError:
 
 
 async def _refuse(send: Send, error: LoraplexError) -> None:
-    headers = [(b"content-type", b"application/json")]
+    body = error_body(error)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
     await send(start)
-    await send({"type": "http.response.body", "body": error_body(error)})
+    await send({"type": "http.response.body", "body": body})
