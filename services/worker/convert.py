@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 from loraplex.convert import geometry_to_proto
@@ -45,6 +46,7 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
         ),
         pooling=_pooling_from_wire(message),
         remaining_first_token_s=message.remaining_first_token_s or None,
+        came_s=time.monotonic(),
     )
 
 

@@ -100,6 +100,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """With one: a vector and no output."""
     remaining_first_token_s: float | None = None
     """Until the first token is due; None = whenever the deadline allows."""
+    came_s: float | None = None
+    """By the monotonic clock, which the door and the engine share: a step may be under way when it
+    comes, and the wait for that step's end counts. None = the engine's moment."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

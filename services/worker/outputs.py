@@ -11,8 +11,9 @@ from services.worker.request import FinishReason, Request
 
 
 def to_request(command: Submit, now: float) -> Request:
-    """The request that a command describes, arriving now."""
-    deadline_s = None if command.remaining_s is None else now + command.remaining_s
+    """The request that a command describes, taken in now."""
+    arrival_s = now if command.came_s is None else min(command.came_s, now)
+    deadline_s = None if command.remaining_s is None else arrival_s + command.remaining_s
     left_s = command.remaining_first_token_s
     return Request(
         request_id=command.request_id,
@@ -25,8 +26,8 @@ def to_request(command: Submit, now: float) -> Request:
         cache_salt=command.cache_salt,
         sample_index=command.sample_index,
         deadline_s=deadline_s,
-        first_token_due_s=None if left_s is None else now + left_s,
-        arrival_s=now,
+        first_token_due_s=None if left_s is None else arrival_s + left_s,
+        arrival_s=arrival_s,
         output_ids=list(command.output_ids),
         pooling=command.pooling,
     )

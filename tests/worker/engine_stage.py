@@ -110,7 +110,7 @@ def submit(
     rng = random.Random(seed)
     prompt_ids = [rng.randrange(tiny.VOCAB - 1) for _ in range(fields.pop("num_prompt", 9))]
     sampling = {"max_tokens": 12, "seed": seed, "ignore_eos": True, **fields}
-    left = {k: sampling.pop(k, None) for k in ("remaining_s", "remaining_first_token_s")}
+    left = {k: sampling.pop(k, None) for k in ("remaining_s", "remaining_first_token_s", "came_s")}
     return make_submit(
         request_id,
         prompt_ids,

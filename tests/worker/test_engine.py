@@ -280,6 +280,17 @@ def test_a_first_token_that_is_due_too_soon_is_never_worked_for(stage: Stage) ->
     assert len(stage.outputs["begun"]) == 100, "it is the first token's moment, not the request's"
 
 
+def test_what_comes_while_a_step_is_under_way_has_waited_from_then(stage: Stage) -> None:
+    stage.step(*stage.fetched(A), Want(A, pin=True))
+    came_s = stage.now
+    stage.now += 0.5
+    stage.run(submit("r", A, came_s=came_s), submit("late", came_s=came_s, remaining_s=0.4))
+    token = stage.last["r"]
+    assert round(token.queue_s, 6) == 0.51
+    assert token.load_s == 0.0, "its adapter was here all the time"
+    assert stage.failures == {"late": "DEADLINE_EXCEEDED"}
+
+
 def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> None:
     output = stage.step(*stage.fetched(A), Want(A, pin=True))
     [entry] = [r for r in output.residency if r.digest == A]
