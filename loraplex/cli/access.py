@@ -35,10 +35,14 @@ def _add_keys(commands: Any) -> None:
     )
     parser.add_argument("--tenant", default="", help="tenant it acts for; default: your own")
     parser.add_argument(
-        "--scope", action="append", default=[], choices=("reader", "publisher", "admin")
+        "--scope",
+        action="append",
+        default=[],
+        choices=("reader", "publisher", "admin"),
+        help="repeatable (reader)",
     )
     parser.add_argument("--ttl", type=seconds, default=0.0, metavar="TIME", help="default: no end")
-    parser.add_argument("--description", default="", help="for people")
+    parser.add_argument("--description", default="", metavar="TEXT", help="for people")
     parser.add_argument(
         "--bootstrap",
         action="store_true",
@@ -66,12 +70,12 @@ def _add_tenants(commands: Any) -> None:
         "registry tenants set acme --max-bytes 50GiB --require-signature-by release.pem",
     )
     parser.add_argument("tenant", metavar="TENANT")
-    parser.add_argument("--max-bytes", type=num_bytes, metavar="BYTES")
-    parser.add_argument("--max-versions", type=count, metavar="N")
+    parser.add_argument("--max-bytes", type=num_bytes, metavar="BYTES", help="stored files")
+    parser.add_argument("--max-versions", type=count, metavar="N", help="versions not deleted")
     parser.add_argument("--requests-per-s", type=float, metavar="N")
     parser.add_argument("--tokens-per-s", type=float, metavar="N")
-    parser.add_argument("--max-concurrent", type=count, metavar="N")
-    parser.add_argument("--fairness-weight", type=float, metavar="N")
+    parser.add_argument("--max-concurrent", type=count, metavar="N", help="requests at once")
+    parser.add_argument("--fairness-weight", type=float, metavar="N", help="share in overload (1)")
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
         "--require-signature-by",

@@ -18,7 +18,9 @@ def add(commands: Any) -> None:
         commands, "audit", _audit, "Show who changed what, newest first.", "registry audit --json"
     )
     parser.add_argument("--tenant", default="", help="only this tenant")
-    parser.add_argument("--limit", type=count, default=100, help="most entries to show (100)")
+    parser.add_argument(
+        "--limit", type=count, metavar="N", default=100, help="most entries to show (100)"
+    )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
     parser = add_command(
@@ -48,10 +50,16 @@ def _add_bases(commands: Any) -> None:
         "Record a base from its folder; no weight is sent.",
         "registry base add ./llama-3-8b --id meta-llama/Meta-Llama-3-8B",
     )
-    parser.add_argument("dir", metavar="DIR")
-    parser.add_argument("--id", default="", help="id of the base; default: the folder's name")
-    parser.add_argument("--alias", action="append", default=[], help="another name; repeatable")
-    parser.add_argument("--max-lora-rank", type=count, default=0, help="default 256")
+    parser.add_argument("dir", metavar="DIR", help="folder with config.json")
+    parser.add_argument(
+        "--id", default="", metavar="ID", help="id of the base; default: the folder's name"
+    )
+    parser.add_argument(
+        "--alias", action="append", default=[], metavar="NAME", help="another name; repeatable"
+    )
+    parser.add_argument(
+        "--max-lora-rank", type=count, metavar="N", default=0, help="largest rank accepted (256)"
+    )
     parser.add_argument("--replace", action="store_true", help="although the id is taken")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
     parser = add_command(group, "list", _base_list, "List known bases.", "registry base list")

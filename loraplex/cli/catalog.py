@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
-from loraplex.cli.parsing import add_command, add_connection, key_value
+from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, key_value
 from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
 
 if TYPE_CHECKING:
@@ -31,13 +31,15 @@ def add(commands: Any) -> None:
         "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
     )
     parser.add_argument("--base", default="", metavar="ID", help="only adapters of this base")
-    parser.add_argument("--all", action="store_true", help="every version, not only the newest")
+    parser.add_argument(
+        "--all", action="store_true", help="every version, not only what latest points at"
+    )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
     parser = add_command(
         commands, "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
     )
-    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
     parser = add_command(
@@ -47,8 +49,8 @@ def add(commands: Any) -> None:
         "Download the files of a version.",
         "registry pull acme/support:v3 ./support-v3",
     )
-    parser.add_argument("ref", metavar="REF")
-    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
+    parser.add_argument("dir", metavar="DIR", help="new or empty folder")
     parser.add_argument("--force", action="store_true", help="replace files in a folder in use")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
@@ -59,7 +61,7 @@ def add(commands: Any) -> None:
         "Compare two versions: config, files, labels.",
         "registry diff support:v2 support:v3",
     )
-    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("other", metavar="REF")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 

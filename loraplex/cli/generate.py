@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     _add_grammar(parser)
-    parser.add_argument("-n", type=int, default=1, help="number of outputs (1)")
+    parser.add_argument("-n", type=int, metavar="N", default=1, help="number of outputs (1)")
     add_connection(parser, "gateway", DEFAULT_GATEWAY)
 
     parser = add_command(
@@ -54,12 +54,26 @@ def add(commands: Any) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
-    parser.add_argument("--temperature", type=float, help="0 takes the most likely token")
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="makes sampling reproducible")
-    parser.add_argument("--scale", type=float, help="multiplies the adapter's effect")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens to generate (16; in chats what the context leaves)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="N",
+        help="0 takes the most likely token; default: the base's own",
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="N", help="share of probability to draw from"
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="N", default=0, help="most likely tokens to draw from"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
+    parser.add_argument("--scale", type=float, metavar="N", help="multiplies the adapter's effect")
 
 
 def _add_grammar(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Run = Callable[[argparse.Namespace], Awaitable[None]]
 DEFAULT_WHEN_LOADED = "5m"
+REF_FORMS = "NAME, NAME:TAG, NAME:vN or NAME@sha256:..."
 
 
 class Parser(argparse.ArgumentParser):

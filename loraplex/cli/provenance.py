@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_json, short_digest
-from loraplex.cli.parsing import add_command, add_connection
+from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
 from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "Sign the files of a version and keep the signature beside it.",
         "registry sign acme/support:v3 --signing-key cosign.pem",
     )
-    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument(
         "--signing-key", required=True, metavar="PEM", help="EC private key (P-256, P-384, P-521)"
     )
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         "Check that a version is signed by a key, or as its tenant demands.",
         "registry verify acme/support:prod --public-key release.pem",
     )
-    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument(
         "--public-key", metavar="PEM", help="EC public key; default: those the tenant demands"
     )
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         "Write a version as an OCI image layout; 'registry upload DIR' reads it back.",
         "registry export acme/support:v3 ./support-oci",
     )
-    parser.add_argument("ref", metavar="REF")
+    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("dir", metavar="DIR", help="new or empty folder")
     parser.add_argument(
         "--format",

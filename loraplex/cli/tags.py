@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "registry tag acme/support:v3 prod --expect none",
     )
     parser.add_argument("ref", metavar="REF", help="version to point at; a name with --delete")
-    parser.add_argument("tag", metavar="TAG")
+    parser.add_argument("tag", metavar="TAG", help="such as prod")
     parser.add_argument(
         "--expect", metavar="DIGEST|none", help="move only if the tag points there now"
     )
@@ -42,9 +42,9 @@ def add(commands: Any) -> None:
         "Share a tag between versions, sticky by caller.",
         "registry split acme/support prod v3=90 v4=10",
     )
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("tag", metavar="TAG")
-    parser.add_argument("sides", nargs="+", type=_side, metavar="vN=WEIGHT")
+    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
+    parser.add_argument("tag", metavar="TAG", help="such as prod")
+    parser.add_argument("sides", nargs="+", type=_side, metavar="vN=WEIGHT", help="such as v3=90")
     parser.add_argument("--expect", metavar="DIGEST|none", help="as for tag")
     add_when_loaded(parser)
     add_connection(parser, "registry", DEFAULT_REGISTRY)
@@ -56,8 +56,8 @@ def add(commands: Any) -> None:
         "Move a tag back to what it pointed at before.",
         "registry rollback acme/support prod",
     )
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("tag", metavar="TAG")
+    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
+    parser.add_argument("tag", metavar="TAG", help="such as prod")
     parser.add_argument("--to", type=_version, default=0, metavar="vN", help="to this version")
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
@@ -73,7 +73,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="although tags point there; they go too"
     )
-    parser.add_argument("--purge", action="store_true", help="do not keep the bytes for undeletion")
+    parser.add_argument(
+        "--purge", action="store_true", help="let the next gc take the files; else after 7 days"
+    )
     add_connection(parser, "registry", DEFAULT_REGISTRY)
 
 

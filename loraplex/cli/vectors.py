@@ -34,7 +34,9 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="to length 1; default: as the adapter says",
     )
-    parser.add_argument("--dimensions", type=count, default=0, help="first values to keep (all)")
+    parser.add_argument(
+        "--dimensions", type=count, metavar="N", default=0, help="first values to keep (all)"
+    )
     add_connection(parser, "gateway", DEFAULT_GATEWAY)
 
     parser = add_command(

@@ -19,11 +19,21 @@ if TYPE_CHECKING:
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The parameters of a trace, and of judging a run."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--adapters", type=count, default=10, help="adapters; 0 = the base (10)")
-    group.add_argument("--rate", type=float, default=2.0, help="mean requests a second (2)")
-    group.add_argument("--cv", type=float, default=1.0, help="burstiness; 1 = Poisson (1)")
     group.add_argument(
-        "--alpha", type=float, default=1.0, help="power law over adapters; 1 = uniform (1)"
+        "--adapters", type=count, metavar="N", default=10, help="adapters; 0 = the base (10)"
+    )
+    group.add_argument(
+        "--rate", type=float, metavar="N", default=2.0, help="mean requests a second (2)"
+    )
+    group.add_argument(
+        "--cv", type=float, metavar="N", default=1.0, help="burstiness; 1 = Poisson (1)"
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="power law over adapters; 1 = uniform (1)",
     )
     group.add_argument("--duration", type=seconds, default=60.0, metavar="TIME", help="(60)")
     group.add_argument(
@@ -32,7 +42,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         metavar="IN,OUT",
         help="token ranges of prompt and output, or `arena` for chat-like ones (8-512,8-512)",
     )
-    group.add_argument("--seed", type=count, default=0, help="(0)")
+    group.add_argument("--seed", type=count, metavar="N", default=0, help="(0)")
     group.add_argument("--slo", type=seconds, default=6.0, metavar="TIME", help="first token (6)")
 
 
