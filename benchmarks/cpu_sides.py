@@ -62,13 +62,10 @@ class OurEngine:
             device="cpu",
             dtype=dtype,
             arena_bytes=arena_bytes,
-            load_format="auto",
             max_lora_rank=64,
             max_resident=64,
             max_step_tokens=2048,
             max_running=64,
-            max_loras=None,
-            policy="fcfs",
         )
         runner = build_runner(
             base, device="cpu", dtype=dtype, arena_bytes=arena_bytes, cpu_isa=cpu_isa
@@ -130,15 +127,8 @@ class OurEngine:
         return Submit(
             request_id=str(self._num_requests),
             prompt_ids=prompt,
-            output_ids=[],
             sampling=SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True),
             adapters=AdapterSet(adapters),
-            tenant="default",
-            priority=0,
-            fairness_weight=1.0,
-            cache_salt="",
-            sample_index=0,
-            remaining_s=None,
         )
 
 

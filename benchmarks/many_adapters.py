@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
+import torch
 
-from benchmarks.cpu_model import SHAPES, Shape, make_base
+from benchmarks.cpu_model import SHAPES, make_base
+from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.image import ImageFile, image_path
@@ -52,29 +52,8 @@ def digest_of(index: int) -> str:
 
 
 def make_adapter(shape: Shape, folder: Path, rank: int, seed: int) -> Path:
-    """float16 A and B on every linear; small values, so that outputs stay numbers."""
-    if (folder / "adapter_config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    rng, tensors = np.random.default_rng(seed), {}
-    for layer in range(shape.num_layers):
-        for name, (num_inputs, num_outputs) in shape.linears.items():
-            module = f"base_model.model.model.layers.{layer}.{name}"
-            a = rng.standard_normal((rank, num_inputs), np.float32) * num_inputs**-0.5
-            b = rng.standard_normal((num_outputs, rank), np.float32) * 0.02
-            tensors[f"{module}.lora_A.weight"] = a.astype(np.float16)
-            tensors[f"{module}.lora_B.weight"] = b.astype(np.float16)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": shape.name,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": [name.split(".")[1] for name in shape.linears],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    """In float16, on every linear."""
+    return write_adapter(shape, folder, rank, torch.float16, seed=seed)
 
 
 class Counting(TorchRunner):
@@ -119,15 +98,8 @@ class Bench:
         return Submit(
             request_id=str(self.num_sent),
             prompt_ids=[self.order.randrange(300, SMALL.vocab_size) for _ in range(NUM_PROMPT)],
-            output_ids=[],
             sampling=SamplingParams(max_tokens, seed=0, ignore_eos=True),
             adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
-            tenant="bench",
-            priority=0,
-            fairness_weight=1.0,
-            cache_salt="",
-            sample_index=0,
-            remaining_s=None,
         )
 
     def step(self, commands: Sequence[Command] = ()) -> StepOutput:
@@ -189,13 +161,10 @@ def make_config(base: Path, arena_bytes: int) -> EngineConfig:
         device="cpu",
         dtype="float32",
         arena_bytes=arena_bytes,
-        load_format="auto",
         max_lora_rank=256,
         max_resident=4096,
         max_step_tokens=512,
         max_running=BATCH,
-        max_loras=None,
-        policy="fcfs",
         prefix_cache=False,
     )
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from benchmarks import cpu_model
 from benchmarks.gpu import common
-from benchmarks.gpu.common import SHAPES, Shape
+from benchmarks.gpu.common import SHAPES
 from benchmarks.machine import write_results
 from services.worker.engine import Engine
 from services.worker.messages import Cancel, EngineConfig, Submit
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.request import SamplingParams
 from services.worker.runner import TorchRunner, build_runner
 
-CPU_SHAPE = Shape("135m", 49152, 576, 1536, 30, 9, 3)
 NUM_PROMPT = 64
 WARM_UP_STEPS = 8
 NUM_TURNS = 5
@@ -75,8 +75,6 @@ class Side:
             max_resident=16,
             max_step_tokens=2048,
             max_running=512,
-            max_loras=None,
-            policy="fcfs",
         )
         self.is_gpu = runner.model_info().device == "cuda"
         self._engine = Engine(runner, config, time.monotonic)
@@ -127,17 +125,9 @@ class Side:
         return Submit(
             request_id=str(name),
             prompt_ids=[(name * 31 + i) % 100 + 2 for i in range(NUM_PROMPT)],
-            output_ids=[],
             sampling=SamplingParams(
                 num_tokens, seed=name, ignore_eos=True, temperature=0.8 * (name % 2)
             ),
-            adapters=AdapterSet(),
-            tenant="bench",
-            priority=0,
-            fairness_weight=1.0,
-            cache_salt="",
-            sample_index=0,
-            remaining_s=None,
         )
 
 
@@ -176,7 +166,7 @@ def main() -> None:
     parser.add_argument("--arena-bytes", type=int, default=2 << 30, help="arena of each side")
     parser.add_argument("--out", type=Path, help="folder for the results of a GPU")
     args = parser.parse_args()
-    shape = SHAPES[args.shape] if args.shape else CPU_SHAPE
+    shape = SHAPES[args.shape] if args.shape else cpu_model.SHAPES["135m"]
     results = []
     with tempfile.TemporaryDirectory() as root:
         base = common.write_base(shape, Path(root) / "base", 4096)

@@ -37,12 +37,10 @@ def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = N
         device="simulated",
         dtype="float16",
         arena_bytes=ARENA_BYTES,
-        load_format="auto",
         max_lora_rank=64,
         max_resident=1024,
         max_step_tokens=2048,
         max_running=256,
-        max_loras=None,
         policy=policy,
         first_token_s=first_token_s,
     )

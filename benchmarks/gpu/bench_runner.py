@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.common import Shape
+from benchmarks.llama import Shape, write_adapter
 from services.worker.adapters.loader import AtOnce, CopiedImage
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.runner import TorchRunner, build_runner
@@ -91,7 +91,7 @@ class BenchRunner:
         folder = self._root / f"r{rank}-{len(targets)}"
         if not folder.exists():
             dtype = torch.bfloat16 if self.itemsize == 2 else torch.float32
-            common.write_adapter(self.shape, folder, rank, targets, dtype)
+            write_adapter(self.shape, folder, rank, dtype, seed=rank, targets=targets)
         return folder
 
     def decode_plan(self, slots: Sequence[int | None], context: int) -> StepPlan:
@@ -155,7 +155,7 @@ def free_arena_bytes(shape: Shape) -> int:
     """What the GPU has left beside weights in half precision."""
     free_bytes, _ = torch.cuda.mem_get_info()
     embedding_bytes = 2 * shape.vocab_size * shape.hidden_size
-    return free_bytes - shape.weight_bytes(2) - embedding_bytes - GPU_RESERVE_BYTES
+    return free_bytes - 2 * shape.num_weights - embedding_bytes - GPU_RESERVE_BYTES
 
 
 def add_runner_options(parser: argparse.ArgumentParser) -> None:

@@ -8,63 +8,15 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+
+from benchmarks.llama import Shape
 
 RESULTS = Path(__file__).parents[1] / "results"
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL_SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 COPY_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama."""
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-
-    @property
-    def kv_size(self) -> int:
-        """Width of keys, and of values."""
-        return self.hidden_size // self.num_heads * self.num_kv_heads
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of each projection of a layer."""
-        hidden, width, kv = self.hidden_size, self.intermediate_size, self.kv_size
-        return {
-            "q_proj": (hidden, hidden),
-            "k_proj": (hidden, kv),
-            "v_proj": (hidden, kv),
-            "o_proj": (hidden, hidden),
-            "gate_proj": (hidden, width),
-            "up_proj": (hidden, width),
-            "down_proj": (width, hidden),
-        }
-
-    def weight_bytes(self, itemsize: int) -> int:
-        """Weights that a decode step reads: all linears and the head."""
-        linears = sum(i * o for i, o in self.linears.values())
-        return itemsize * (self.num_layers * linears + self.vocab_size * self.hidden_size)
-
-    def kv_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Keys and values of so many positions."""
-        return 2 * itemsize * self.num_layers * self.kv_size * num_tokens
-
-    def adapter_bytes(self, rank: int, targets: tuple[str, ...], itemsize: int) -> int:
-        """A and B of one adapter."""
-        widths = sum(sum(self.linears[name]) for name in targets)
-        return itemsize * self.num_layers * rank * widths
 
 
 SHAPES = {
@@ -87,7 +39,7 @@ def floor_s(
     """The time that a decode step's bytes take at the measured copy bandwidth: weights once, keys
     and values of every sequence, each distinct adapter once."""
     num_bytes = (
-        shape.weight_bytes(itemsize)
+        itemsize * shape.num_weights
         + shape.kv_bytes(batch_size * context, itemsize)
         + num_adapters * adapter_bytes
     )
@@ -114,34 +66,6 @@ def write_base(shape: Shape, folder: Path, max_model_len: int) -> Path:
         "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def write_adapter(
-    shape: Shape, folder: Path, rank: int, targets: tuple[str, ...], dtype: torch.dtype
-) -> Path:
-    """An adapter as PEFT writes it, random."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator, tensors = torch.Generator().manual_seed(rank), {}
-    for layer in range(shape.num_layers):
-        for name in targets:
-            num_inputs, num_outputs = shape.linears[name]
-            block = "mlp" if name in ALL_SEVEN[4:] else "self_attn"
-            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
-            b = torch.randn(num_outputs, rank, generator=generator) * 0.02
-            tensors[f"{module}.lora_A.weight"] = a.to(dtype)
-            tensors[f"{module}.lora_B.weight"] = b.to(dtype)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": shape.name,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(targets),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
-from benchmarks.gpu.common import ALL_SEVEN, ATTENTION, SHAPES
+from benchmarks.gpu.common import SHAPES
+from benchmarks.llama import ALL_SEVEN, ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def run_case(
     bench.clear()
     bench.load([case.rank] * case.num_adapters, case.targets)
     times, base = measure(bench, spread(size, case.num_adapters), args), bases[size]
-    adapter_bytes = bench.shape.adapter_bytes(case.rank, case.targets, itemsize)
+    adapter_bytes = itemsize * bench.shape.num_adapter_weights(case.rank, case.targets)
     floors = [
         common.floor_s(bench.shape, size, context, n, adapter_bytes, itemsize, bandwidth)
         for n in (0, case.num_adapters)

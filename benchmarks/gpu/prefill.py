@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
-from benchmarks.gpu.common import ALL_SEVEN, ATTENTION, SHAPES
+from benchmarks.gpu.common import SHAPES
+from benchmarks.llama import ALL_SEVEN, ATTENTION
 from services.worker.request import StepPlan
 
 

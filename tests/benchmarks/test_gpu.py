@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.common import ALL_SEVEN, ATTENTION, SHAPES, floor_s
+from benchmarks.gpu.common import SHAPES, floor_s
+from benchmarks.llama import ALL_SEVEN, ATTENTION
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,11 +71,11 @@ def test_a_machine_without_our_wheels_runs_them_with_stand_ins(tmp_path):
 
 def test_the_floor_counts_weights_cache_and_each_adapter_once():
     shape = SHAPES["llama-3-8b"]
-    assert shape.adapter_bytes(1, ALL_SEVEN, 2) == 163_840 * 32
-    assert shape.adapter_bytes(1, ATTENTION, 2) == 53_248 * 32
+    assert 2 * shape.num_adapter_weights(1, ALL_SEVEN) == 163_840 * 32
+    assert 2 * shape.num_adapter_weights(1, ATTENTION) == 53_248 * 32
     assert shape.kv_bytes(1, 2) == 131_072
     base = floor_s(shape, 64, 1024, 0, 0, 2, 1e12)
-    with_adapters = floor_s(shape, 64, 1024, 64, shape.adapter_bytes(16, ALL_SEVEN, 2), 2, 1e12)
+    with_adapters = floor_s(shape, 64, 1024, 64, 2 * shape.num_adapter_weights(16), 2, 1e12)
     assert with_adapters - base == pytest.approx(64 * 16 * 163_840 * 32 / 1e12)
     assert base == pytest.approx((15.0e9 + 8.59e9) / 1e12, rel=0.01)
 
@@ -83,6 +84,28 @@ def test_the_script_of_all_parts_is_valid_shell():
     script = ROOT / "benchmarks" / "gpu" / "all.sh"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["sh", "-n", str(script)]).returncode == 0
+
+
+OURS_ONLY = ("grpc", "msgspec", "llguidance", "redis", "prometheus_client", "boto3", "hypothesis")
+
+
+@pytest.mark.long
+def test_all_parts_run_without_a_gpu_and_without_what_a_bare_machine_lacks(tmp_path):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({OURS_ONLY!r}))\n"
+    )
+    script = ROOT / "benchmarks" / "gpu" / "all.sh"
+    done = subprocess.run(
+        [script, "--dry-run", tmp_path / "results"],
+        env=dict(os.environ) | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = {path.stem for path in (tmp_path / "results").rglob("*.json")}
+    assert {"overlap", "gpu_decode_tiny", "prefill_tiny"} < written
+    assert {"gpu_lora_ops", "slora_tables", "cold_load"} < written
 
 
 def test_all_parts_together_take_less_than_nine_minutes():

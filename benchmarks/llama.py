@@ -1,0 +1,96 @@
+"""Llamas by their geometry, and adapters with random weights for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def kv_size(self) -> int:
+        """Width of keys, and of values."""
+        return self.hidden_size // self.num_heads * self.num_kv_heads
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of each projection of a layer."""
+        hidden, width, kv = self.hidden_size, self.intermediate_size, self.kv_size
+        return {
+            "q_proj": (hidden, hidden),
+            "k_proj": (hidden, kv),
+            "v_proj": (hidden, kv),
+            "o_proj": (hidden, hidden),
+            "gate_proj": (hidden, width),
+            "up_proj": (hidden, width),
+            "down_proj": (width, hidden),
+        }
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that a decode step reads: all linears and the head."""
+        linears = sum(i * o for i, o in self.linears.values())
+        return self.num_layers * linears + self.vocab_size * self.hidden_size
+
+    def num_adapter_weights(self, rank: int, targets: Sequence[str] = ALL_SEVEN) -> int:
+        """A and B of one adapter."""
+        return self.num_layers * rank * sum(sum(self.linears[name]) for name in targets)
+
+    def kv_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Keys and values of so many positions."""
+        return 2 * itemsize * self.num_layers * self.kv_size * num_tokens
+
+
+def write_adapter(
+    shape: Shape,
+    folder: Path,
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    targets: Sequence[str] = ALL_SEVEN,
+) -> Path:
+    """An adapter as PEFT writes it, with small values; one that is there already stays."""
+    if (folder / "adapter_config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(shape.num_layers):
+        for name in targets:
+            num_inputs, num_outputs = shape.linears[name]
+            block = "self_attn" if name in ATTENTION else "mlp"
+            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
+            b = torch.randn(num_outputs, rank, generator=generator) * 0.02
+            tensors[f"{module}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{module}.lora_B.weight"] = b.to(dtype)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape.name,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
