@@ -34,7 +34,7 @@ import torch
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options
 from benchmarks.gpu.common import SHAPES
-from benchmarks.llama import ATTENTION, Shape
+from benchmarks.llama import ATTENTION
 
 IN_TOKENS, OUT_TOKENS, CONTEXT = 260, 260, 390
 SPLIT_SHARE = 0.25
