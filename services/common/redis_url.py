@@ -33,6 +33,10 @@ class BoundedRedis(redis.asyncio.Redis):
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except ReadOnlyError:
+            # No primary any more: the address may lead to another one by now.
+            await self.connection_pool.disconnect(inuse_connections=False)
+            raise
         except TimeoutError:
             raise RedisTimedOut(f"no answer within {_TIMEOUT_S:g} s") from None
 

@@ -34,7 +34,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 import redis.asyncio
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from loraplex.errors import Unavailable
 from services.registry.gathering import Gathering
@@ -49,6 +49,10 @@ _MAX_TRIES = 5
 _DROP_KEYS = 1000
 _MAX_FOUND_AT_ONCE = 64
 """References answered in one round trip; Redis does nothing else meanwhile."""
+
+_STATES = ("BUSY", "MISCONF", "NOREPLICAS")
+"""First words of refusals without a type in redis-py, which tell of the server, not the command."""
+_FULL = "its memory is full; raise its maxmemory"
 
 T = TypeVar("T")
 
@@ -248,6 +252,17 @@ class Catalog:
         async with _translated():
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
+    async def check_keeps_keys(self) -> None:
+        """Raises CatalogDown where Redis may drop single keys: an index with holes looks whole."""
+        async with _translated():
+            info = await self._redis.info("memory")
+        policy = info.get("maxmemory_policy", "")
+        if info.get("maxmemory") and policy.startswith("allkeys"):
+            raise CatalogDown(
+                f"metadata server: its maxmemory-policy {policy} drops parts of the index; "
+                "set noeviction"
+            )
+
     async def take_turn(self, work: str, interval_s: float) -> bool:
         """Whether this process is the one to do some `work` of all in this interval."""
         interval_ms = max(1, int(interval_s * 1000))
@@ -294,10 +309,11 @@ class Catalog:
 async def _translated() -> AsyncIterator[None]:
     try:
         yield
-    except ResponseError:
-        raise
     except (RedisError, OSError) as error:
-        raise CatalogDown(f"metadata server: {error}", retry_after_s=1.0) from error
+        if type(error) is ResponseError and not str(error).startswith(_STATES):
+            raise  # What no server would take is a bug here.
+        problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
+        raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
 
 
 def _found(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:

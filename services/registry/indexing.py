@@ -57,7 +57,11 @@ class Indexer:
         self._seen: tuple[str, int] = ("", 0)
 
     async def start(self) -> None:
-        """Catch up once, before anybody reads: index there, dead publications rolled forward."""
+        """Catch up once, before anybody reads: index there, dead publications rolled forward.
+
+        Raises: CatalogDown, also where Redis may drop parts of an index.
+        """
+        await self._catalog.check_keeps_keys()
         await self.ensure()
         await self.recover()
         await self.repair(0.0)

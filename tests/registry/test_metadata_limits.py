@@ -1,0 +1,74 @@
+"""A metadata server that is full, read-only, or set to drop keys: told plainly, and got over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from loraplex.errors import Unavailable
+from services.common.redis_url import connect_redis
+from services.registry.assembly import Registry
+from services.registry.catalog import CatalogDown
+from tests.registry.conftest import Door
+from tests.registry.house import upload
+
+
+@pytest.fixture
+async def metadata(metadata_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    """The server itself, whose settings are put back."""
+    client = connect_redis(metadata_url)
+    yield client
+    await client.replicaof("NO", "ONE")
+    await client.config_set("maxmemory", 0)
+    await client.config_set("maxmemory-policy", "noeviction")
+    await client.aclose()
+
+
+async def _fill(metadata: redis.asyncio.Redis) -> None:
+    await metadata.config_set("maxmemory", 1)
+
+
+async def _make_read_only(metadata: redis.asyncio.Redis) -> None:
+    await metadata.replicaof("127.0.0.1", "1")
+
+
+@pytest.mark.parametrize(("spoil", "word"), [(_fill, "maxmemory"), (_make_read_only, "read only")])
+async def test_changes_that_cannot_be_indexed_are_refused_and_reads_go_on(
+    door: Door, metadata: redis.asyncio.Redis, tmp_path: Path, spoil: object, word: str
+) -> None:
+    await upload(door.client, tmp_path, "sql", 1)
+    assert callable(spoil)
+    await spoil(metadata)
+    with pytest.raises(Unavailable, match=word):
+        await upload(door.client, tmp_path, "sql", 2)
+    with pytest.raises(Unavailable, match=word):
+        await door.client.admin.reindex()
+    assert (await door.client.get("sql")).version.version == 1
+    assert [version.version async for version in door.client.list()] == [1]
+    await metadata.replicaof("NO", "ONE")
+    await metadata.config_set("maxmemory", 0)
+    await door.registry.indexer.repair(0.0)
+    assert (await upload(door.client, tmp_path, "sql", 2)).version.version == 2
+    versions = [v.version async for v in door.client.list(name="sql", all_versions=True)]
+    assert versions == [1, 2]
+
+
+async def test_a_server_that_may_drop_keys_is_refused(
+    registry: Registry, metadata: redis.asyncio.Redis
+) -> None:
+    await metadata.config_set("maxmemory-policy", "allkeys-lru")
+    await registry.indexer.start()
+    await metadata.config_set("maxmemory", 1 << 30)
+    with pytest.raises(CatalogDown, match="noeviction"):
+        await registry.indexer.start()
+
+
+async def test_who_finds_a_replica_asks_the_address_again(metadata: redis.asyncio.Redis) -> None:
+    before = await metadata.client_id()
+    await _make_read_only(metadata)
+    with pytest.raises(redis.exceptions.ReadOnlyError):
+        await metadata.set("key", "value")
+    assert await metadata.client_id() != before
