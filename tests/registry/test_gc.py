@@ -6,13 +6,15 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from loraplex.refs import parse_ref
 from services.registry import layout
 from services.registry.access import Access
 from services.registry.assembly import Registry
 from services.registry.downloads import chunks_of
 from services.registry.gc import MIN_AGE_S, RETENTION_S, Collector
-from tests.registry.house import adapter_files, opened, orphans, publish
+from tests.registry.house import ANY_AGE_S, adapter_files, opened, orphans, publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -104,3 +106,35 @@ async def test_content_published_again_after_its_purge_has_all_its_bytes(
     done = await publish(registry, "sql", 1)
     assert done.version.version == 2
     assert await _read_all(registry, "sql") == done.version.size_bytes
+
+
+async def test_content_published_while_its_old_bytes_are_collected_keeps_them(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the worst moment: nothing refers to them when the collector looks, all when it acts."""
+    store, seen = registry.store, set[str]()
+    clock_s, delete_if_older = store.clock_s, store.delete_if_older
+    first = await publish(registry, "sql", 1)
+    await registry.deletion.version("default", "sql", 1, "me", force=False, purge=True)
+    published_s = await clock_s()
+    while int(await clock_s()) == int(published_s):
+        pass  # Stores may tell ages in whole seconds.
+
+    async def a_day_later() -> float:
+        return await clock_s() + MIN_AGE_S
+
+    async def overtaken(key: str, modified_s: float) -> bool:
+        if key.startswith(layout.BLOBS) and not seen:
+            seen.add(key)
+            await publish(registry, "sql", 1)
+        return await delete_if_older(key, modified_s)
+
+    monkeypatch.setattr(store, "clock_s", a_day_later)
+    monkeypatch.setattr(store, "delete_if_older", overtaken)
+    await Collector(store).collect()
+    assert seen, "the collector meant to delete"
+    assert await _read_all(registry, "sql:v2") == first.version.size_bytes
+    monkeypatch.undo()
+    await Collector(store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S).collect()
+    assert await _read_all(registry, "sql:v2") == first.version.size_bytes
+    assert await orphans(registry) == set()

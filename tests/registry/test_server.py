@@ -77,6 +77,26 @@ async def test_a_list_shows_what_a_bare_name_means(
     assert await listed() == [3], "the newest where nothing is latest"
 
 
+async def test_the_history_of_a_tag_tells_its_moves_newest_first(
+    door: Door, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        await upload(door.client, tmp_path, "sql", seed, tags=["prod"])
+    await door.client.set_tag("sql", "prod", {1: 90, 2: 10})
+    await door.client.rollback("sql", "prod", 1)
+    await door.client.delete_tag("sql", "prod")
+    moves = await door.client.tag_history("sql", "prod")
+    assert [{target.version: target.weight for target in move.targets} for move in moves] == [
+        {}, {1: 1}, {1: 90, 2: 10}, {2: 1}, {1: 1},
+    ]  # fmt: skip
+    assert [move.generation for move in moves] == [5, 4, 3, 2, 1]
+    assert sorted((move.moved_unix_s for move in moves), reverse=True) == [
+        move.moved_unix_s for move in moves
+    ]
+    with pytest.raises(NotFound, match="staging"):
+        await door.client.tag_history("sql", "staging")
+
+
 async def _raise_down(*args: object, **options: object) -> None:
     raise CatalogDown("away")
 

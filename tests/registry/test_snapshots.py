@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from services.common.objects import ObjectStore, open_store
+from services.common.redis_url import connect_redis
 from services.registry import housekeeping, layout
 from services.registry.assembly import Registry
+from services.registry.catalog import Found
 from services.registry.gc import Collector
 from services.registry.housekeeping import copy_if_due
 from services.registry.snapshots import Snapshots
@@ -123,6 +125,19 @@ async def test_snapshot_and_newer_objects_equal_a_full_read_after_any_history(
             assert await _by_snapshot(store) == await _full_read(store)
 
 
+def _note_reads(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of all documents that are read from now on."""
+    read: list[str] = []
+    get_many = store.get_many
+
+    async def noting(wanted: Sequence[str]) -> list[bytes | None]:
+        read.extend(wanted)
+        return await get_many(wanted)
+
+    monkeypatch.setattr(store, "get_many", noting)
+    return read
+
+
 async def test_what_was_copied_is_not_read_again(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,14 +147,7 @@ async def test_what_was_copied_is_not_read_again(
     await Snapshots(store).write()
     await store.put_if_match(keys[3], b"newer", (await store.get(keys[3])).etag)
     await store.delete(keys[5])
-    read: list[str] = []
-    get_many = store.get_many
-
-    async def noting(wanted: list[str]) -> list[bytes | None]:
-        read.extend(wanted)
-        return await get_many(wanted)
-
-    monkeypatch.setattr(store, "get_many", noting)
+    read = _note_reads(store, monkeypatch)
     found = dict(await _by_snapshot(store))
     assert read == [keys[3]]
     assert found[keys[3]] == b"newer" and keys[5] not in found and len(found) == 29
@@ -154,14 +162,7 @@ async def test_collecting_reads_what_no_copy_tells_and_keeps_what_versions_need(
     await Snapshots(house.store).write()
     await house.deletion.version("default", "sql", 1, "", force=True, purge=True)
     await publish(house, "sql", 4)
-    read: list[str] = []
-    get_many = house.store.get_many
-
-    async def noting(wanted: list[str]) -> list[bytes | None]:
-        read.extend(wanted)
-        return await get_many(wanted)
-
-    monkeypatch.setattr(house.store, "get_many", noting)
+    read = _note_reads(house.store, monkeypatch)
     before = {info.key async for info in house.store.list_objects(layout.BLOBS)}
     await Collector(house.store, min_age_s=ANY_AGE_S).collect()
     assert read == [layout.version("default", "sql", number) for number in (1, 4)]
@@ -179,20 +180,31 @@ async def test_snapshots_of_many_registries_leave_the_two_newest(store: ObjectSt
     assert await _by_snapshot(store) == await _full_read(store)
 
 
-async def test_rebuild_from_a_snapshot_equals_the_index_that_grew(house: Registry) -> None:
+async def test_a_lost_index_comes_back_from_a_snapshot_and_what_is_newer(
+    house: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def everything() -> list[Found]:
+        places = (("default", "sql"), ("acme", "chat"))
+        return [await house.lookup.everything(*place) for place in places]
+
+    async def etags() -> set[tuple[str, str]]:
+        return {(info.key, info.etag) async for info in house.store.list_objects(layout.ADAPTERS)}
+
     await publish(house, "sql", 1, "prod")
     await publish(house, "acme/chat", 2)
     assert await copy_if_due(house)
+    copied = await etags()
     await publish(house, "sql", 3, "prod")
     await house.deletion.adapter("acme", "chat", "", purge=False)
-    before = [
-        await house.lookup.everything(*place) for place in (("default", "sql"), ("acme", "chat"))
-    ]
-    await house.indexer.rebuild()
-    after = [
-        await house.lookup.everything(*place) for place in (("default", "sql"), ("acme", "chat"))
-    ]
-    assert after == before
+    before, newer = await everything(), await etags() - copied
+    read = _note_reads(house.store, monkeypatch)
+    client = connect_redis(metadata_url)
+    await client.flushall()
+    await client.aclose()
+    await house.indexer.ensure()
+    assert {key for key in read if key.startswith(layout.ADAPTERS)} == {key for key, _ in newer}
+    assert 0 < len(newer) < len(await etags())
+    assert await everything() == before
 
 
 async def test_a_copy_is_due_after_many_changes_and_for_every_new_index(
