@@ -167,7 +167,8 @@ async def download(
     if folder.exists() and not folder.is_dir():
         raise InvalidRequest.field("DIR", str(folder), "is a file; name a folder")
     if not force and folder.is_dir() and any(folder.iterdir()):
-        raise AlreadyExists(f"{folder} is not empty; add --force to replace files in it")
+        force_too = "" if finish else ", or add --force to replace files in it"
+        raise AlreadyExists(f"{folder} is not empty; name a new folder{force_too}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

@@ -45,7 +45,8 @@ def test_an_exported_version_uploads_again_as_the_same_content(
     again = registry.json("upload", str(folder), "--name", f"to-{form}")
     assert again["digest"] == first["digest"]
     assert registry.json("upload", str(folder), "--name", f"from-{form}")["created"] is False
-    assert registry.error("export", f"from-{form}", str(folder))[0] == 4
+    code, refused = registry.error("export", f"from-{form}", str(folder))
+    assert code == 4 and "--force" not in str(refused), "there is none to offer"
 
 
 @pytest.mark.e2e
