@@ -15,7 +15,8 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/adapters/test_eviction.py tests/worker/adapters/test_facts.py \
 	tests/worker/adapters/test_source.py tests/worker/adapters/test_tiles.py \
 	tests/worker/grammars/test_checker.py tests/worker/grammars/test_constraint.py \
-	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_crash_guard.py \
+	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_cores.py \
+	tests/worker/test_crash_guard.py \
 	tests/worker/test_intake.py tests/worker/test_loading.py tests/worker/test_messages.py \
 	tests/worker/test_metrics.py tests/worker/test_sessions.py tests/worker/test_status.py
 

@@ -8,6 +8,7 @@ import os
 import torch
 
 from loraplex.errors import InvalidRequest
+from services.worker.cores import usable_cores
 from services.worker.native.isa import AMX, TORCH, has_amx
 
 _DTYPES = {
@@ -73,13 +74,7 @@ def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
 def set_threads(weight_bytes: int) -> None:
     """Apply `choose_threads` to this process, unless OMP_NUM_THREADS says what to do."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(choose_threads(weight_bytes, _num_cores()))
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        torch.set_num_threads(choose_threads(weight_bytes, usable_cores()))
 
 
 def fingerprint(

@@ -13,6 +13,7 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import Unavailable
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.pack_messages import Job, Prepared, Setup
+from services.worker.cores import usable_cores
 
 MAX_PROCESSES = 4
 """At most; two cores for each leave the engine its own."""
@@ -27,7 +28,7 @@ class Packers:
     def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
         self.fingerprint = layout.fingerprint
         self._setup = msgspec.json.encode(Setup(geometry, layout)) + b"\n"
-        count = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) // 2))
+        count = max(1, min(MAX_PROCESSES, usable_cores() // 2))
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         for _ in range(count):
             self._idle.put_nowait(None)
