@@ -1,5 +1,7 @@
 # Build from the repository root: docker build -f deploy/docker/registry.Dockerfile -t loraplex-registry .
-FROM python:3.12-slim-bookworm AS build
+# A mirror or a digest of your own: --build-arg PYTHON_IMAGE=python@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
@@ -7,7 +9,7 @@ COPY services services
 RUN python -m venv /opt/loraplex \
     && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[registry]'
 
-FROM python:3.12-slim-bookworm
+FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/loraplex /opt/loraplex
 USER 10001:10001
 ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \

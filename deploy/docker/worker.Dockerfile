@@ -2,7 +2,9 @@
 # family; for NVIDIA GPUs, whose Triton compiles its launchers as it runs, build with
 #   --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX=https://pypi.org/simple
 #   --build-arg RUNTIME_PACKAGES="gcc libc6-dev" -t loraplex-worker:0.1.0-cuda
-FROM python:3.12-slim-bookworm AS build
+# A mirror or a digest of your own: --build-arg PYTHON_IMAGE=python@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+FROM ${PYTHON_IMAGE} AS build
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -16,7 +18,7 @@ RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker]'
 WORKDIR /
 RUN /opt/loraplex/bin/python -m services.worker.native.build --all
 
-FROM python:3.12-slim-bookworm
+FROM ${PYTHON_IMAGE}
 ARG RUNTIME_PACKAGES=""
 RUN [ -z "${RUNTIME_PACKAGES}" ] || { apt-get update \
     && apt-get install -y --no-install-recommends ${RUNTIME_PACKAGES} && rm -rf /var/lib/apt/lists/*; }
