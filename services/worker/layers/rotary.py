@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.worker.model.config import RopeConfig
+from services.worker.transfers import copy_into
 
 CosSin = tuple[Tensor, Tensor]
 """Each `[T, 1, dim / 2]` in the model's dtype."""
@@ -47,7 +48,7 @@ class Rotary:
         """Fill `row` and the next, for long sequences, which no step reads meanwhile."""
         frequencies, factor = _frequencies(config)
         long = _longrope(config, "long_factor") if config.kind == "longrope" else frequencies
-        self._frequencies[row : row + 2] = torch.stack((frequencies, long))
+        copy_into(self._frequencies[row : row + 2], torch.stack((frequencies, long)))
         self._factors[row : row + 2] = factor
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype, rows: Tensor | None = None) -> CosSin:

@@ -22,6 +22,7 @@ from services.worker.layers.score import ScoreHead
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.config import ModelConfig
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
+from services.worker.transfers import to_device
 
 
 class Mlp(Protocol):
@@ -142,6 +143,6 @@ class Decoder:
             limits = torch.full((len(logits), 1), num_own)
             for begin, end, num_rows in resized:
                 limits[begin:end] = num_rows
-            beyond = torch.arange(width, device=logits.device) >= limits.to(logits.device)
+            beyond = torch.arange(width, device=logits.device) >= to_device(limits, logits.device)
             logits.masked_fill_(beyond, -math.inf)
         return logits

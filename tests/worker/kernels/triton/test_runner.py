@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.worker.adapters.landing import Landing, Stalls
 from services.worker.adapters.loader import CopiedImage
@@ -101,8 +102,49 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
             eager = plain._model.forward(plain._batches.make(plain_step))
             inputs.fill(step, runs_of(step), size := 4)  # rows of padding
             sites = inputs.touched_sites(runs_of(step))
-            static = forward_static(runner._model, inputs.batch(size, sites, gpu.lora_batch(())))
+            batch = inputs.batch(size, sites, gpu.lora_batch(()))
+            with AsksNobody() as asked:
+                static = forward_static(runner._model, batch)
         torch.testing.assert_close(static[: len(step.rows)], eager, rtol=1e-4, atol=1e-4)
+        assert asked.num_operators > 10
+        assert asked.questions == []
+
+
+class AsksNobody(TorchDispatchMode):
+    """Notes operators whose result's shape or value a GPU would have to tell the host, which ends
+    a capture."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "bincount")
+
+    def __init__(self):
+        super().__init__()
+        self.num_operators = 0
+        self.questions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operators += 1
+        name = func._schema.name.removeprefix("aten::")
+        indices = args[1] if name.startswith("index") and len(args) > 1 else ()
+        by_mask = any(
+            isinstance(part, torch.Tensor) and part.dtype is torch.bool
+            for part in (indices if isinstance(indices, list | tuple) else ())
+        )
+        if by_mask or name.startswith(self.WAITING):
+            self.questions.append(name)
+        return func(*args, **kwargs or {})
+
+
+def test_questions_to_the_device_are_seen():
+    values = torch.arange(4)
+    for ask in (
+        lambda: values.sum().item(),
+        lambda: values[values > 1],
+        lambda: values.nonzero(),
+        lambda: bool((values > 1).any()),
+    ):
+        with AsksNobody() as asked:
+            ask()
+        assert asked.questions
 
 
 class BytesToCome:
