@@ -118,3 +118,10 @@ def test_reasons_of_errors_are_explained_and_no_others() -> None:
     explained = {name for name in re.findall(r"`([A-Z_]{4,})`", document) if name not in VARIABLES}
     assert set(re.findall(r"\breason ?= ?\"([A-Z_]+)\"", source)) <= explained
     assert [name for name in explained if f'"{name}"' not in source] == []
+
+
+def test_every_decision_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "architecture.md").read_text()
+    for record in (ROOT / "docs" / "adr").glob("*.md"):
+        title = record.read_text().partition("\n")[0].partition(". ")[2]
+        assert f"[{title}](adr/{record.name})" in index
