@@ -13,9 +13,12 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.common import env
+from services.common.objects.file import FileStore
 from services.gateway import config as gateway_config
 from services.gateway import metrics as gateway_metrics
 from services.registry import config as registry_config
+from services.registry.auth import door_auth
+from services.registry.keys import Keys
 from services.worker import config as worker_config
 from services.worker import metrics as worker_metrics
 from tests.certificates import Authority
@@ -130,6 +133,20 @@ def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
         volumes = deployment["spec"]["template"]["spec"]["volumes"]
         auth = next(volume for volume in volumes if volume["name"] == "auth")
         assert [item["key"] for item in auth["secret"]["items"]] == ["service-token"]
+
+
+async def test_the_throw_away_secrets_are_such_as_services_take(tmp_path: Path) -> None:
+    documents = render(K8S / "overlays" / "kind")
+    secret = next(doc for doc in documents if identity(doc) == ("Secret", "loraplex-auth"))
+    given = secret["stringData"]
+    for name, text in given.items():
+        (tmp_path / name).write_text(text)
+    keys = Keys(FileStore(tmp_path / "objects"))
+    await keys.admit_first_admin(tmp_path / "admin-key")
+    assert "admin" in (await keys.check(given["admin-key"])).scopes
+    environ = {"LORAPLEX_AUTH": "keys", "LORAPLEX_OBJECTS": f"file://{tmp_path}/objects"}
+    environ["LORAPLEX_SERVICE_TOKEN_FILE"] = str(tmp_path / "service-token")
+    assert door_auth(registry_config.from_env(environ), keys) is not None
 
 
 @pytest.mark.parametrize("name", ["prod-gpu", MTLS])
