@@ -35,11 +35,19 @@ class SiteValues:
         self._sites = sites
         self._dtype = TORCH_DTYPES[layout.dtype]
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":  # one that steps do not wait for
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @torch.inference_mode()
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
         """Whatever the module brings (single rows, a whole weight, the table under its LoRA
         matrices, which is usually the base's own): the rows that are not the base's."""
+        with torch.cuda.stream(self._stream):
+            return self._changed_rows(module, read)
+
+    def _changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
         place = self._sites.table.places[module.name]
         site = self._sites.table.sites[place.site_id]
         if site.kind == NORM:
@@ -69,7 +77,8 @@ class SiteValues:
             rows = slice(part.col_begin, part.col_begin + len(trained))
             return values_of((trained - self._sites.biases[site_id][rows].float().cpu())[None])
         assert part.role is Role.GAIN, part.role
-        return values_of(self._gain(part, site_id, read)[None].cpu())
+        with torch.cuda.stream(self._stream):
+            return values_of(self._gain(part, site_id, read)[None].cpu())
 
     def _gain(self, part: Part, site_id: int, read: Read) -> Tensor:
         module, site = part.module, self._sites.table.sites[site_id]
