@@ -20,7 +20,7 @@ DecodeError = ValueError
 class Struct:
     """A dataclass; other options of the real one say how it is encoded."""
 
-    def __init_subclass__(cls, frozen: bool = False, **_: object) -> None:
+    def __init_subclass__(cls, frozen: bool = False, kw_only: bool = False, **_: object) -> None:
         for name in inspect.get_annotations(cls):
             default = cls.__dict__.get(name)
             if isinstance(default, list | dict):
@@ -28,7 +28,7 @@ class Struct:
                 setattr(cls, name, factory)
             elif dataclasses.is_dataclass(default):
                 setattr(cls, name, dataclasses.field(default_factory=lambda value=default: value))
-        dataclasses.dataclass(frozen=frozen)(cls)
+        dataclasses.dataclass(frozen=frozen, kw_only=kw_only)(cls)
 
 
 def _built(kind: Any, value: Any) -> Any:
