@@ -13,6 +13,7 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/memory/test_prefix_cache.py tests/worker/memory/test_reclaimer.py \
 	tests/worker/adapters/test_backoff.py tests/worker/adapters/test_cache.py \
 	tests/worker/adapters/test_eviction.py tests/worker/adapters/test_facts.py \
+	tests/worker/adapters/test_landing.py tests/worker/adapters/test_slab.py \
 	tests/worker/adapters/test_source.py tests/worker/adapters/test_tiles.py \
 	tests/worker/grammars/test_checker.py tests/worker/grammars/test_constraint.py \
 	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_cores.py \
