@@ -90,7 +90,7 @@ def draw_agreement(axes: Any, folder: Path) -> None:
 def draw_pool(axes: Any, folder: Path) -> None:
     """One pool beside splits."""
     runs = read(folder, "unified_pool_64_192")["runs"]
-    names = ["one pool", *(f"{run['share']:.0%}" for run in runs[1:-1]), "S-LoRA's"]
+    names = [run["memory"].replace(" for adapters", "").replace(", as ", "\n") for run in runs]
     bars(axes, names, {"": [run["attained_per_s"] for run in runs]})
     axes.set_title("first tokens in time per second, drifting load: pool and splits")
 
@@ -109,13 +109,15 @@ def draw_abort(axes: Any, folder: Path) -> None:
 def draw_clustering(axes: Any, folder: Path) -> None:
     """Attainment by d."""
     runs = read(folder, "clustering")["runs"]
-    places = list(dict.fromkeys((run["age_s"], run["rate_share"]) for run in runs))
+    places = list(dict.fromkeys((run["min_queue"], run["rate_share"]) for run in runs))
     distinct = list(dict.fromkeys(run["distinct"] for run in runs))
     series = {
-        f"age bound {age_s:g} s, load {share:g}": [
-            run["attainment"] for run in runs if (run["age_s"], run["rate_share"]) == (age_s, share)
+        f"queue bound {bound:g}, load {share:g}": [
+            run["attainment"]
+            for run in runs
+            if (run["min_queue"], run["rate_share"]) == (bound, share)
         ]
-        for age_s, share in places
+        for bound, share in places
     }
     bars(axes, [f"d={d}" if d < 32 else "off" for d in distinct], series)
     axes.set_ylim(0, 1.5)

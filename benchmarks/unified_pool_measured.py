@@ -1,19 +1,21 @@
 """Measured: one pool for KV cache and adapters beside fixed splits, an engine on this machine.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.unified_pool_measured --work-dir DIR [--shares 10,30]
+    OMP_NUM_THREADS=1 python -m benchmarks.unified_pool_measured --work-dir DIR [--ranks 1,2,4,8]
 
-A real engine (22M parameters, 400 real adapter files of ranks 1 to 8) with so little memory that
+A real engine (22M parameters, 400 real adapter files on every linear) with so little memory that
 its batch is what fits. All requests wait from the start, first come, first served, and the load
-drifts: many adapters with short answers, then one adapter with long ones, and again. Printed:
-tokens for each second of the process's processor time (which other work on the machine disturbs
-little) with one pool, with each share of the blocks kept for adapters, and with S-LoRA's split;
-each the median of turns in which all take part.
+drifts: many adapters with short answers, then one adapter with long ones, and again. Printed, for
+one pool, for each share of the blocks kept for adapters and for S-LoRA's split (`unified_pool`):
+tokens a step, which no other work on the machine changes, and tokens for each second of the
+process's processor time; medians of turns in which all serve the same requests. A share that cannot
+hold the largest adapter serves nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +26,6 @@ import msgspec
 from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.many_adapters import (
-    RANKS,
     SMALL,
     Bench,
     digest_of,
@@ -32,13 +33,12 @@ from benchmarks.many_adapters import (
     make_bench,
     make_config,
 )
-from benchmarks.unified_pool import SLORA_SHARE, SplitEngine
+from benchmarks.unified_pool import Split, engine_kind, over_splits, rounded, splits_of
 from loraplex.cli.output import print_table
-from services.worker.engine import Engine
 from services.worker.messages import Command, Unload
 
 NUM_ADAPTERS = 400
-MANY, FEW = (288, 8, 12), (24, 96, 96)
+MANY, FEW = (144, 8, 12), (12, 96, 96)
 """Requests of a phase, tokens of their prompts and of their answers."""
 NUM_PHASES = 4
 MAX_RUNNING = 48
@@ -62,56 +62,70 @@ def drifting(bench: Bench) -> tuple[list[Command], int]:
     return commands, num_tokens
 
 
-def tokens_per_s(bench: Bench, share: float | None, arena_blocks: int) -> float:
-    """A new engine over the same runner; the trace from its first request to its last token."""
-    bench.runner.arena_blocks = arena_blocks
+def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tuple[float, float]:
+    """A new engine over the same runner; the trace from its first request to its last token.
+
+    Returns tokens a step and tokens a second of processor time.
+    """
+    if split is not None and int(split.share * num_blocks) < max(bench.num_blocks):
+        return 0.0, 0.0
     config = msgspec.structs.replace(make_config(Path(), 0), max_running=MAX_RUNNING)
-    SplitEngine.share = share or 0.0
-    kind = Engine if share is None else SplitEngine
-    bench.engine = kind(bench.runner, config, time.monotonic)
-    bench.runner.arena_blocks = arena_blocks
+    bench.runner.arena_blocks = num_blocks
+    bench.engine = engine_kind(split)(bench.runner, config, time.monotonic)
+    bench.order = random.Random(turn)
     commands, num_tokens = drifting(bench)
+    bench.runner.steps.clear()
     gc.collect()
     begin_s = time.process_time()
-    bench.step(commands)
-    bench.drain()
+    num_made = len(bench.step(commands).tokens)
+    while bench.engine.has_requests:
+        num_made += len(bench.step().tokens)
     elapsed_s = time.process_time() - begin_s
+    assert num_made == num_tokens, "requests were refused"
     bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_ADAPTERS)])
-    return num_tokens / elapsed_s
+    return num_tokens / len(bench.runner.steps), num_tokens / elapsed_s
 
 
 def main() -> None:
-    """Measure, print, write `results/<machine>/unified_pool_measured.json`."""
+    """Measure, print, write `results/<machine>/unified_pool_measured_<ranks>_<blocks>.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--shares", default="5,10,20,30,50")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--ranks", default="8", help="dealt to the adapters (8)")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=64)
     args = parser.parse_args()
+    ranks = [int(text) for text in args.ranks.split(",")]
     base = make_base(SMALL, args.work_dir)
+    dealt = [ranks[i % len(ranks)] for i in range(NUM_ADAPTERS)]
     folders = [
-        make_adapter(SMALL, args.work_dir / f"adapter-{i:04d}", RANKS[i % 4], seed=i)
-        for i in range(NUM_ADAPTERS)
+        make_adapter(SMALL, args.work_dir / f"rank-{rank}-{i:04d}", rank, seed=i)
+        for i, rank in enumerate(dealt)
     ]
     bench = make_bench(base, folders, 512 << 20)
-    shares = [None, *(int(text) / 100 for text in args.shares.split(",")), SLORA_SHARE]
-    tokens_per_s(bench, None, args.blocks)  # warm-up
-    turns = [[tokens_per_s(bench, s, args.blocks) for s in shares] for _ in range(args.turns)]
-    medians = [statistics.median(column) for column in zip(*turns, strict=True)]
-    names = ["one pool", *(f"{s:.0%} for adapters" for s in shares[1:-1] if s), "S-LoRA's split"]
-    print_table(
-        ["MEMORY", "TOKENS/S"], [[n, f"{m:.0f}"] for n, m in zip(names, medians, strict=True)]
-    )
-    over_best = statistics.median(turn[0] / max(turn[1:-1]) for turn in turns)
-    over_slora = statistics.median(turn[0] / turn[-1] for turn in turns)
-    print(f"one pool over the best split {over_best:.2f}, over S-LoRA's {over_slora:.2f}")
-    runs: list[dict[str, Any]] = [
-        {"share": share, "tokens_per_s": median}
-        for share, median in zip(shares, medians, strict=True)
+    kinds = [None, *splits_of(args.shares)]
+    measure(bench, None, args.blocks, -1)  # warm-up
+    turns = [
+        [measure(bench, kind, args.blocks, turn) for kind in kinds] for turn in range(args.turns)
     ]
-    results = {"blocks": args.blocks, "block_bytes": bench.runner.block_bytes, "runs": runs}
-    ratios = {"over_best": over_best, "over_slora": over_slora}
-    print(f"wrote {write_results('unified_pool_measured', {**results, **ratios})}")
+    runs = [
+        {
+            "memory": kind.name if kind else "one pool",
+            "tokens_a_step": statistics.median(turn[place][0] for turn in turns),
+            "tokens_per_s": statistics.median(turn[place][1] for turn in turns),
+        }
+        for place, kind in enumerate(kinds)
+    ]
+    rows = [[r["memory"], f"{r['tokens_a_step']:.2f}", f"{r['tokens_per_s']:.0f}"] for r in runs]
+    print_table(["MEMORY", "TOKENS/STEP", "TOKENS/S"], rows)
+    sizes = {"blocks": args.blocks, "block_bytes": bench.runner.block_bytes, "ranks": ranks}
+    results: dict[str, Any] = {**sizes, "turns": args.turns, "runs": runs}
+    for figure in ("tokens_a_step", "tokens_per_s"):
+        ratios = over_splits([run[figure] for run in runs])
+        print(f"one pool over the others, {figure}: {rounded(ratios)}")
+        results[figure] = ratios
+    name = f"unified_pool_measured_{args.ranks.replace(',', '_')}_{args.blocks}"
+    print(f"wrote {write_results(name, results)}")
 
 
 if __name__ == "__main__":
