@@ -5,18 +5,19 @@
 S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
 costs of `slora_policies`, with the worker's own scheduler. Capacity is measured first, then
 requests arrive at shares of it (Poisson, and in bursts: cv 8) and want their first token within
-6 s. Printed: the share that has it, with early abort and without, beside the most that could,
-min(1, 1 / load).
+6 s. Printed: the share that has it, with early abort and without; min(1, 1 / load), the most that
+could in a trace without end or bursts; and the most that could in this one, `most_in_time`.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.machine import write_results
-from benchmarks.slora_policies import NUM_ADAPTERS, capacity_per_s, fleet
+from benchmarks.slora_policies import NUM_ADAPTERS, Capacity, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
 from services.simulate.simulation import Simulation
@@ -25,14 +26,33 @@ SLO_S = 6.0
 RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 
-def attainments(workload: Workload) -> tuple[float, float]:
-    """With early abort, and first come, first served without it."""
+def most_in_time(arrivals_s: Sequence[float], most: Capacity) -> float:
+    """The share that a scheduler could start in time that knows every arrival, and no length.
+
+    A worker that serves at most `per_s` requests a second and holds `num_running` of them starts
+    no more than `num_running + per_s * t` in any t seconds: what it can start fills up at that
+    rate while few come. All requests alike, first come, first served without those that are too
+    late is then the best there is.
+    """
+    free, now, num_served = most.num_running, 0.0, 0
+    for arrival_s in arrivals_s:
+        start_s = max(arrival_s, now + (1.0 - free) / most.per_s)
+        if start_s <= arrival_s + SLO_S:
+            free = min(most.num_running, free + (start_s - now) * most.per_s) - 1.0
+            now = start_s
+            num_served += 1
+    return num_served / len(arrivals_s)
+
+
+def attainments(workload: Workload, most: Capacity) -> tuple[float, float, float]:
+    """With early abort, first come, first served without it, and the most that could be."""
     trace = generate(workload)
     with_abort, without = (
         summarize(Simulation(fleet("fcfs", None, first_token_s), RANKS).run(trace), SLO_S)
         for first_token_s in (SLO_S, None)
     )
-    return with_abort.attainment, without.attainment
+    bound = most_in_time([request.arrival_s for request in trace], most)
+    return with_abort.attainment, without.attainment, bound
 
 
 def main() -> None:
@@ -43,29 +63,34 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    per_s = capacity_per_s(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"])
-    print(f"capacity {per_s:.2f} requests/s")
+    most = capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"])
+    print(f"capacity {most.per_s:.2f} requests/s, {most.num_running:.0f} at once")
     rows, runs = [], []
     for cv in map(float, args.cvs.split(",")):
         for load in map(float, args.loads.split(",")):
-            pairs = [
-                attainments(Workload(NUM_ADAPTERS, load * per_s, args.duration, cv=cv, seed=seed))
+            rate = load * most.per_s
+            triples = [
+                attainments(Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, seed=seed), most)
                 for seed in range(args.seeds)
             ]
-            with_abort, without = (statistics.fmean(side) for side in zip(*pairs, strict=True))
-            most = min(1.0, 1.0 / load)
+            with_abort, without, bound = (
+                statistics.fmean(side) for side in zip(*triples, strict=True)
+            )
+            share = min(1.0, 1.0 / load)
             run: dict[str, Any] = {
                 "cv": cv,
                 "load": load,
                 "early_abort": with_abort,
                 "fcfs": without,
-                "most": most,
-                "of_most": with_abort / most,
+                "most": share,
+                "of_most": with_abort / share,
+                "bound": bound,
+                "of_bound": with_abort / bound,
             }
             runs.append(run)
             rows.append([f"{value:.3g}" for value in run.values()])
-    print_table(["CV", "LOAD", "EARLY ABORT", "FCFS", "MOST", "OF MOST"], rows)
-    results = {"simulated": True, "capacity_per_s": per_s, "slo_s": SLO_S, "runs": runs}
+    print_table(["CV", "LOAD", "EARLY ABORT", "FCFS", "MOST", "OF MOST", "BOUND", "OF BOUND"], rows)
+    results = {"simulated": True, **most._asdict(), "slo_s": SLO_S, "runs": runs}
     print(f"wrote {write_results('early_abort', results)}")
 
 

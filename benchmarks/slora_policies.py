@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
@@ -47,13 +48,25 @@ def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = N
     return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s)
 
 
-def capacity_per_s(fleet_: Fleet, num_adapters: int, mix: Sequence[int]) -> float:
-    """Requests a second, U[8,512] in and out, while far more wait than run."""
+class Capacity(NamedTuple):
+    """Of one worker while far more requests wait than run."""
+
+    per_s: float
+    """Requests served in a second."""
+    num_running: float
+    """Requests in the batch, by Little's law."""
+
+
+def capacity(fleet_: Fleet, num_adapters: int, mix: Sequence[int]) -> Capacity:
+    """For requests of U[8,512] tokens in and out."""
     trace = generate(Workload(num_adapters, 1000.0, 1.0))
     simulation = Simulation(fleet_, ranks_of(mix, num_adapters))
-    ends_s = sorted(outcome.end_s for outcome in simulation.run(trace))
-    tenth = len(ends_s) // 10  # filling and emptying the batch are left out
-    return 8 * tenth / (ends_s[9 * tenth] - ends_s[tenth])
+    by_end = sorted(simulation.run(trace), key=lambda outcome: outcome.end_s)
+    tenth = len(by_end) // 10  # filling and emptying the batch are left out
+    middle = by_end[tenth : 9 * tenth]
+    per_s = len(middle) / (by_end[9 * tenth].end_s - by_end[tenth].end_s)
+    stays_s = [outcome.end_s - (outcome.first_token_s or 0.0) for outcome in middle]
+    return Capacity(per_s, per_s * statistics.fmean(stays_s))
 
 
 def measure(

@@ -66,10 +66,12 @@ MAX_PINNED_SHARE = 0.5
 CLUSTERED_AGE_S = 30.0
 """A bound below the time that requests wait anyway would make clustering first come, first served.
 """
+CLUSTERED_MIN_QUEUE = 0.5
+"""Waiting requests for each that runs. See `benchmarks/clustering.py`."""
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: first_come,
-    "clustered": lambda counters: clustered(max_distinct=8, max_age_s=CLUSTERED_AGE_S),
+    "clustered": lambda counters: clustered(8, CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE),
     "fair": fair,
 }
 COUNTING_POLICIES = ("fair",)

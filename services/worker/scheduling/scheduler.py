@@ -292,7 +292,8 @@ class Scheduler:
         ahead: set[str] = set()
         loads_left = MAX_LOADS_PER_STEP
         may_repeat = budget <= 0
-        walk = self._waiting.walk(self._policy, QueueView(now, frozenset(self._cache.in_use)))
+        view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
+        walk = self._waiting.walk(self._policy, view)
         while (request := next(walk, None)) is not None:
             if len(self._running) >= self._limits.max_running:
                 break

@@ -25,9 +25,13 @@ def make_request(name: str, arrival_s: float, digest: str = "", **fields: object
 
 
 def in_order(
-    policy: Policy, queue: list[Request], now: float, in_use: Collection[str] = ()
+    policy: Policy,
+    queue: list[Request],
+    now: float,
+    in_use: Collection[str] = (),
+    sizes: tuple[int, int] = (0, 0),
 ) -> list[str]:
-    view = QueueView(now, in_use)
+    view = QueueView(now, in_use, *sizes)
     return [r.request_id for r in sorted(queue, key=lambda request: policy(request, view))]
 
 
@@ -51,6 +55,25 @@ def test_an_aged_request_comes_before_preferred_ones() -> None:
     queue = [make_request("new", 1.0, "n"), make_request("hot", 2.0, "h")]
     order = clustered(max_distinct=1, max_age_s=5.0)
     assert in_order(order, queue, 6.0, {"h"}) == ["new", "hot"]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9), st.sampled_from("hiklm"), st.integers(-1, 1)), max_size=9),
+    st.integers(0, 40),
+    st.integers(0, 20),
+)
+def test_clustering_overtakes_nobody_while_few_wait(
+    arrivals: list[tuple[float, str, int]], num_waiting: int, num_running: int
+) -> None:
+    queue = [
+        make_request(str(index), arrival_s, digest, priority=priority)
+        for index, (arrival_s, digest, priority) in enumerate(arrivals)
+    ]
+    view = {"in_use": {"h", "i"}, "sizes": (num_waiting, num_running)}
+    order = in_order(clustered(2, 5.0, min_queue=0.5), queue, 10.0, **view)
+    unbounded = in_order(clustered(2, 5.0), queue, 10.0, **view)
+    is_short = num_waiting < 0.5 * num_running
+    assert order == (in_order(first_come, queue, 10.0) if is_short else unbounded)
 
 
 def test_the_bare_base_counts_as_running() -> None:
