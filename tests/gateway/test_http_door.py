@@ -12,7 +12,6 @@ from loraplex.errors import AlreadyExists
 from loraplex.v1 import common_pb2, registry_pb2
 from services.gateway.admission import AdmissionLimits
 from services.gateway.openai import sse
-from services.gateway.openai.guard import HostRule
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless
@@ -166,21 +165,6 @@ async def test_body_without_declared_size_is_capped_too(stack: Stack) -> None:
     )
     assert status == 400
     assert _error(body)["code"] == "body_too_large"
-
-
-@pytest.mark.parametrize(("host", "status"), [("localhost", b"400"), ("evil.example", b"403")])
-async def test_a_client_that_sends_all_before_it_reads_is_told_why_it_is_refused(
-    stack: Stack, host: str, status: bytes
-) -> None:
-    await stack.start()
-    reader, writer = await asyncio.open_connection("127.0.0.1", stack.running.http_port)
-    head = f"host: {host}\r\ncontent-type: application/json\r\ncontent-length: {16 << 20}"
-    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
-    for _ in range(16):
-        writer.write(b" " * (1 << 20))
-        await writer.drain()
-    assert (await reader.readline()).split()[1] == status
-    writer.close()
 
 
 async def test_models_page_by_limit_and_after(stack: Stack) -> None:
@@ -359,25 +343,6 @@ async def test_request_beyond_the_queue_is_429_with_a_hint(stack: Stack) -> None
     assert int(headers["retry-after"]) >= 1
     assert _error(body)["type"] == "rate_limit_error"
     assert (await running)[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("localhost", True),
-        ("localhost:8080", True),
-        ("127.0.0.2:1", True),
-        ("[::1]:8080", True),
-        ("gate.internal:80", True),
-        ("GATE.internal", True),
-        ("evil.example", False),
-        ("127.0.0.1.evil.example", False),
-        ("10.0.0.1", False),
-        ("", False),
-    ],
-)
-def test_host_rule(host: str, allowed: bool) -> None:
-    assert HostRule(frozenset({"gate.internal"})).allows(host) is allowed
 
 
 async def test_tenant_over_its_rate_gets_429_with_reason_and_hint(stack: Stack) -> None:
