@@ -21,7 +21,7 @@ from services.worker.config import WorkerConfig, from_env
 from services.worker.door import Door
 from services.worker.engine_link import EngineLink
 from services.worker.grammars.checker import GrammarChecker
-from services.worker.metrics import AdapterCollector
+from services.worker.metrics import AdapterCollector, OfModel
 from services.worker.server import worker_service
 from services.worker.status import StatusBoard
 
@@ -41,7 +41,7 @@ async def serve(config: WorkerConfig) -> None:
         tls=config.tls.door(for_services=True),
         setting=env.WORKER_LISTEN.name,
     )
-    metrics = MetricsServer(ready=lambda: status.is_ready)
+    metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id))
     AdapterCollector(status, config.max_resident).register()
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -90,6 +90,23 @@ def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> Non
 def count_end(reason: str) -> None:
     """A request ended for `reason`."""
     _success.labels(reason).inc()
+
+
+class OfModel(CollectorRegistry):
+    """The process's metrics, vLLM's with the label `model_name` by which its dashboards choose."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._label = {"model_name": model_name}
+
+    def collect(self) -> Iterable[Metric]:
+        """Families are made anew for each scrape, so they may be written to."""
+        for family in REGISTRY.collect():
+            if family.name.startswith("vllm:"):
+                family.samples = [
+                    sample._replace(labels=self._label | sample.labels) for sample in family.samples
+                ]
+            yield family
 
 
 class AdapterCollector(Collector):

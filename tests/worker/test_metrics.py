@@ -39,6 +39,17 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
     assert 'vllm:request_success_total{finished_reason="length"}' in scrape()
 
 
+def test_vllm_names_say_their_model_and_no_others_do() -> None:
+    metrics.observe_load(EngineLoad(running_requests=3), [0.01], 1)
+    metrics.count_end("stop")
+    lines = generate_latest(metrics.OfModel("org/base")).decode().splitlines()
+    assert 'vllm:num_requests_running{model_name="org/base"} 3.0' in lines
+    assert [line for line in lines if 'finished_reason="stop"' in line and "org/base" in line]
+    samples = [line for line in lines if not line.startswith("#")]
+    named = [line for line in samples if 'model_name="org/base"' in line]
+    assert named == [line for line in samples if line.startswith("vllm:")]
+
+
 def test_adapter_labels_are_bounded() -> None:
     board = StatusBoard()
     many = [Residency(f"sha256:{i:064x}", Tier.DEVICE, 8, running_requests=1) for i in range(150)]
