@@ -100,7 +100,11 @@ def draw_abort(axes: Any, folder: Path) -> None:
     runs = [run for run in read(folder, "early_abort")["runs"] if run["cv"] == 1]
     series = {
         label: [run[key] for run in runs]
-        for label, key in (("early abort", "early_abort"), ("FCFS", "fcfs"), ("most", "most"))
+        for label, key in (
+            ("early abort", "early_abort"),
+            ("FCFS", "fcfs"),
+            ("knows all arrivals", "bound"),
+        )
     }
     bars(axes, [f"{run['load']:g}" for run in runs], series)
     axes.set_title("first tokens within 6 s, by load over capacity (cv 1)")
