@@ -29,7 +29,7 @@ async def compile_beside(isa: str) -> bool:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
+        process_group=0,  # not a session: Linux may share processors between those, whatever nice
     )
     assert process.stdout is not None
     try:
