@@ -68,7 +68,7 @@ class Access:
         """Demand `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
 
         Raises:
-            PermissionDenied: the scope is missing.
+            PermissionDenied: the scope is missing, or another tenant would be administered.
             AdapterNotFound: the tenant is another one; whether it has such an adapter is not told.
         """
         if self.is_root:
@@ -76,6 +76,10 @@ class Access:
         if not any(_IMPLIED.get(held, -1) >= _IMPLIED[scope] for held in self.scopes):
             raise PermissionDenied(f"this needs the scope {scope!r}; ask an admin for another key")
         if tenant is not None and tenant != self.tenant:
+            if scope == "admin":
+                raise PermissionDenied(
+                    f"a key of tenant {self.tenant!r} cannot administer {tenant!r}; use its own"
+                )
             raise AdapterNotFound(f"{tenant}/...", "it belongs to another tenant")
 
     def require_root(self) -> None:

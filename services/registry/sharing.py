@@ -24,7 +24,7 @@ class Wanted:
     """PRIVATE, SHARED or PUBLIC; 0 keeps it."""
     shared_with: tuple[str, ...] = ()
     pullable: bool | None = None
-    """None keeps it."""
+    """None keeps it; but what becomes private is no longer pullable."""
 
 
 class Sharing:
@@ -83,7 +83,8 @@ def _check(wanted: Wanted) -> None:
 
 def _changed(held: AdapterRecord, wanted: Wanted) -> AdapterRecord:
     visibility = wanted.visibility or held.visibility
-    pullable = held.pullable if wanted.pullable is None else wanted.pullable
+    kept = held.pullable and wanted.visibility != PRIVATE
+    pullable = kept if wanted.pullable is None else wanted.pullable
     shared_with = tuple(sorted(set(wanted.shared_with)))
     if not wanted.visibility:
         shared_with = held.shared_with

@@ -191,6 +191,7 @@ def test_shares_an_adapter_and_takes_it_back(registry: Any, adapter: Path) -> No
     assert registry.json("share", "shared", "--public")["visibility"] == "public"
     private = registry.json("share", "shared", "--private")
     assert (private["visibility"], private["shared_with"]) == ("private", [])
+    assert not private["pullable"]
 
 
 def test_keys_are_made_listed_and_revoked(registry: Any) -> None:

@@ -26,6 +26,12 @@ def test_changing_what_another_tenant_has_tells_nothing_of_it() -> None:
         _access("admin").require("publisher", "other")
 
 
+def test_administering_another_tenant_is_a_missing_right() -> None:
+    _access("admin").require("admin", "acme")
+    with pytest.raises(PermissionDenied, match="tenant 'acme' cannot administer 'other'"):
+        _access("admin").require("admin", "other")
+
+
 @pytest.mark.parametrize("access", [_access(ROOT), Access.of(LOCAL)])
 def test_the_first_key_and_callers_without_auth_may_act_for_all(access: Access) -> None:
     access.require_publishing("other")
