@@ -193,6 +193,14 @@ REASONING: Knob[str] = Knob(
     "gateway",
     "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
 )
+REPLACE_BASES: Knob[bool] = Knob(
+    "LORAPLEX_REPLACE_BASES",
+    parse_bool,
+    False,
+    "gateway",
+    "A served base takes its id from one of another geometry that the registry knows; "
+    "`loraplex up` sets it for a state folder of its own.",
+)
 LORA_ROOT = path_knob(
     "LORAPLEX_LORA_ROOT",
     "gateway",

@@ -24,6 +24,8 @@ class Version:
     number: int
     digest: str
     base_id: str
+    base_fingerprint: str = ""
+    """Geometry that it was checked against; "" = not told."""
     created_unix_s: float = 0.0
     max_rank: int = 0
     deleted: bool = False

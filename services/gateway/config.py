@@ -49,6 +49,8 @@ class GatewayConfig:
     """"auto", or how every base writes tool calls."""
     reasoning: str = "auto"
     """"auto", "think" or "none"."""
+    replaces_bases: bool = False
+    """True registers a base in place of one of another geometry that had its id."""
     lora_root: Path | None = None
     """Folder that callers may publish from by vLLM's call; None = they may not."""
     metadata_url: str = ""
@@ -84,6 +86,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_FORMAT.read(environ),
         reasoning=env.REASONING.read(environ),
+        replaces_bases=env.REPLACE_BASES.read(environ),
         lora_root=env.LORA_ROOT.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),
         gateway_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",

@@ -54,6 +54,7 @@ def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
         number=message.version,
         digest=message.digest,
         base_id=message.base_id,
+        base_fingerprint=message.base_fingerprint,
         created_unix_s=message.created_unix_s,
         max_rank=message.max_rank,
         deleted=message.deleted,

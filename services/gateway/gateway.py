@@ -59,7 +59,9 @@ class Gateway:
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
         self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
-        self._registrar = BaseRegistrar(self._registry, self._base_refused)
+        self._registrar = BaseRegistrar(
+            self._registry, self._base_refused, replaces=config.replaces_bases
+        )
         self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
         self._fleet = Fleet(
             config.workers,

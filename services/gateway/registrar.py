@@ -19,9 +19,17 @@ _WAY_OUT = "--served-model-name or LORAPLEX_SERVED_MODEL_NAME of the worker"
 class BaseRegistrar:
     """Knows which bases the registry has not taken yet, and why."""
 
-    def __init__(self, registry: RegistryLink, on_clash: Callable[[LoraplexError], None]) -> None:
-        """`on_clash` hears of every refusal that waiting alone does not change."""
+    def __init__(
+        self,
+        registry: RegistryLink,
+        on_clash: Callable[[LoraplexError], None],
+        *,
+        replaces: bool = False,
+    ) -> None:
+        """`on_clash` hears of every refusal that waiting alone does not change; `replaces`: a base
+        of another geometry that has the id is none."""
         self._registry = registry
+        self._replaces = replaces
         self._on_clash = on_clash
         self._pending: dict[str, worker_pb2.GetModelResponse] = {}
         self._wanted = asyncio.Event()
@@ -57,7 +65,7 @@ class BaseRegistrar:
             aliases=model.base_aliases,
         )
         try:
-            await self._registry.register_base(base)
+            await self._registry.register_base(base, replace=self._replaces)
         except LoraplexError as error:
             self._refusal = f"the registry does not take base {base_id!r}: {error.message}"
             logger.warning("base not registered", extra={"base": base_id, "why": error.message})

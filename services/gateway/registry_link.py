@@ -102,11 +102,11 @@ class RegistryLink:
                 raise DataLoss(f"{path} of {label} is not what was published")
         return {path: bytes(content) for path, content in found.items()}
 
-    async def register_base(self, base: registry_pb2.Base) -> None:
+    async def register_base(self, base: registry_pb2.Base, *, replace: bool) -> None:
         """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base."""
         try:
             await self._stub.RegisterBase(
-                registry_pb2.RegisterBaseRequest(base=base),
+                registry_pb2.RegisterBaseRequest(base=base, replace=replace),
                 timeout=REGISTER_TIMEOUT_S,
                 metadata=self._metadata,
             )

@@ -62,7 +62,7 @@ class Resolver:
         """Bases first, then own adapters by name, then those of others."""
         bases = self._bases()
         yield from bases.values()
-        visible = [v for v in self.catalog.latest(tenant) if v.base_id in bases]
+        visible = [v for v in self.catalog.latest(tenant) if _fits(v, bases.get(v.base_id))]
         yield from (v for v in visible if v.tenant == tenant)
         yield from (v for v in visible if v.tenant != tenant)
 
@@ -102,8 +102,12 @@ class Resolver:
         return version
 
     def _check_served(self, version: Version, text: str) -> None:
-        if version.base_id not in self._bases():
+        base = self._bases().get(version.base_id)
+        if base is None:
             raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
+        if not _fits(version, base):
+            why = f"it was published for another base that was called {version.base_id!r}"
+            raise AdapterNotFound(text, why)
 
     async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
         """Others' private adapters look exactly like missing ones."""
@@ -131,6 +135,14 @@ class Resolver:
         for tag in tags:
             self.catalog.put_tag(tag)
         return self.catalog.find(ref, split_key) or version
+
+
+def _fits(version: Version, base: BaseModel | None) -> bool:
+    """True where the adapter's base is served, with the geometry that it was checked against."""
+    if base is None:
+        return False
+    told = version.base_fingerprint and base.fingerprint
+    return not told or version.base_fingerprint == base.fingerprint
 
 
 def _running(version: Version, weight: float) -> RunningAdapter:

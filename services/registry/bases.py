@@ -51,7 +51,7 @@ class Bases:
             merged = dataclasses.replace(
                 base,
                 generation=current.generation,
-                aliases=tuple(sorted({*current.aliases, *base.aliases})),
+                aliases=base.aliases if changed else _united(current.aliases, base.aliases),
             )
             if merged == current:
                 return None
@@ -145,6 +145,10 @@ def _check_id(base_id: str) -> None:
             base_id,
             f"must be 1-{MAX_ID_CHARS} visible ASCII characters and not begin with '-', '.' or '/'",
         )
+
+
+def _united(aliases: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*aliases, *more}))
 
 
 def _plain(prefix: str) -> bool:

@@ -67,6 +67,7 @@ def child_specs(
             "LORAPLEX_HTTP_LISTEN": addresses.http,
             "LORAPLEX_REGISTRY_ADDRESS": registry.health,
             "LORAPLEX_WORKERS": ",".join(worker.health for worker in workers),
+            "LORAPLEX_REPLACE_BASES": "false" if environ.get("LORAPLEX_OBJECTS") else "true",
             **_present(environ, "LORAPLEX_METADATA"),
         },
         _reachable(addresses.grpc),

@@ -116,6 +116,19 @@ async def test_others_private_adapters_look_missing(resolver: Resolver) -> None:
     assert await _label(resolver, "default/upper", tenant="stranger") == "default/upper:v2"
 
 
+async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_same_id(
+    registry: Registry,
+) -> None:
+    made = Resolver(registry, lambda: {"base": BaseModel("base", 10, 10, fingerprint="now")})
+    made.catalog.put_version(_version(1, base_fingerprint="now"))
+    made.catalog.put_version(_version(2, base_fingerprint="then"))
+    assert await _label(made, "upper:v1") == "default/upper:v1"
+    with pytest.raises(AdapterNotFound, match="another base that was called 'base'"):
+        await _label(made, "upper:v2")
+    made.catalog.put_tag(_tag({2: 1}))
+    assert [type(model) for model in made.models("default")] == [BaseModel]
+
+
 async def test_deleted_version_is_gone(resolver: Resolver) -> None:
     resolver.catalog.put_version(_version(1, deleted=True))
     with pytest.raises(AdapterNotFound):
