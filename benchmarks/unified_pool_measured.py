@@ -6,7 +6,7 @@ A real engine (22M parameters, 400 real adapter files on every linear) with so l
 its batch is what fits. All requests wait from the start, first come, first served, and the load
 drifts: many adapters with short answers, then one adapter with long ones, and again. Printed, for
 one pool, for each share of the blocks kept for adapters and for S-LoRA's split (`unified_pool`):
-tokens a step, which no other work on the machine changes, and tokens for each second of the
+tokens a step, which other work on the machine hardly changes, and tokens for each second of the
 process's processor time; medians of turns in which all serve the same requests. A share that cannot
 hold the largest adapter serves nothing.
 """
