@@ -19,11 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     running = start(
         tmp_path_factory.mktemp("stack") / "state",
+        *("--dtype", "float32"),
         environment={"LORAPLEX_LORA_ROOT": str(DEMO / "adapters")},
     )
     try:
-        for folder in ADAPTERS:
-            running.publish(folder)
+        running.publish(*ADAPTERS)
         yield running
     finally:
         assert running.stop() == 0

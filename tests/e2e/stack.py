@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from loraplex import BlockingRegistry, Credentials, Publication
+
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
 BASE = DEMO / "base"
@@ -59,11 +61,11 @@ class Stack:
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    def publish(self, folder: Path, name: str | None = None) -> dict[str, Any]:
-        """Upload an adapter folder; returns the command's JSON."""
-        done = self.run_registry("upload", str(folder), "--name", name or folder.name, "--json")
-        result: dict[str, Any] = json.loads(done.stdout)
-        return result
+    def publish(self, *folders: Path, name: str = "", latest: bool = True) -> None:
+        """Upload adapter folders under their names, or versions of `name`."""
+        with BlockingRegistry(self.registry, Credentials()) as registry:
+            for folder in folders:
+                registry.upload(folder, Publication(name or folder.name, latest=latest))
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """POST JSON; returns the status and the parsed body, errors too."""

@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def published(stack: Stack, folder: Path) -> dict[str, Any]:
-    return stack.publish(folder, NAME)
+def published(stack: Stack, folder: Path) -> None:
+    stack.publish(folder, name=NAME)
 
 
 @cache

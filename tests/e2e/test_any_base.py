@@ -69,7 +69,7 @@ def test_every_adapter_of_a_base_answers_as_peft_does(base_name: str, tmp_path: 
     stack = stacks.start(tmp_path / "state", "--dtype", "float32", model=base.folder)
     try:
         for name, folder in adapters.items():
-            stack.publish(folder, name)
+            stack.publish(folder, name=name)
         with ThreadPoolExecutor(len(jobs)) as pool:
             answers = list(pool.map(lambda job: ask(stack, job), jobs))
     finally:

@@ -31,8 +31,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers and some adapters."""
     running = start(tmp_path_factory.mktemp("disturbed") / "state", "--workers", "2")
     try:
-        for folder in ADAPTERS[:4]:
-            running.publish(folder)
+        running.publish(*ADAPTERS[:4])
         eventually(lambda: both_ready(running))
         yield running
     finally:
@@ -85,7 +84,7 @@ def test_service_behind_the_gateway_ends_under_load(
         victim.send_signal(number)
         eventually(lambda: not victim.is_running() or victim.status() == "zombie")
     assert load.failures == []
-    eventually(lambda: both_ready(house), timeout_s=120)
+    eventually(lambda: both_ready(house), timeout_s=600)
     eventually(lambda: house.run_registry("list", check=False).returncode == 0)
 
 

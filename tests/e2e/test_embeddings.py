@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,15 @@ import openai
 import pytest
 
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, Stack, start
+from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, Stack
 
 ADAPTER = ADAPTERS[0]
 TEXTS = ["hello", "the same length?", "h" * 300]
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = start(tmp_path_factory.mktemp("embeddings") / "state", "--dtype", "float32")
-    try:
-        running.publish(ADAPTER)
-        yield running
-    finally:
-        assert running.stop() == 0
-
-
 @pytest.fixture
-def client(exact: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=exact.http + "/v1", api_key="ignored", max_retries=0)
+def client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=stack.http + "/v1", api_key="ignored", max_retries=0)
 
 
 def reference(texts: list[str], adapter: Path | None = None) -> list[list[float]]:
@@ -73,7 +62,7 @@ def test_vectors_are_those_of_transformers_and_peft(
 
 
 def test_all_forms_of_input_and_encoding_give_the_same_vector(
-    client: openai.OpenAI, exact: Stack
+    client: openai.OpenAI, stack: Stack
 ) -> None:
     ids = [256, *b"hello"]
     vectors = [
@@ -85,14 +74,14 @@ def test_all_forms_of_input_and_encoding_give_the_same_vector(
     for answer in vectors[1:]:
         assert_close([answer.data[0].embedding], [first])
     body = {"model": BASE_ID, "input": "hello", "encoding_format": "base64"}
-    status, answer_body = exact.post("/v1/embeddings", body)
+    status, answer_body = stack.post("/v1/embeddings", body)
     assert status == 200
     packed = base64.b64decode(answer_body["data"][0]["embedding"])
     assert_close([list(struct.unpack(f"<{len(first)}f", packed))], [first])
 
 
-def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, exact: Stack) -> None:
-    with grpc.insecure_channel(exact.grpc) as channel:
+def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, stack: Stack) -> None:
+    with grpc.insecure_channel(stack.grpc) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         answer = stub.Embed(inference_pb2.EmbedRequest(model=ADAPTER.name, inputs=TEXTS))
         with pytest.raises(grpc.RpcError) as caught:
@@ -117,7 +106,7 @@ def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, exact: Stack) 
         ({"input": "a", "model": ""}, "model"),
     ],
 )
-def test_a_bad_field_is_named(exact: Stack, fields: dict[str, Any], param: str) -> None:
-    status, answer = exact.post("/v1/embeddings", {"model": BASE_ID, **fields})
+def test_a_bad_field_is_named(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    status, answer = stack.post("/v1/embeddings", {"model": BASE_ID, **fields})
     assert status == 400, answer
     assert answer["error"]["param"] == param

@@ -18,8 +18,7 @@ NAME = ADAPTERS[0].name if ADAPTERS else ""
 def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     running = start(tmp_path_factory.mktemp("fragile") / "state")
     try:
-        for folder in ADAPTERS[:3]:
-            running.publish(folder)
+        running.publish(*ADAPTERS[:3])
         yield running
     finally:
         assert running.stop() == 0

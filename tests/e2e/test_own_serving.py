@@ -61,7 +61,7 @@ def test_a_label_gives_an_adapter_its_own_rope_and_context(stack: Stack, tmp_pat
     folder = made_adapter(tmp_path / "long")
     label = f"rope_scaling={json.dumps({**YARN, 'max_position_embeddings': CONTEXT + 64})}"
     stack.run_registry("upload", str(folder), "--name", "long", "--label", label)
-    stack.publish(folder, "short")
+    stack.publish(folder, name="short")
     shown = json.loads(stack.run_registry("show", "long", "--json").stdout)
     assert json.loads(shown["rope_scaling"])["factor"] == 4
     prompt = [256, *b"the cat sat on the mat and looked at the dog that sat on the log=" * 2]
@@ -86,7 +86,7 @@ def test_its_generation_config_says_where_its_output_ends(stack: Stack, tmp_path
     tokens = expected(folder, prompt, None)
     own_eos = next(token for token in tokens[3:] if token not in tokens[:3])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [own_eos]}))
-    stack.publish(folder, "ends")
+    stack.publish(folder, name="ends")
     assert f"EOS ids       {own_eos}\n" in stack.run_registry("show", "ends").stdout
     ended = complete(stack, "ends", prompt, max_tokens=NUM_NEW_TOKENS)
     assert ended["token_ids"] == tokens[: tokens.index(own_eos) + 1]
@@ -108,7 +108,7 @@ def wordy(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(WORDS))
     folder = made_adapter(tmp_path_factory.mktemp("wordy") / "wordy", trainable_token_indices=ids)
     tokenizer.save_pretrained(folder)
-    stack.publish(folder, "wordy")
+    stack.publish(folder, name="wordy")
     return ids
 
 

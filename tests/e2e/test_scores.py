@@ -12,7 +12,7 @@ import pytest
 
 from loraplex import BlockingInference, Credentials
 from loraplex.errors import InvalidRequest
-from tests.e2e.stack import BASE, BASE_ID, Stack, start
+from tests.e2e.stack import BASE, BASE_ID, Stack
 
 TEXTS = ["hello", "is it good?", "x" * 90]
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
@@ -56,7 +56,7 @@ def ids_of(text: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
+def tuned(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     root = tmp_path_factory.mktemp("scores")
     judge = tune(
         "AutoModelForSequenceClassification", root / "judge", 3, task_type="SEQ_CLS", use_dora=True
@@ -66,13 +66,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"id2label": LABELS, "pad_token_id": PAD})
     )
-    stack = start(root / "state", "--dtype", "float32")
-    try:
-        for name in ("judge", "embedder"):
-            stack.publish(root / name)
-        yield Tuned(stack, judge, embedder)
-    finally:
-        assert stack.stop() == 0
+    stack.publish(root / "judge", root / "embedder")
+    yield Tuned(stack, judge, embedder)
+    for name in ("judge", "embedder"):  # others ask any adapter of the stack for output
+        stack.run_registry("delete", name, "--all")
 
 
 @pytest.fixture
