@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_json, print_table, sized
 from loraplex.cli.parsing import add_command, add_connection, add_group, count, num_bytes, seconds
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.types import ApiKey
@@ -49,15 +49,15 @@ def _add_keys(commands: Any) -> None:
         help="the first admin key: made once, by a registry on this machine; where none answers, "
         "one for the file that LORAPLEX_ADMIN_KEY_FILE names",
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
     parser.add_argument("--tenant", default="", help="default: your own")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(
         group, "revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3"
     )
     parser.add_argument("key_id", metavar="KEY_ID")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 def _add_tenants(commands: Any) -> None:
@@ -92,9 +92,9 @@ def _add_tenants(commands: Any) -> None:
         const=[],
         help="end that",
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(group, "list", _tenants_list, "List tenants.", "registry tenants list")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 async def _first_admin_key(args: argparse.Namespace) -> None:

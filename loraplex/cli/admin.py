@@ -8,7 +8,7 @@ from typing import Any
 
 from loraplex.cli.output import moment, print_json, print_table, short_digest, sized
 from loraplex.cli.parsing import add_command, add_connection, add_group, count
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 
 
 def add(commands: Any) -> None:
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--limit", type=count, metavar="N", default=100, help="most entries to show (100)"
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -31,12 +31,12 @@ def add(commands: Any) -> None:
         "registry gc --dry-run",
     )
     parser.add_argument("--dry-run", action="store_true", help="only count")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands, "reindex", _reindex, "Rebuild the index from the objects.", "registry reindex"
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 def _add_bases(commands: Any) -> None:
@@ -61,9 +61,9 @@ def _add_bases(commands: Any) -> None:
         "--max-lora-rank", type=count, metavar="N", default=0, help="largest rank accepted (256)"
     )
     parser.add_argument("--replace", action="store_true", help="although the id is taken")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(group, "list", _base_list, "List known bases.", "registry base list")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 async def _base_add(args: argparse.Namespace) -> None:

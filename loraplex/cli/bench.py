@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.generate import DEFAULT_GATEWAY
 from loraplex.cli.parsing import (
     add_command,
     add_connection,
@@ -51,7 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--registry", metavar="HOST:PORT", help="for --prepare-from (LORAPLEX_REGISTRY_ADDRESS)"
     )
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
 
 async def _trace(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, key_value
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.registry_client import RegistryClient
@@ -34,13 +34,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="every version, not only what latest points at"
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands, "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("dir", metavar="DIR", help="new or empty folder")
     parser.add_argument("--force", action="store_true", help="replace files in a folder in use")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("other", metavar="REF")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
         "registry watch --json | jq .digest",
     )
     parser.add_argument("--resume", default="", metavar="TOKEN", help="continue after this token")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 async def _list(args: argparse.Namespace) -> None:

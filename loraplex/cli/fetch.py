@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from loraplex.cli.generate import DEFAULT_GATEWAY, client_of
+from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, count
 
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--workers", type=count, default=1, metavar="N", help="workers to load each on (1)"
     )
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
 
 async def _fetch(args: argparse.Namespace) -> None:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
     from loraplex.inference_client import InferenceClient
 
-DEFAULT_GATEWAY = "127.0.0.1:50051"
-
 
 def add(commands: Any) -> None:
     """Add the commands."""
@@ -32,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     _add_grammar(parser)
     parser.add_argument("-n", type=int, metavar="N", default=1, help="number of outputs (1)")
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
     parser = add_command(
         commands, "chat", _chat, "Talk to an adapter, turn by turn.", "loraplex chat support:prod"
@@ -40,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
     parser.add_argument("--system", default="", help="first message of the conversation")
     _add_sampling(parser)
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
     parser = add_command(
         commands,
@@ -50,7 +48,7 @@ def add(commands: Any) -> None:
         "loraplex status --adapters",
     )
     parser.add_argument("--adapters", action="store_true", help="list resident adapters too")
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from loraplex.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
 from loraplex.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def add_group(commands: Any, name: str, summary: str, example: str) -> Any:
     return parser.add_subparsers(metavar="COMMAND", required=True)
 
 
-def add_connection(parser: argparse.ArgumentParser, server: str, default: str) -> None:
+def add_connection(parser: argparse.ArgumentParser, server: str) -> None:
     """`--registry` or `--gateway`, TLS files and `--json`."""
+    default = {"registry": DEFAULT_REGISTRY, "gateway": DEFAULT_GATEWAY}[server]
     group = parser.add_argument_group("connection")
     group.add_argument(
         f"--{server}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_json, short_digest
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.types import AdapterVersion
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "--signing-key", required=True, metavar="PEM", help="EC private key (P-256, P-384, P-521)"
     )
     parser.add_argument("--out", metavar="FILE", help="write the bundle here too, as model.sig")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(
         commands,
         "verify",
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--public-key", metavar="PEM", help="EC public key; default: those the tenant demands"
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
     parser = add_command(
         commands,
         "export",
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
         default="modelpack",
         help="CNCF ModelPack (default), or a plain OCI artifact",
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 async def _sign(args: argparse.Namespace) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from loraplex.types import Published
 
 DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
-DEFAULT_REGISTRY = "127.0.0.1:50052"
 
 
 def add(commands: Any) -> None:
@@ -56,7 +55,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check only, publish nothing")
     parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
     add_when_loaded(parser)
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,

@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 
 
 def add(commands: Any) -> None:
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="whether they may download it too",
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 async def _share(args: argparse.Namespace) -> None:

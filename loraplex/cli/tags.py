@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from loraplex.cli.catalog import pending_of, sides_of
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
-from loraplex.cli.publish import DEFAULT_REGISTRY, client_of
+from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--delete", action="store_true", help="remove the tag")
     add_when_loaded(parser)
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument("sides", nargs="+", type=_side, metavar="vN=WEIGHT", help="such as v3=90")
     parser.add_argument("--expect", metavar="DIGEST|none", help="as for tag")
     add_when_loaded(parser)
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
     parser.add_argument("tag", metavar="TAG", help="such as prod")
     parser.add_argument("--to", type=_version, default=0, metavar="vN", help="to this version")
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
     parser = add_command(
         commands,
@@ -76,7 +76,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--purge", action="store_true", help="let the next gc take the files; else after 7 days"
     )
-    add_connection(parser, "registry", DEFAULT_REGISTRY)
+    add_connection(parser, "registry")
 
 
 def _version(text: str) -> int:

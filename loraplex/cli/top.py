@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from loraplex.cli.generate import DEFAULT_GATEWAY, client_of, print_status
+from loraplex.cli.generate import client_of, print_status
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, count, seconds
 
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--count", type=count, metavar="N", default=0, help="end after so many (0 = never)"
     )
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
 
 async def _top(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.generate import DEFAULT_GATEWAY, client_of
+from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json, print_table
 from loraplex.cli.parsing import add_command, add_connection, count
 
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dimensions", type=count, metavar="N", default=0, help="first values to keep (all)"
     )
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
     parser = add_command(
         commands,
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help="reference of an adapter with a head")
     parser.add_argument("texts", metavar="TEXT", nargs="+")
-    add_connection(parser, "gateway", DEFAULT_GATEWAY)
+    add_connection(parser, "gateway")
 
 
 async def _embed(args: argparse.Namespace) -> None:
