@@ -119,7 +119,9 @@ class Bases:
             if chosen is None:
                 raise _unknown("base", wanted, bases)
         else:
-            chosen = _by_name(bases, named) or (bases[0] if len(bases) == 1 else None)
+            chosen = _by_name(bases, named) or _by_name(bases, _id_of(named))
+            if chosen is None and len(bases) == 1:
+                chosen = bases[0]
             if chosen is None:
                 raise _unknown(_BASE_FIELD, named, bases)
         return chosen, _name_warnings(chosen, named)
@@ -163,6 +165,13 @@ def _by_name(bases: list[BaseRecord], name: str) -> BaseRecord | None:
     return found[0] if len(found) == 1 else None
 
 
+def _id_of(named: str) -> str:
+    """PEFT writes the folder that a base was loaded from; bases in folders are called by its last
+    name. What may be a hub id stays."""
+    is_path = named.startswith(("/", "./", "../", "~")) or named.count("/") > 1
+    return named.rstrip("/").rpartition("/")[2] if is_path else named
+
+
 def _no_base() -> Unavailable:
     return Unavailable(
         "no base is known yet: start a worker and a gateway, or run 'registry base add'",
@@ -178,7 +187,7 @@ def _unknown(field: str, value: str, bases: list[BaseRecord]) -> InvalidAdapter:
 
 
 def _name_warnings(base: BaseRecord, named: str) -> list[Violation]:
-    if not named or named == base.base_id or named in base.aliases:
+    if not named or {named, _id_of(named)} & {base.base_id, *base.aliases}:
         return []
     description = (
         f"names another model than base {base.base_id!r}, whose tensor shapes it fits; make sure "

@@ -220,6 +220,16 @@ async def test_of_several_bases_the_one_named_in_the_config_is_taken(registry: R
     assert (await publish(registry, "sql", 1)).version.base_id == "example/tiny"
 
 
+@pytest.mark.parametrize("folder", ["/data/models/other", "./other/", "runs/1/other"])
+async def test_a_folder_in_the_config_means_the_base_that_has_its_last_name(
+    registry: Registry, folder: str
+) -> None:
+    await registry.bases.register(tiny_base("other"), replace=False)
+    files = adapter_files(1, base_model_name_or_path=folder)
+    done = await registry.publisher.finish(await opened(registry, "sql", files, strict=True))
+    assert done.version.base_id == "other"
+
+
 async def test_an_ambiguous_base_is_refused_listing_the_known_ones(registry: Registry) -> None:
     await registry.bases.register(tiny_base("other"), replace=False)
     files = adapter_files(1, base_model_name_or_path="./somewhere")
