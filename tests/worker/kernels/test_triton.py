@@ -21,7 +21,7 @@ from services.worker.kernels.compiled import resources, variants
 def wanted(variant, target):
     kernel, dtype = variant.name.rsplit(".", 1)
     if "int8" in kernel:
-        return "prefill" not in kernel and target == 90
+        return "prefill" not in kernel and target < 100
     if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):
         return False
     if target == 90:

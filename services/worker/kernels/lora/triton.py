@@ -254,7 +254,8 @@ def expand_constants(
         "INT8": int8,
         "WIDEN": must_widen(dtype),
         "ALIGN": alignment,
-        "STAGES": plan.num_stages,
+        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
+        "STAGES": 1 if int8 else plan.num_stages,
     }
 
 
