@@ -49,6 +49,7 @@ from services.worker.numerics import (
 )
 from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
+from services.worker.sampling.drawing import DrawOperators
 from services.worker.step_batch import BatchMaker, runs_of
 from services.worker.step_results import StepResults, choose, take_outputs
 from services.worker.steps import StepOrder, StepUnderWay
@@ -71,6 +72,7 @@ class TorchRunner:
         layout: AdapterLayout,
         info: ModelInfo,
         batches: BatchMaker,
+        draws: DrawOperators,
         overlap: str,
     ) -> None:
         self.layout = layout
@@ -83,6 +85,7 @@ class TorchRunner:
         self._adapters = adapters
         self._info = info
         self._batches = batches
+        self._draws = draws
         self._order = StepOrder(batches.device.type, overlap)
         self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
         """Tokens that the last step chose, on the device: see `step_results`."""
@@ -182,7 +185,7 @@ class TorchRunner:
             take_outputs(batch.input_ids, plan, before)
             hidden, lora = self._model.forward(batch), batch.lora
         eos_ids = self._info.eos_token_ids
-        results = choose(plan, hidden, lora, self._model, eos_ids, before)
+        results = choose(plan, hidden, lora, self._model, eos_ids, before, self._draws)
         self._outputs = results.outputs
         return results
 
@@ -256,7 +259,7 @@ def build_runner(
     step = torch_device, max_num_tokens, operators.make_metadata
     batches = BatchMaker(kv, model.ropes, adapters.table, *step, records, gpu)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, arena, kv, loader, layout, info, batches, overlap)
+    return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
 
 
 def _kv_buffer(

@@ -17,6 +17,7 @@ from torch import Tensor
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.pooling import PooledRows, pool
 from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
+from services.worker.sampling.drawing import DrawOperators
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from services.worker.sampling.turn import next_turn
@@ -75,6 +76,7 @@ def choose(
     heads: Heads,
     eos_ids: Sequence[int],
     before: Tensor,
+    draws: DrawOperators,
 ) -> StepResults:
     """Choose a token for each row that is to have one.
 
@@ -85,6 +87,7 @@ def choose(
     Args:
         hidden: `[T, H]`.
         before: the outputs of the step before.
+        draws: of the model's operators.
     """
 
     def logits_of(token_rows: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ def choose(
     turns = [next_turn(row, before) for row in plan.rows if row.chooses]
     last_rows = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.chooses]
     scores = _score_prompts(plan.rows, logits_of)
-    choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids)
+    choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids, draws)
     pooled = pool(plan.rows, hidden, lora, heads.scores)
     end = None
     if hidden.is_cuda:

@@ -19,6 +19,7 @@ from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import CosSin
 from services.worker.model.config import ModelConfig
 from services.worker.native.bindings import Native
+from services.worker.sampling.drawing import DrawOperators
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -35,6 +36,7 @@ class NativeOperators:
             NativeAttentionMetadata, task_queries=native.task_queries
         )
         self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
+        self.draws = DrawOperators(native.truncate, native.draw)
         self._torch = TorchOperators()
 
     def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:

@@ -16,6 +16,7 @@ from services.worker.layers.mlp import ACTIVATIONS, Gate
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.rotary import Rotate, rotate_heads
 from services.worker.model.config import ModelConfig
+from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `kernels/lora`."""
@@ -37,6 +38,11 @@ class Operators(Protocol):
     @property
     def rotate(self) -> Rotate:
         """Rotates the heads of queries and keys, in place or not."""
+        ...
+
+    @property
+    def draws(self) -> DrawOperators:
+        """How tokens are drawn from logits."""
         ...
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -66,6 +72,7 @@ class TorchOperators:
     name = "torch"
     make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
     rotate: Rotate = staticmethod(rotate_heads)
+    draws = TORCH_DRAWS
 
     def __init__(self, adapter_copy_bytes: int = 0) -> None:
         self.adapter_copy_bytes = adapter_copy_bytes

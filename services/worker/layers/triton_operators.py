@@ -12,6 +12,7 @@ from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.triton import DeviceLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.norm.triton import add_rms_norm
+from services.worker.kernels.sampling.triton import draw
 from services.worker.kernels.silu.triton import silu_and_multiply
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
@@ -19,6 +20,8 @@ from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import Rotate
 from services.worker.model.config import ModelConfig
+from services.worker.sampling.drawing import DrawOperators
+from services.worker.sampling.masks import truncate
 
 
 class TritonOperators:
@@ -28,6 +31,7 @@ class TritonOperators:
     adapter_copy_bytes = 0
     make_metadata: Callable[..., AttentionMetadata] = TritonAttentionMetadata
     rotate: Rotate = TorchOperators.rotate
+    draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
         self.lora: DeviceLora | None = None

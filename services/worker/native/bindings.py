@@ -16,6 +16,7 @@ from torch import Tensor
 from services.worker.native.build import BuildFailed, build_library, find_library
 from services.worker.native.check import computes_right
 from services.worker.native.isa import TORCH, choose_isa
+from services.worker.sampling import fixed_log
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/amx.cpp`)."""
+INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -40,6 +42,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_truncate": (None, (_P, _I, _P, _I)),
+    "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
 }
 
 
@@ -272,6 +276,29 @@ class Native:
             width,
         )
         return y
+
+    def truncate(self, scores: Tensor, limits: Tensor) -> None:
+        """See `sampling.masks.truncate`, which this does in place."""
+        assert scores.is_contiguous() and limits.is_contiguous(), (scores.stride(), limits.stride())
+        num_rows, width = scores.shape
+        self._library.lpx_truncate(scores.data_ptr(), width, limits.data_ptr(), num_rows)
+
+    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """See `sampling.drawing.draw`."""
+        assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
+        num_rows, width = scores.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        self._library.lpx_draw(
+            scores.data_ptr(),
+            width,
+            keys.data_ptr(),
+            INVERSES.data_ptr(),
+            LOGS.data_ptr(),
+            fixed_log.LN2,
+            token_ids.data_ptr(),
+            num_rows,
+        )
+        return token_ids
 
 
 def row_stride(x: Tensor) -> int:

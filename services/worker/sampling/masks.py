@@ -85,7 +85,17 @@ def _ids(token_ids: Sequence[int], row: Tensor) -> Tensor:
     return to_device(torch.tensor(token_ids), row.device)
 
 
-def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
+def limits_of(params: Sequence[SamplingParams], num_tokens: int) -> tuple[list[int], Tensor]:
+    """Rows with a limit, and float32 `[n, 3]` of them for `truncate`: top_k (`num_tokens` = all),
+    top_p (1 = all), min_p (0 = all)."""
+    limits = [
+        (p.top_k if 0 < p.top_k < num_tokens else num_tokens, p.top_p, p.min_p) for p in params
+    ]
+    rows = [i for i, limit in enumerate(limits) if limit != (num_tokens, 1.0, 0.0)]
+    return rows, torch.tensor([limits[i] for i in rows], dtype=torch.float32)
+
+
+def truncate(scaled: Tensor, limits: Tensor) -> None:
     """Apply top_k, then top_p, then min_p to logits already divided by the temperature.
 
     Tokens are ordered by (logit descending, id ascending). top_k keeps the first k. top_p keeps
@@ -94,24 +104,15 @@ def truncate(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
 
     Args:
         scaled: `[N, V]` float32. Mutated: removed tokens become -inf.
+        limits: `[N, 3]`, see `limits_of`.
     """
-    num_tokens = scaled.shape[-1]
-    top_k = [p.top_k if 0 < p.top_k < num_tokens else num_tokens for p in params]
-    rows = [
-        i for i, p in enumerate(params) if top_k[i] < num_tokens or p.top_p < 1.0 or p.min_p > 0.0
-    ]
-    if not rows:
-        return
-    device = scaled.device
-    limits = torch.tensor([[top_k[i], params[i].top_p, params[i].min_p] for i in rows])
-    limits, chosen = to_device(limits, device), to_device(torch.tensor(rows), device)
-    ordered, ids = scaled[chosen].sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(num_tokens, device=device)
-    ordered.masked_fill_(ranks >= limits[:, :1], MINUS_INF)
+    top_k, top_p, min_p = limits[:, :1], limits[:, 1:2], limits[:, 2:]
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered.masked_fill_(torch.arange(scaled.shape[-1], device=scaled.device) >= top_k, MINUS_INF)
     probs = ordered.softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    drop = (before >= limits[:, 1:2]) & (limits[:, 1:2] < 1.0)
-    drop |= probs < limits[:, 2:3] * probs[:, :1]
+    drop = (before >= top_p) & (top_p < 1.0)
+    drop |= probs < min_p * probs[:, :1]
     drop[:, 0] = False
     ordered.masked_fill_(drop, MINUS_INF)
-    scaled[chosen] = torch.empty_like(ordered).scatter_(-1, ids, ordered)
+    scaled.scatter_(-1, ids, ordered)

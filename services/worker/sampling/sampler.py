@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from services.worker.request import Logprobs
+from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.masks import MINUS_INF, edit_logits, truncate
-from services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
+from services.worker.sampling.masks import MINUS_INF, edit_logits, limits_of
 from services.worker.sampling.turn import Turn
 from services.worker.transfers import to_device, to_host
 
@@ -85,18 +85,24 @@ class ChosenChunk:
 
 
 def sample(
-    token_rows: Tensor, turns: Sequence[Turn], logits_of: LogitsOf, eos_ids: Sequence[int]
+    token_rows: Tensor,
+    turns: Sequence[Turn],
+    logits_of: LogitsOf,
+    eos_ids: Sequence[int],
+    operators: DrawOperators = TORCH_DRAWS,
 ) -> Choices:
     """Choose one token for each turn.
 
     Args:
         token_rows: int64 `[N]`, each request's last token in the batch.
         eos_ids: masked, like stop tokens, until a request's `min_tokens` are there.
+        operators: what rows with a temperature are truncated and drawn by.
     """
     token_ids, chunks = [], []
     for begin in range(0, len(turns), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
-        ids, chunk = _sample_chunk(logits_of(token_rows[begin:end]), turns[begin:end], eos_ids)
+        logits = logits_of(token_rows[begin:end])
+        ids, chunk = _sample_chunk(logits, turns[begin:end], eos_ids, operators)
         token_ids.append(ids)
         chunks.append(chunk)
     if not chunks:
@@ -105,15 +111,15 @@ def sample(
 
 
 def _sample_chunk(
-    logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int]
+    logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int], operators: DrawOperators
 ) -> tuple[Tensor, ChosenChunk]:
     asking = [i for i, turn in enumerate(turns) if turn.params.logprobs is not None]
     raw = _rows(logits, asking).log_softmax(dim=-1) if asking else None
     edit_logits(logits, turns, eos_ids)
-    token_ids = _first_argmax(logits)
+    token_ids = first_argmax(logits)
     drawing = [i for i, turn in enumerate(turns) if turn.params.temperature >= MIN_TEMPERATURE]
     if drawing:
-        drawn = _draw(_rows(logits, drawing), [turns[i] for i in drawing])
+        drawn = _draw(_rows(logits, drawing), [turns[i] for i in drawing], operators)
         token_ids.index_copy_(0, _indices(drawing, logits), drawn)
     logprobs = None
     if raw is not None:
@@ -135,43 +141,18 @@ def _indices(rows: Sequence[int], values: Tensor) -> Tensor:
     return to_device(torch.tensor(rows, dtype=torch.int64), values.device)
 
 
-def _first_argmax(scores: Tensor) -> Tensor:
-    """int64 `[N]`: the lowest id of each row's maximum. On CPUs numpy's is ten times torch's."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
-
-
-def _draw(logits: Tensor, turns: Sequence[Turn]) -> Tensor:
+def _draw(logits: Tensor, turns: Sequence[Turn], operators: DrawOperators) -> Tensor:
     """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`."""
     temperatures = torch.tensor([turn.params.temperature for turn in turns])
     scaled = logits / to_device(temperatures, logits.device)[:, None]
-    truncate(scaled, [turn.params for turn in turns])
+    rows, limits = limits_of([turn.params for turn in turns], logits.shape[-1])
+    if rows:
+        limited = _rows(scaled, rows)
+        operators.truncate(limited, to_device(limits, logits.device))
+        if limited is not scaled:
+            scaled.index_copy_(0, _indices(rows, scaled), limited)
     keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
-    key_rows = to_device(torch.tensor(keys), logits.device)
-    if logits.is_cuda:  # how many tokens could win is known on the device only
-        from services.worker.kernels.sampling.triton import draw
-
-        return draw(scaled, key_rows)
-    return _first_argmax(_add_noise(scaled, key_rows))
-
-
-def _add_noise(scaled: Tensor, keys: Tensor) -> Tensor:
-    """scaled + noise where it can win, -inf elsewhere.
-
-    Noise is bounded, so a token further below the row's maximum than the bounds are apart never
-    wins; skipping it changes no draw and spares most of a large vocabulary.
-
-    Args:
-        keys: int64 `[N, 3]`: seed, output position, sample index.
-    """
-    reach = GUMBEL_MAX - GUMBEL_MIN + 0.5
-    floor = scaled.amax(dim=-1, keepdim=True) - reach
-    rows, ids = torch.nonzero(scaled >= floor, as_tuple=True)
-    seeds, positions, samples = keys[rows].unbind(dim=-1)
-    scores = torch.full_like(scaled, MINUS_INF)
-    scores[rows, ids] = scaled[rows, ids] + gumbel(seeds, ids, positions, samples)
-    return scores
+    return operators.draw(scaled, to_device(torch.tensor(keys), logits.device))
 
 
 def _signed(seed: int) -> int:

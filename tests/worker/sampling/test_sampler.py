@@ -1,13 +1,14 @@
 """Choosing tokens: greedy, seeded, truncated, penalised, masked; and logprobs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from services.worker.request import Request, SamplingParams
-from services.worker.sampling import sampler
-from services.worker.sampling.masks import edit_logits, truncate
+from services.worker.sampling import drawing, sampler
+from services.worker.sampling.masks import edit_logits, limits_of, truncate
 from services.worker.sampling.philox import gumbel_scalar
 from services.worker.sampling.sampler import sample, score_tokens
 from services.worker.sampling.turn import Turn
@@ -82,7 +83,7 @@ def test_skipping_noise_that_cannot_win_changes_no_draw(monkeypatch):
     logits = random_logits(64, seed=5, scale=20.0)
     requests = [make_request(seed=i, temperature=1.0) for i in range(64)]
     pruned = chosen_ids(logits, requests)
-    monkeypatch.setattr(sampler, "GUMBEL_MAX", 1e9)
+    monkeypatch.setattr(drawing, "GUMBEL_MAX", 1e9)
     assert chosen_ids(logits, requests) == pruned
 
 
@@ -96,7 +97,7 @@ def test_chunks_of_the_vocabulary_work_change_nothing(monkeypatch):
 
 def kept_ids(logits, **params):
     scaled = torch.tensor([logits], dtype=torch.float32)
-    truncate(scaled, [SamplingParams(max_tokens=1, seed=0, **params)])
+    truncate(scaled, limits_of([SamplingParams(max_tokens=1, seed=0, **params)], len(logits))[1])
     return torch.nonzero(scaled[0] > -INF)[:, 0].tolist()
 
 
@@ -126,13 +127,14 @@ def test_something_is_always_kept():
     assert kept_ids([0.0, 1.0, 0.0], min_p=1.0, top_k=1) == [1]
 
 
-def test_rows_that_do_not_truncate_keep_every_token():
-    scaled = random_logits(2)
-    before = scaled.clone()
-    plain, limited = (SamplingParams(max_tokens=1, seed=0, top_k=k) for k in (0, 5))
-    truncate(scaled, [plain, limited])
-    assert scaled[0].equal(before[0])
-    assert (scaled[1] > -INF).sum() == 5
+def test_a_limit_cuts_its_own_row_only():
+    logits = random_logits(2, seed=9, scale=1.0)
+    requests = [make_request(seed=5, temperature=1.0, top_k=k) for k in (0, 1)]
+    for seed in range(50):
+        requests[0].sampling = replace(requests[0].sampling, seed=seed)
+        together = chosen_ids(logits, requests)
+        alone = chosen_ids(logits[:1], requests[:1])
+        assert together == [*alone, int(logits[1].argmax())]
 
 
 def edited(logits, request, eos_ids=()):
