@@ -93,11 +93,15 @@ class OurEngine:
             self._engine.step([Unpin(digest)])
         return seconds
 
-    def run(self, prompts: list[list[int]], num_adapters: int, num_tokens: int) -> Run:
-        """Decode all prompts, adapters going round; 0 = the base."""
+    def run(
+        self, prompts: list[list[int]], num_adapters: int, num_tokens: int, **sampling: Any
+    ) -> Run:
+        """Decode all prompts, adapters going round; 0 = the base. Greedy unless `sampling` says
+        otherwise."""
         torch.set_num_threads(self._threads)
         self._timed.steps.clear()
-        commands = [self._submit(i, p, num_adapters, num_tokens) for i, p in enumerate(prompts)]
+        params = SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True, **sampling)
+        commands = [self._submit(i, p, num_adapters, params) for i, p in enumerate(prompts)]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         first_s: dict[str, float] = {}
         outputs: dict[str, list[int]] = {command.request_id: [] for command in commands}
@@ -121,13 +125,15 @@ class OurEngine:
             step_cpu_s=median_or_nan([step[2] for step in decodes]),
         )
 
-    def _submit(self, i: int, prompt: list[int], num_adapters: int, num_tokens: int) -> Submit:
+    def _submit(
+        self, i: int, prompt: list[int], num_adapters: int, sampling: SamplingParams
+    ) -> Submit:
         self._num_requests += 1
         adapters = ((digest_of(i % num_adapters), 1.0),) if num_adapters else ()
         return Submit(
             request_id=str(self._num_requests),
             prompt_ids=prompt,
-            sampling=SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True),
+            sampling=sampling,
             adapters=AdapterSet(adapters),
         )
 
