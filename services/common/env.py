@@ -283,10 +283,10 @@ MAX_BATCH: Knob[int] = Knob(
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",
-    choice("fcfs", "clustered", "fair"),
-    "fcfs",
+    choice("fair", "fcfs", "clustered"),
+    "fair",
     "worker",
-    "Order of waiting requests.",
+    "Order of waiting requests: fair to tenants and adapters, by arrival, or few adapters at once.",
 )
 FIRST_TOKEN_S: Knob[float] = Knob(
     "LORAPLEX_FIRST_TOKEN_S",

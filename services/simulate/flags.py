@@ -65,7 +65,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="arena (64MiB; of a roofline what its GPU has left)",
     )
-    group.add_argument("--policy", choices=POLICY_NAMES, default="fcfs", help="(fcfs)")
+    group.add_argument("--policy", choices=POLICY_NAMES, default="fair", help="(fair)")
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
     group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
     group.add_argument(
