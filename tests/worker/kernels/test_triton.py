@@ -76,8 +76,8 @@ def test_float32_kernels_use_no_tf32(compiled):
     assert [row["name"] for row in compiled if row["tf32"]] == []
 
 
-def test_no_kernel_spills_more_than_four_words(compiled):
-    spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > 16]
+def test_no_kernel_spills_more_than_six_words(compiled):
+    spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > 24]
     assert spilling == []
 
 
