@@ -10,7 +10,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def no_model_cards():
     """Nobody reads them here, and for each PEFT compiles a template: half the time of a save."""
     with pytest.MonkeyPatch.context() as patch:
