@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     max_running: int
     max_loras: int | None = None
-    policy: str = "fcfs"
+    policy: str = "fair"
     """A key of `engine.POLICIES`."""
     prefix_cache: bool = True
     overlap: str = "off"

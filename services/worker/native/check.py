@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.sampling.drawing import draw
+
 TOLERANCE = 1e-4
 
 
@@ -35,9 +37,13 @@ class Kernels(Protocol):
         """See Native."""
         ...
 
+    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """See Native."""
+        ...
+
 
 def computes_right(kernels: Kernels) -> bool:
-    """Whether products, norms and gates agree with torch on odd shapes."""
+    """Whether products, norms, gates and draws agree with torch on odd shapes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, 37, generator=generator)
     weight = torch.randn(70, 37, generator=generator)
@@ -53,6 +59,9 @@ def computes_right(kernels: Kernels) -> bool:
     pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
     gated = torch.cat((product, product), dim=1)
     pairs.append((kernels.silu_multiply(gated), F.silu(product) * product))
+    keys = torch.arange(39).view(13, 3)
+    if not kernels.draw(x, keys).equal(draw(x, keys)):
+        return False
     return all(_agree(actual, expected) for actual, expected in pairs)
 
 

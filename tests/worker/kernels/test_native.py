@@ -162,7 +162,11 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_
 def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, monkeypatch):
     assert computes_right(compiled)
     product = compiled.linear
-    monkeypatch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
+        assert not computes_right(compiled)
+    drawn = compiled.draw
+    monkeypatch.setattr(compiled, "draw", lambda scores, keys: drawn(scores, keys).roll(1))
     assert not computes_right(compiled)
 
 
