@@ -52,7 +52,7 @@ class Served:
         request = Request("q", tokens, sampling)
         per_group = -(-len(tokens) // self.runner.tokens_per_block)
         free: Iterator[int] = iter(range(self.runner.arena_blocks - 1, 0, -1))
-        groups = range(self.runner.num_kv_groups)
+        groups = self.runner.kv_group_windows
         request.block_tables = [[next(free) for _ in range(per_group)] for _ in groups]
         slots = () if bare else ((0, 1.0),)
         plan = StepPlan(0, (PlannedRow(request, 0, len(tokens), True, slots),))

@@ -117,7 +117,7 @@ class BenchRunner:
         params = SamplingParams(max_tokens=1 << 20, seed=number, ignore_eos=True)
         request = Request(f"r{number}", [3] * num_tokens, params)
         num_blocks = -(-num_tokens // self.runner.tokens_per_block)
-        groups = range(self.runner.num_kv_groups)
+        groups = self.runner.kv_group_windows
         request.block_tables = [self.blocks(num_blocks) for _ in groups]
         return request
 

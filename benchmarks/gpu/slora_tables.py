@@ -139,7 +139,9 @@ def fitting_rows(
         pool: blocks for caches.
         adapter_pool: blocks for adapters; None = they share `pool`.
     """
-    kv_blocks = -(-(CONTEXT + 1) // bench.runner.tokens_per_block) * bench.runner.num_kv_groups
+    kv_blocks = -(-(CONTEXT + 1) // bench.runner.tokens_per_block) * len(
+        bench.runner.kv_group_windows
+    )
     seen: set[int | None] = {None}
     num_rows = 0
     for adapter in chosen:

@@ -78,7 +78,6 @@ class TimedRunner:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
         self.block_bytes = costs.block_bytes
         self.tokens_per_block = costs.tokens_per_block
-        self.num_kv_groups = 1
         self.kv_group_windows: tuple[int | None, ...] = (None,)
         self._costs = costs
         self._clock = clock

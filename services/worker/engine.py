@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,9 +103,10 @@ class Engine:
             max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
             max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
         )
-        limits = SchedulerLimits(config.max_step_tokens, config.max_running, config.max_loras)
-        limits = replace(
-            limits,
+        limits = SchedulerLimits(
+            config.max_step_tokens,
+            config.max_running,
+            config.max_loras,
             rope_switch_len=self._info.rope_switch_len,
             first_token_s=config.first_token_s,
         )

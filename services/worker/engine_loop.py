@@ -68,14 +68,14 @@ class DoorSocket:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._frames = FrameBuffer()
-        self._bell, self._rope = socket.socketpair()
-        for side in (self._bell, self._rope):
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for side in (self._wake_reader, self._wake_writer):
             side.setblocking(False)
 
     def wake(self) -> None:
         """End the wait in `commands`, or the next one. From any thread."""
-        with contextlib.suppress(BlockingIOError):  # full: it rings already
-            self._rope.send(b"!")
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is under way
+            self._wake_writer.send(b"!")
 
     def first(self) -> EngineConfig:
         """Wait for the configuration."""
@@ -92,9 +92,9 @@ class DoorSocket:
             DoorGone: the door closed its end.
         """
         commands: list[Command] = []
-        while ready := select.select([self._socket, self._bell], [], [], timeout_s)[0]:
-            if self._bell in ready:
-                self._bell.recv(RECEIVE_BYTES)
+        while ready := select.select([self._socket, self._wake_reader], [], [], timeout_s)[0]:
+            if self._wake_reader in ready:
+                self._wake_reader.recv(RECEIVE_BYTES)
             if self._socket in ready:
                 for body in self._receive():
                     commands += decode_input(body).commands

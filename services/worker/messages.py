@@ -1,7 +1,8 @@
 """What door and engine say to each other: plain structs as msgpack frames over a socket pair.
 
     door -> engine    one EngineConfig, then StepInput: commands in the order they were given
-    engine -> door    EngineReady or EngineRefused, then one StepOutput a step that has any news
+    engine -> door    EngineReady or EngineRefused, then one StepOutput a step that has any news,
+                      and Entered before the first step of a request
 
 A frame is its length (4 bytes, little endian) and a msgpack body. Nothing is ever pickled.
 """
@@ -36,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     arena_bytes: int
-    """0 = chosen by the runner."""
+    """0 = `engine_loop.default_arena_bytes`."""
     load_format: str = "auto"
     max_lora_rank: int
     max_resident: int

@@ -1,7 +1,7 @@
 """The plain types that pass between the rooms of the worker. No torch, no grpc.
 
-`Request` is the state machine of one sequence. `StepPlan` is what the scheduler decided for one
-step. `TokenOutput` and `StepOutput` are what comes back.
+`Request` is the state machine of one sequence, `StepPlan` what the scheduler decided for one step,
+`SampledRow` what the runner makes of each of the plan's rows.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ class TorchRunner:
         self.arena = arena
         self.arena_blocks = arena.num_blocks
         self.block_bytes = arena.block_bytes
-        self.num_kv_groups = len(kv.windows)
         self.kv_group_windows = kv.windows
         self._model = model
         self._adapters = adapters

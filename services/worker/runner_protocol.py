@@ -101,7 +101,6 @@ class Runner(Protocol):
     arena_blocks: int
     block_bytes: int
     tokens_per_block: int
-    num_kv_groups: int
     kv_group_windows: tuple[int | None, ...]
     """Sliding window of each KV group in tokens; None = full attention."""
 

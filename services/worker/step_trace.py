@@ -47,7 +47,6 @@ class TracedRunner:
         self.arena_blocks = runner.arena_blocks
         self.block_bytes = runner.block_bytes
         self.tokens_per_block = runner.tokens_per_block
-        self.num_kv_groups = runner.num_kv_groups
         self.kv_group_windows = runner.kv_group_windows
         self._runner = runner
         self._file = path.open("a", buffering=1)

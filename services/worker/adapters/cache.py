@@ -66,11 +66,6 @@ class AdapterCache:
         return self._pinned_blocks
 
     @property
-    def reclaimable_blocks(self) -> int:
-        """Blocks of idle adapters."""
-        return self._idle_blocks
-
-    @property
     def in_use(self) -> set[str]:
         """Digests that running requests use. Not to be mutated."""
         return self._in_use

@@ -28,7 +28,7 @@ def default_bytes() -> int:
     return min(MAX_DEFAULT_BYTES, host_bytes // 8)
 
 
-class Arrival:
+class LandingForecast:
     """When copies under way will have landed, by the rate of those before. Pure arithmetic."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class HostTier:
         self._memory = self._allocate(num_blocks)
         self._slab = ImageSlab(num_blocks)
         self._stream = torch.cuda.Stream(arena.data.device) if arena.data.is_cuda else None
-        self._arrival = Arrival()
+        self._forecast = LandingForecast()
         self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
         """Begin and end of the last copy, and its bytes, until its time is known."""
         self.stalls = Stalls(_now)
@@ -89,7 +89,7 @@ class HostTier:
         self._measure()
         with torch.cuda.stream(self._stream):
             events = self._enqueue(blocks, rows)
-        expected_s = self._arrival.expect(left, time.perf_counter())
+        expected_s = self._forecast.expect(left, time.perf_counter())
         if expected_s is None or expected_s > step_s:
             self._stream.synchronize()
             self._measure()
@@ -136,7 +136,7 @@ class HostTier:
         """Take the time of the last copy, where it is over."""
         if self._last is not None and self._last[1].query():
             begin, end, num_bytes = self._last
-            self._arrival.measured(num_bytes, begin.elapsed_time(end) / 1e3)
+            self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)
             self._last = None
 
 

@@ -5,11 +5,12 @@ A full block is known by its KV group and the hash of everything that decides it
     key_0 = H(root, tokens of block 0),  key_i = H(key_(i-1), tokens of block i)
     root  = H(base, KV format, rope variant, adapter set, tenant, salt)
 
-An activated LoRA joins the chain where it is invoked: before, its blocks are those of the base.
+so that no tenant, adapter set or salt ever meets another's blocks. An activated LoRA joins the
+chain where it is invoked: before that place, blocks are those of the base.
 
-so that no tenant, adapter set or salt ever meets another's blocks. A block is used by any number
-of requests, and idle when by none; idle blocks count as free. They go one by one, least recently
-used first and the end of a sequence before its beginning, so what is left stays reachable.
+A block is used by any number of requests, and idle when by none; idle blocks count as free. They
+go one by one, least recently used first and the end of a sequence before its beginning, so what is
+left stays reachable.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def reclaim_for_kv(self, count: int) -> None:
-        offered = self.arena.num_free + self.cache.reclaimable_blocks
+        offered = self.arena.num_free + self.cache.idle_blocks(())
         assert self.reclaimer.reclaim(count, self.now) == (offered >= count)
         if offered >= count:
             self.kv += self.arena.allocate("kv", count)
@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
         self.cache.check_integrity()
         assert self.cache.pinned_blocks <= 10
-        assert self.cache.held_blocks + self.cache.reclaimable_blocks + len(self.kv) == (
+        assert self.cache.held_blocks + self.cache.idle_blocks(()) + len(self.kv) == (
             NUM_BLOCKS - self.arena.num_free
         )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.errors import DataLoss
-from services.worker.adapters.host_tier import Arrival, HostTier
+from services.worker.adapters.host_tier import HostTier, LandingForecast
 from services.worker.adapters.image import ImageFile, ImageIndex, PackedAdapter
 from services.worker.memory.buffer import ArenaBuffer
 
@@ -96,9 +96,9 @@ def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
 
 
 def test_a_copy_lands_behind_those_under_way_at_the_rate_of_the_last():
-    arrival = Arrival()
-    assert arrival.expect(100, now=0.0) is None
-    arrival.measured(1000, 2.0)
-    assert arrival.expect(500, now=10.0) == pytest.approx(1.0)
-    assert arrival.expect(500, now=10.5) == pytest.approx(1.5)
-    assert arrival.expect(500, now=20.0) == pytest.approx(1.0)
+    forecast = LandingForecast()
+    assert forecast.expect(100, now=0.0) is None
+    forecast.measured(1000, 2.0)
+    assert forecast.expect(500, now=10.0) == pytest.approx(1.0)
+    assert forecast.expect(500, now=10.5) == pytest.approx(1.5)
+    assert forecast.expect(500, now=20.0) == pytest.approx(1.0)

@@ -109,7 +109,7 @@ class Driver:
         num_tokens = min(chunk, request.num_pending)
         end = request.num_computed + num_tokens
         if not request.block_tables:
-            request.block_tables = [[] for _ in range(self.runner.num_kv_groups)]
+            request.block_tables = [[] for _ in self.runner.kv_group_windows]
         for table in request.block_tables:
             while len(table) * self.runner.tokens_per_block < end:
                 table.append(self._free.pop(self._rng.randrange(len(self._free))))

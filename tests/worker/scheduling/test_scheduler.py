@@ -234,10 +234,10 @@ def test_idle_adapters_leave_before_a_request_is_preempted() -> None:
     stage.fetch("sha256:e")
     stage.submit(make_request("a", digests=("sha256:e",)))
     stage.run_dry()
-    assert stage.cache.reclaimable_blocks == 6
+    assert stage.cache.idle_blocks(()) == 6
     stage.submit(make_request("big", 20, 10))
     stage.run_dry()
-    assert stage.scheduler.num_preemptions == 0 and stage.cache.reclaimable_blocks == 0
+    assert stage.scheduler.num_preemptions == 0 and stage.cache.idle_blocks(()) == 0
 
 
 def test_the_request_that_arrived_last_is_preempted_and_resumes_with_its_output() -> None:

@@ -85,7 +85,7 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
     for name in ("torch", "kernels"):
         made = make_runner(folders, device, "torch") if name == "torch" else kernel_runner
         runner, free = made
-        requests = new_requests(free, runner.num_kv_groups)
+        requests = new_requests(free, len(runner.kv_group_windows))
         for _ in range(2):
             run_step(runner, requests)
         runs[name] = runner, plan_of(requests), [request.output_ids for request in requests]
@@ -172,7 +172,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     blocks = [free.pop() for _ in range(runner.adapter_blocks(folder))]
     runner.load_adapter(slot, folder, blocks)
     request = Request("landing", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
-    request.block_tables = [[free.pop(), free.pop()] for _ in range(runner.num_kv_groups)]
+    request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
     row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))
     plan = StepPlan(0, (row,))
     with torch.inference_mode():
@@ -228,7 +228,7 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
 def test_graph_replay_equals_eager(kernel_runner, device):
     runner, free = kernel_runner
-    requests = new_requests(free, runner.num_kv_groups)
+    requests = new_requests(free, len(runner.kv_group_windows))
     run_step(runner, requests)
     plan, gpu = plan_of(requests), runner._batches.gpu
     with torch.inference_mode():
