@@ -9,13 +9,8 @@ from pathlib import Path
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.folder import (
-    file_names,
-    left_out,
-    read_config,
-    read_files,
-    read_header_prefix,
-)
+from loraplex.adapter_format.folder import file_names, left_out, read_config, read_files
+from loraplex.adapter_format.safetensors_header import read_prefix
 from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest, Violation
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
@@ -146,5 +141,5 @@ def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:
     config, tensors = where.get(CONFIG_FILE), where.get(TENSOR_FILE)
     return (
         read_config(where) if config else b"",
-        read_header_prefix(tensors) if tensors else b"",
+        read_prefix(tensors) if tensors else b"",
     )

@@ -13,7 +13,7 @@ from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapter_format.files import IGNORED, File, name_problem
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.leftovers import file_left_out, folder_left_out
-from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, TENSOR_FILE, prefix_bytes
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
 from loraplex.adapter_format.sentence_folder import check_pooling
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.errors import InvalidRequest, Violation
@@ -61,7 +61,7 @@ def read_files(locations: Mapping[str, Path]) -> AdapterFolder:
     return AdapterFolder(
         tensor_path=tensors,
         config_bytes=read_config(locations),
-        header_prefix=read_header_prefix(tensors),
+        header_prefix=read_prefix(tensors),
         tensor_file_size=tensors.stat().st_size,
         files=tuple(_hash_file(locations[name], name) for name in sorted(locations)),
     )
@@ -78,17 +78,6 @@ def read_config(locations: Mapping[str, Path]) -> bytes:
         locations[CONFIG_FILE].read_bytes(),
         generation_config=None if generation is None else generation.read_bytes(),
     )
-
-
-def read_header_prefix(path: Path) -> bytes:
-    """The start of a safetensors file, as much as `parse_header` needs.
-
-    Raises:
-        InvalidAdapter: the length word cannot be true.
-    """
-    with path.open("rb") as file:
-        first = file.read(LENGTH_BYTES)
-        return first + file.read(prefix_bytes(first, path.stat().st_size) - len(first))
 
 
 def file_names(path: Path) -> tuple[str, ...]:

@@ -11,8 +11,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapter_format import safetensors_header
-from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.safetensors_header import (
+    DTYPE_BYTES,
+    TensorInfo,
+    parse_header,
+    read_prefix,
+)
 from loraplex.adapter_format.strict_json import read_object
 from loraplex.errors import InvalidAdapter, InvalidRequest
 
@@ -153,16 +157,11 @@ def refuse_pickled(folder: Path) -> None:
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
     try:
         file_size = path.stat().st_size
-        with path.open("rb") as file:
-            first = file.read(safetensors_header.LENGTH_BYTES)
-            needed = safetensors_header.prefix_bytes(first, file_size, path.name)
-            prefix = first + file.read(needed - len(first))
+        prefix = read_prefix(path, path.name)
     except OSError as error:
         problem = error.strerror or "cannot be read"
         raise InvalidRequest.field(path.name, str(path), f"{problem}; a base needs it") from error
-    header = safetensors_header.parse_header(
-        prefix, file_size, source=path.name, dtypes=safetensors_header.DTYPE_BYTES
-    )
+    header = parse_header(prefix, file_size, source=path.name, dtypes=DTYPE_BYTES)
     return {info.name: info for info in header.tensors}
 
 

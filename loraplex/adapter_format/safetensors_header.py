@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from loraplex.adapter_format.findings import Findings
@@ -82,6 +83,17 @@ def prefix_bytes(first: bytes, file_size: int, source: str = TENSOR_FILE) -> int
         found = f"header of {length} bytes in a file of {file_size}"
         _refuse(source, found, "ends inside its header; it was cut off, upload it whole")
     return LENGTH_BYTES + length
+
+
+def read_prefix(path: Path, source: str = TENSOR_FILE) -> bytes:
+    """The start of a file on disk, as much as `parse_header` needs.
+
+    Raises:
+        InvalidAdapter: the length word cannot be true.
+    """
+    with path.open("rb") as file:
+        first = file.read(LENGTH_BYTES)
+        return first + file.read(prefix_bytes(first, path.stat().st_size, source) - len(first))
 
 
 def parse_header(

@@ -121,10 +121,6 @@ class Indexer:
 
     async def refresh(self, scope: str) -> None:
         """Bring one scope up to its objects."""
-        if scope == BASES_SCOPE:
-            bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
-            await self._catalog.apply(scope, [base_item(base) for base in bases])
-            return
         await self._catalog.apply(scope, await self._items_of(scope))
 
     async def rebuild(self) -> tuple[str, int, int, int]:
@@ -169,9 +165,8 @@ class Indexer:
 
     async def _fill(self, epoch: str) -> tuple[int, int, int]:
         """Read every document into the index under construction; returns the counts."""
-        bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
-        base_items = [base_item(base) for base in bases]
-        await self._catalog.apply(BASES_SCOPE, base_items, into_epoch=epoch)
+        bases = await self._items_of(BASES_SCOPE)
+        await self._catalog.apply(BASES_SCOPE, bases, into_epoch=epoch)
         versions = tags = 0
         applying: asyncio.Task[None] | None = None
         try:

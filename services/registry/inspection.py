@@ -19,6 +19,7 @@ from loraplex.adapter_format import (
     prefix_bytes,
     validate,
 )
+from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.adapter_format.tensor_scan import TensorScan
 from loraplex.errors import DataLoss, InvalidAdapter, Violation
@@ -28,7 +29,6 @@ from services.registry.records import BaseRecord
 from services.registry.scanning import Scans
 
 DEFAULT_MAX_RANK = 256
-_LENGTH_WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ async def inspect(
         Unavailable: no base is known.
     """
     try:
-        told = rope_label, strict
-        return await _inspect(store, bases, scans, sources, base_id, *told)
+        return await _inspect(store, bases, scans, sources, base_id, rope_label, strict)
     except InvalidAdapter:
         # Damaged bytes look like a bad adapter; the cause comes before its effects.
         for source in sources:
@@ -108,7 +107,7 @@ async def _inspect(
         rope_label=rope_label,
     )
     tensors = by_path[TENSOR_FILE]
-    first = await _read(store, tensors, 0, _LENGTH_WORD_BYTES)
+    first = await _read(store, tensors, 0, LENGTH_BYTES)
     header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
     files = [source.file for source in sources]
     base, report, warnings = await check(

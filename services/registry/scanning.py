@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from loraplex.adapter_format import parse_header, prefix_bytes
+from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.tensor_scan import TensorScan
 from loraplex.errors import InvalidAdapter
 
-_LENGTH_WORD_BYTES = 8
 _MAX_KEPT = 1024
 
 
@@ -67,9 +67,9 @@ class ArrivingScan:
     def _begin(self, chunk: bytes | memoryview) -> bytes:
         """Collect the header and start scanning after it; returns all bytes so far."""
         self._head += chunk
-        if len(self._head) < min(_LENGTH_WORD_BYTES, self._file_size):
+        if len(self._head) < min(LENGTH_BYTES, self._file_size):
             return b""
-        prefix = prefix_bytes(bytes(self._head[:_LENGTH_WORD_BYTES]), self._file_size)
+        prefix = prefix_bytes(bytes(self._head[:LENGTH_BYTES]), self._file_size)
         if len(self._head) < prefix:
             return b""
         head = bytes(self._head)

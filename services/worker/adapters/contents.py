@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
-from loraplex.adapter_format.folder import read_header_prefix
 from loraplex.adapter_format.geometry import Geometry, Module, geometry_from_folder
 from loraplex.adapter_format.report import Report
-from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
 from loraplex.adapter_format.validate import validate
 from loraplex.errors import InvalidAdapter, Violation
 from services.worker.model.config import ModelConfig
@@ -32,7 +31,7 @@ class ModuleReader:
         tensor_file = folder / TENSOR_FILE
         report = validate(
             (folder / CONFIG_FILE).read_bytes(),
-            read_header_prefix(tensor_file),
+            read_prefix(tensor_file),
             tensor_file.stat().st_size,
             files=(),
             geometry=self._geometry,
