@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
@@ -126,8 +127,8 @@ class Indexer:
     async def rebuild(self) -> tuple[str, int, int, int]:
         """Make a new index from the objects and put it in the place of the old one.
 
-        Returns (epoch, versions, tags, bases). Where another process rebuilds already, waits for
-        it instead and counts nothing.
+        Returns (epoch, versions, tags, bases), deleted ones not counted. Where another process
+        rebuilds already, waits for it instead and counts nothing.
         """
         async with self._rebuilding:
             return await self._rebuild()
@@ -164,28 +165,27 @@ class Indexer:
                 await self._catalog.apply(scope, items, into_epoch=epoch)
 
     async def _fill(self, epoch: str) -> tuple[int, int, int]:
-        """Read every document into the index under construction; returns the counts."""
+        """Read every document into the index under construction; returns how many are live."""
         bases = await self._items_of(BASES_SCOPE)
         await self._catalog.apply(BASES_SCOPE, bases, into_epoch=epoch)
         versions = tags = 0
         applying: asyncio.Task[None] | None = None
         try:
             async for batch in self._snapshots.documents():
-                changes = _changes(batch)
-                versions += sum("/versions/" in key for key, _ in batch)
-                tags += sum("/tags/" in key for key, _ in batch)
+                adapters = _adapters(batch)
+                versions += sum(len(adapter.live) for adapter in adapters)
+                tags += sum(tag.is_shown for adapter in adapters for tag in adapter.tags)
                 # The next documents are read while Redis takes these.
                 if applying is not None:
                     await applying
-                applying = asyncio.create_task(self._fill_batch(epoch, changes))
+                applying = asyncio.create_task(self._fill_batch(epoch, adapters))
         finally:
             if applying is not None:
                 await applying
         return versions, tags, len(bases)
 
-    async def _fill_batch(self, epoch: str, changes: Sequence[tuple[str, list[Item]]]) -> None:
-        """Index the documents of whole adapters."""
-        await self._catalog.apply_many(epoch, changes)
+    async def _fill_batch(self, epoch: str, adapters: Sequence[_Adapter]) -> None:
+        await self._catalog.apply_many(epoch, [(a.scope, a.items()) for a in adapters])
         await self._catalog.extend_rebuild()
 
     async def _items_of(self, scope: str) -> list[Item]:
@@ -195,27 +195,48 @@ class Indexer:
         prefix = layout.adapter_folder(*scope.split("/", 1))
         keys = [info.key async for info in self._store.list_objects(prefix)]
         found = zip(keys, await self._store.get_many(keys), strict=True)
-        return _items(scope, {key: data for key, data in found if data is not None})
+        documents_ = {key: data for key, data in found if data is not None}
+        return _Adapter.of(scope, documents_).items()
 
 
-def _changes(documents_: Sequence[tuple[str, bytes]]) -> list[tuple[str, list[Item]]]:
-    """The documents of whole adapters as items of their scopes."""
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """All documents of one adapter."""
+
+    scope: str
+    record: AdapterRecord | None
+    versions: list[VersionRecord]
+    tags: list[TagRecord]
+
+    @classmethod
+    def of(cls, scope: str, found: Mapping[str, bytes]) -> _Adapter:
+        """Decode documents, given by their keys."""
+        data = found.get(layout.adapter(*scope.split("/", 1)))
+        keys = sorted(found)
+        return cls(
+            scope,
+            decode(AdapterRecord, data) if data is not None else None,
+            [decode(VersionRecord, found[key]) for key in keys if "/versions/" in key],
+            [decode(TagRecord, found[key]) for key in keys if "/tags/" in key],
+        )
+
+    @property
+    def live(self) -> list[VersionRecord]:
+        """The versions that are not deleted."""
+        return [version for version in self.versions if not version.deleted]
+
+    def items(self) -> list[Item]:
+        """As the index takes them: versions before the tags that name them."""
+        items = [adapter_item(self.record, self.live)] if self.record is not None else []
+        items += [version_item(version, self.record) for version in self.versions]
+        return items + [tag_item(tag) for tag in self.tags]
+
+
+def _adapters(documents_: Sequence[tuple[str, bytes]]) -> list[_Adapter]:
+    """The documents of whole adapters, by adapter."""
     scopes: dict[str, dict[str, bytes]] = {}
     for key, data in documents_:
         place = layout.adapter_of(key)
         if place is not None:
             scopes.setdefault(scope_of(*place), {})[key] = data
-    return [(scope, _items(scope, found)) for scope, found in scopes.items()]
-
-
-def _items(scope: str, found: dict[str, bytes]) -> list[Item]:
-    """The documents of one adapter as index items, versions before the tags that name them."""
-    tenant, _, name = scope.partition("/")
-    data = found.get(layout.adapter(tenant, name))
-    adapter = decode(AdapterRecord, data) if data is not None else None
-    versions = [decode(VersionRecord, found[key]) for key in sorted(found) if "/versions/" in key]
-    tags = [decode(TagRecord, found[key]) for key in sorted(found) if "/tags/" in key]
-    live = [version for version in versions if not version.deleted]
-    items = [adapter_item(adapter, live)] if adapter is not None else []
-    items += [version_item(version, adapter) for version in versions]
-    return items + [tag_item(tag) for tag in tags]
+    return [_Adapter.of(scope, found) for scope, found in scopes.items()]

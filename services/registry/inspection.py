@@ -21,7 +21,7 @@ from loraplex.adapter_format import (
 )
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
-from loraplex.adapter_format.tensor_scan import TensorScan
+from loraplex.adapter_format.tensor_scan import TensorScan, warnings_of_zeros
 from loraplex.errors import DataLoss, InvalidAdapter, Violation
 from services.common.objects import ObjectStore, Segment, read_chunks
 from services.registry.bases import Bases
@@ -121,7 +121,7 @@ async def _inspect(
         await _verify(store, source, scan.feed if scan and source is tensors else None)
     if scan is not None:
         zero_tensors = await asyncio.to_thread(scan.finish)
-    warnings = (*warnings, *_no_op_warning(report, zero_tensors or frozenset()))
+    warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
     _refuse_if_strict(warnings, strict)
     manifest = core_manifest(report, files, base.geometry.fingerprint)
     return Inspected(base, report, manifest, digest_of(manifest), warnings)
@@ -158,14 +158,6 @@ async def check(
 def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:
     if strict and warnings:
         raise InvalidAdapter.of(warnings)
-
-
-def _no_op_warning(report: Report, zero_tensors: frozenset[str]) -> list[Violation]:
-    products = [module.b for module in report.modules if module.b is not None]
-    if not products or any(info.name not in zero_tensors for info in products):
-        return []
-    description = "are all zero, so the adapter changes nothing; was it saved before training?"
-    return [Violation.of(TENSOR_FILE, "every lora_B", description)]
 
 
 async def _verify(store: ObjectStore, source: Source, feed: Callable[[bytes], None] | None) -> None:
