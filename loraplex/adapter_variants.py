@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
-from loraplex.adapter_format.folder import read_header_prefix
-from loraplex.adapter_format.safetensors_header import TensorInfo, parse_header
+from loraplex.adapter_format.safetensors_header import TensorInfo, parse_header, read_prefix
 from loraplex.errors import InvalidRequest
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
@@ -37,7 +36,7 @@ def write_variant(source: Path, variant: int, target: Path) -> None:
     target.mkdir()
     shutil.copyfile(source / CONFIG_FILE, target / CONFIG_FILE)
     body = bytearray((source / TENSOR_FILE).read_bytes())
-    tensors = parse_header(read_header_prefix(source / TENSOR_FILE), len(body)).tensors
+    tensors = parse_header(read_prefix(source / TENSOR_FILE), len(body)).tensors
     for place, offset in zip(range(variant.bit_length()), _low_bytes(tensors), strict=False):
         body[offset] ^= variant >> place & 1
     (target / TENSOR_FILE).write_bytes(body)
