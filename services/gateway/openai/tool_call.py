@@ -36,13 +36,17 @@ class CallReader:
         """The function, once known."""
         self.is_done = self.is_broken = False
 
-    def push(self, char: str) -> None:
-        """The next character, the opening brace first."""
+    def push(self, char: str) -> bool:
+        """The next character, the opening brace first. False where the call ended before it."""
+        if self._has_arguments and self._object.lacks_brace_before(char):
+            self._end()
+            return False
         fragment = self._object.push(char)
         if fragment is not None:
             self._take(fragment)
         if self._object.is_done and not self.is_broken:
             self._end()
+        return True
 
     def new_arguments(self) -> str:
         """What was added to the arguments since the last call; "" while the name is unknown."""
@@ -105,10 +109,11 @@ class BareCall:
         """The closing brace was read."""
         return self._object.is_done
 
-    def push(self, char: str) -> None:
-        """The next character, the opening brace first."""
+    def push(self, char: str) -> bool:
+        """The next character, the opening brace first; all of them are of the call."""
         self._object.push(char)
         self._grown.append(char)
+        return True
 
     def new_arguments(self) -> str:
         """What was added since the last call."""

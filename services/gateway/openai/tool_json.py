@@ -31,7 +31,15 @@ class ObjectReader:
         """Characters of a key, or of a value that were not handed out yet."""
         self._is_value = False
         self._has_value = False
+        self._is_value_over = False
         self.is_done = False
+
+    def lacks_brace_before(self, char: str) -> bool:
+        """Whether a value in brackets is complete and `char` cannot follow it.
+
+        Models forget the last of several closing braces.
+        """
+        return self._is_value_over and char not in "}]," + _SPACE
 
     def push(self, char: str) -> Fragment | None:
         """The next character. Returns a fragment where a value grew; never two for one."""
@@ -49,6 +57,7 @@ class ObjectReader:
             if self._depth == 0:
                 self.is_done = True
                 return self._end()
+            self._is_value_over = self._depth == 1 and self._is_value
             return self._take(char)
         if self._depth == 1 and char == ",":
             return self._end()
@@ -88,6 +97,6 @@ class ObjectReader:
     def _end(self) -> Fragment | None:
         ended = self._is_value and self._has_value
         fragment = Fragment(self._key or "", "", is_last=True) if ended else None
-        self._key, self._is_value = None, False
+        self._key, self._is_value, self._is_value_over = None, False, False
         self._text.clear()
         return fragment

@@ -198,7 +198,8 @@ class ToolReader:
         assert call is not None
         num_read = 0
         for char in self._buffer:
-            call.push(char)
+            if not call.push(char):
+                break
             num_read += 1
             if call.is_done or call.is_broken:
                 break

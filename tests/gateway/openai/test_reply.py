@@ -81,6 +81,13 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
         "",
         [("now", {"x": 1})],
     ),
+    (  # the last brace is forgotten
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}\n</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}</tool_call> done',
+        " done",
+        [("weather", {"city": "Rome"}), ("now", {})],
+    ),
     ("hermes", "a <tool_call> is a mark", "a <tool_call> is a mark", []),
     (
         "hermes",
