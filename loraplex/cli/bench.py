@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from loraplex.cli.parsing import (
     add_command,
@@ -16,6 +19,7 @@ from loraplex.cli.parsing import (
     seconds,
 )
 from loraplex.cli.workload_flags import add_workload, print_summary, workload_of
+from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from loraplex.inference_client import InferenceClient
@@ -42,6 +46,13 @@ def add(commands: Any) -> None:
         help="ask for first tokens within it; what cannot make it is given up",
     )
     parser.add_argument(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="write what came of each request: one JSON object a line, times in seconds since the "
+        "start",
+    )
+    parser.add_argument(
         "--prepare-from",
         type=Path,
         metavar="DIR",
@@ -58,11 +69,32 @@ async def _trace(args: argparse.Namespace) -> None:
     from loraplex.workload import summarize
 
     workload = workload_of(args)
+    file = _opened(args.outcomes)
     prefix = await _prepare(args)
     async with InferenceClient(args.gateway, credentials_of(args)) as client:
         outcomes = await _drive(client, workload, prefix, args.first_token)
+    if file is not None:
+        with file:
+            _write(file, workload, outcomes)
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
     print_summary(summarize(outcomes, args.slo), {"failures": dict(reasons)}, as_json=args.json)
+
+
+def _opened(path: Path | None) -> TextIO | None:
+    """Before the first request: a run must not be lost for a wrong path. Raises InvalidRequest."""
+    try:
+        return None if path is None else path.open("w")
+    except OSError as error:
+        raise InvalidRequest.field("--outcomes", path, f"cannot be written: {error}") from None
+
+
+def _write(file: TextIO, workload: Workload, outcomes: Sequence[Outcome]) -> None:
+    """In the order of the trace."""
+    from loraplex.workload import generate
+
+    for request, outcome in zip(generate(workload), outcomes, strict=True):
+        asked = {"adapter": request.adapter, "num_input": request.num_input}
+        file.write(json.dumps({**asked, **dataclasses.asdict(outcome)}) + "\n")
 
 
 async def _prepare(args: argparse.Namespace) -> str:

@@ -20,13 +20,26 @@ def bench(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_published_adapters_serve_the_whole_trace(stack: Stack) -> None:
-    done = bench(stack, "--adapters", str(len(ADAPTERS)), "--json")
+def test_published_adapters_serve_the_whole_trace_and_the_figures_follow_from_its_outcomes(
+    stack: Stack, tmp_path: Path
+) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    done = bench(stack, "--adapters", str(len(ADAPTERS)), "--outcomes", str(path), "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["num_finished"] == result["num_requests"] == 20
     assert result["failures"] == {} and result["output_tokens_per_s"] > 0
     assert 0 < result["first_token"]["p50_s"] <= result["latency"]["p50_s"]
+    outcomes = [json.loads(line) for line in path.read_text().splitlines()]
+    waits_s = sorted(outcome["first_token_s"] - outcome["arrival_s"] for outcome in outcomes)
+    assert result["first_token"]["p50_s"] == waits_s[9]
+    assert result["makespan_s"] == max(outcome["end_s"] for outcome in outcomes)
+    assert all(0 <= o["adapter"] < len(ADAPTERS) and 4 <= o["num_input"] <= 16 for o in outcomes)
+
+
+def test_outcomes_that_cannot_be_written_are_said_before_anything_is_sent(stack: Stack) -> None:
+    done = bench(stack, "--adapters", "0", "--outcomes", "/no/such/folder/outcomes.jsonl")
+    assert done.returncode == 2 and "--outcomes" in done.stderr
 
 
 def test_prepared_adapters_are_as_many_distinct_ones_as_asked_for(
