@@ -239,6 +239,19 @@ async def test_a_blob_that_the_disk_refused_half_way_is_never_committed(
     assert [info async for info in store.list_objects("")] == []
 
 
+async def test_errors_that_clients_read_do_not_show_the_servers_paths(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/objects")
+    (tmp_path / "objects/.tmp").rmdir()
+
+    async def stream() -> None:
+        await store.writer().commit("blobs/x")
+
+    for writing in (store.put("a", b"x"), store.put_if_absent("b", b"x"), stream()):
+        with pytest.raises(ObjectStoreError, match="No such file or directory") as refused:
+            await writing
+        assert str(tmp_path) not in refused.value.message
+
+
 @pytest.mark.parametrize("key", ["../x", "a/../b", "/abs", "a//b", ".tmp/x", "a/.hidden", "", "ä"])
 async def test_keys_that_could_leave_the_folder_are_refused(tmp_path: Path, key: str) -> None:
     store = open_store(f"file://{tmp_path}/objects")

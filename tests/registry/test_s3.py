@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
@@ -185,6 +187,35 @@ async def test_a_failed_write_that_others_may_have_followed_is_told_as_uncertain
     _failing(store._once, 1, 0, monkeypatch)  # type: ignore[attr-defined]
     with pytest.raises(WriteUncertain):
         await documents.create(store, key, AdapterRecord("default", "sql", PUBLIC))
+
+
+async def test_a_deletion_by_age_that_is_tried_again_looks_at_the_age_again(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher writes a blob again while the server fails the collector's deletion of it."""
+    await store.put("blob", b"data")
+    info = await store.head("blob")
+    assert info is not None
+    delete = store._once.delete_object  # type: ignore[attr-defined]
+    head = store._client.head_object  # type: ignore[attr-defined]
+    is_rewritten = False
+
+    def failing(**arguments: object) -> object:
+        nonlocal is_rewritten
+        is_rewritten = True
+        raise EndpointConnectionError(endpoint_url="http://store")
+
+    def younger(**arguments: object) -> dict[str, Any]:
+        answer = head(**arguments)
+        later = timedelta(seconds=2 * is_rewritten)
+        return {**answer, "LastModified": answer["LastModified"] + later}
+
+    monkeypatch.setattr(store._client, "head_object", younger)  # type: ignore[attr-defined]
+    monkeypatch.setattr(store._once, "delete_object", failing)  # type: ignore[attr-defined]
+    assert not await store.delete_if_older("blob", info.modified_s)
+    monkeypatch.setattr(store._once, "delete_object", delete)  # type: ignore[attr-defined]
+    assert await store.delete_if_older("blob", info.modified_s + 2)
+    assert await store.head("blob") is None
 
 
 @pytest.mark.parametrize("is_written", [True, False])

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -32,6 +33,8 @@ from services.common.objects.store import (
     Segment,
     StoredObject,
 )
+
+logger = logging.getLogger(__name__)
 
 _KEY_PART = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9._%~=+-]{0,254}")
 _LOCK_STRIPES = 256
@@ -265,7 +268,8 @@ class _FileWriter:
     def __init__(self, store: FileStore) -> None:
         self._store = store
         self._path = store._temporary / secrets.token_hex(16)
-        self._file = open(self._path, "xb", buffering=0)
+        with _as_store_error():
+            self._file = open(self._path, "xb", buffering=0)
         self._unsynced_bytes = 0
         self._syncing: asyncio.Future[None] | None = None
 
@@ -302,15 +306,25 @@ class _FileWriter:
         if self._syncing is not None:
             # Its descriptor may be another file's once this one is closed.
             await asyncio.wait([self._syncing])
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+        with _as_store_error():
+            self._file.close()
+            self._path.unlink(missing_ok=True)
 
 
 async def _in_thread(work: Callable[..., T], *args: object) -> T:
-    try:
+    with _as_store_error():
         return await asyncio.to_thread(work, *args)
+
+
+@contextlib.contextmanager
+def _as_store_error() -> Iterator[None]:
+    """Clients read the error, so the path is only logged."""
+    try:
+        yield
     except OSError as error:
-        raise ObjectStoreError(f"{error.filename or 'object store'}: {error.strerror}") from error
+        facts = {"path": error.filename, "problem": error.strerror}
+        logger.warning("object store failed", extra=facts)
+        raise ObjectStoreError(f"object store failed: {error.strerror}") from error
 
 
 def _etag(data: bytes) -> str:
