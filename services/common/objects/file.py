@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from services.common.objects.durable import into_folder, sync_folder, write_all
 from services.common.objects.store import (
     BlobWriter,
     ObjectInfo,
@@ -58,7 +59,7 @@ class FileStore:
         try:
             for folder in (self._temporary, self._locks):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o755)
-            _sync_folder(root)
+            sync_folder(root)
             self._sweep_temporary()
         except OSError as error:
             raise ObjectStoreError(f"{root}: {error.strerror}") from error
@@ -159,12 +160,12 @@ class FileStore:
         path = self._path(key)
         temporary = self._write_temporary(data)
         try:
-            _into_folder(path, lambda: os.link(temporary, path))
+            into_folder(path, lambda: os.link(temporary, path))
         except FileExistsError:
             raise PreconditionFailed(key) from None
         finally:
             temporary.unlink()
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         return _etag(data)
 
     def _compare_and_set(self, key: str, data: bytes, etag: str) -> str:
@@ -205,7 +206,7 @@ class FileStore:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return True
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         self._remove_empty_folders(path.parent)
         return True
 
@@ -224,10 +225,10 @@ class FileStore:
 
     def _replace(self, temporary: Path, key: str) -> None:
         path = self._path(key)
-        _into_folder(path, lambda: os.replace(temporary, path))
+        into_folder(path, lambda: os.replace(temporary, path))
         # Renaming one name of an inode over another name of it does nothing, by POSIX.
         temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
@@ -283,7 +284,7 @@ class _FileWriter:
 
     def _append(self, chunks: Sequence[bytes]) -> None:
         for chunk in chunks:
-            _write_all(self._file.fileno(), chunk)
+            write_all(self._file.fileno(), chunk)
 
     async def _synced(self) -> None:
         """Wait for the disk. Raises where it failed: the next sync would not tell again."""
@@ -331,12 +332,6 @@ def _etag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 def _append(source: Path, segment: Segment, out: int) -> None:
     """Copy a segment to the end of the open file `out`."""
     try:
@@ -349,36 +344,5 @@ def _append(source: Path, segment: Segment, out: int) -> None:
             data = os.pread(file.fileno(), min(left, 1 << 20), offset)
             if not data:
                 raise ObjectStoreError(f"object {segment.key!r} ends at byte {offset}")
-            _write_all(out, data)
+            write_all(out, data)
             offset, left = offset + len(data), left - len(data)
-
-
-def _into_folder(path: Path, move: Callable[[], None]) -> None:
-    """Run `move`, making the folder of `path` first where it is missing."""
-    for _ in range(8):
-        # A collector may remove the folder again while it is empty.
-        with contextlib.suppress(FileNotFoundError):
-            return move()
-        with contextlib.suppress(FileNotFoundError):
-            _make_folder(path.parent)
-    move()
-
-
-def _make_folder(folder: Path) -> None:
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for child in reversed(missing):
-        child.mkdir(exist_ok=True)
-        _sync_folder(child.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make names in a folder durable. A folder that was just removed has none."""
-    with contextlib.suppress(FileNotFoundError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

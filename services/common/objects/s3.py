@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import secrets
 import tempfile
@@ -20,14 +19,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
-import boto3
-import botocore.session
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from botocore.utils import parse_timestamp
 
+from services.common.objects.s3_client import code_of, connect_s3, status_of
 from services.common.objects.store import (
     BlobWriter,
     ObjectInfo,
@@ -39,9 +35,6 @@ from services.common.objects.store import (
     WriteUncertain,
     read_chunks,
 )
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3.client import S3Client
 
 PART_BYTES = 16 << 20
 """Size of the parts of a multipart upload; 10,000 of them hold 160 GB."""
@@ -65,8 +58,8 @@ class S3Store:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
-        self._client = _client(attempts=_ATTEMPTS)
-        self._once = _client(attempts=1)
+        self._client = connect_s3(_ATTEMPTS, 2 * _THREADS)
+        self._once = connect_s3(1, 2 * _THREADS)
 
     @property
     def url(self) -> str:
@@ -172,7 +165,7 @@ class S3Store:
         try:
             answer = self._fetch(key, {"Range": f"bytes={offset}-{offset + length - 1}"})
         except ClientError as error:
-            if _code(error) in ("InvalidRange", "416"):
+            if code_of(error) in ("InvalidRange", "416"):
                 return b""
             raise
         data: bytes = answer["Body"].read()
@@ -182,7 +175,7 @@ class S3Store:
         try:
             return self._client.get_object(**self._at(key), **options)
         except ClientError as error:
-            if _code(error) in _MISSING:
+            if code_of(error) in _MISSING:
                 raise ObjectMissing(key) from None
             raise
 
@@ -190,7 +183,7 @@ class S3Store:
         try:
             answer = self._client.head_object(**self._at(key))
         except ClientError as error:
-            if _code(error) in _MISSING:
+            if code_of(error) in _MISSING:
                 return None
             raise
         return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
@@ -207,7 +200,7 @@ class S3Store:
         try:
             answer = self._once.put_object(**self._at(key), Body=b"sent", ContentMD5=_md5(b"meant"))
         except ClientError as error:
-            if _status(error) >= 500:
+            if status_of(error) >= 500:
                 raise
             return True
         self._compare_md5 = answer["ETag"].strip('"') == hashlib.md5(b"sent").hexdigest()
@@ -224,9 +217,9 @@ class S3Store:
                 **self._at(key), Body=data, ContentMD5=_md5(data), **condition
             )
         except ClientError as error:
-            if _code(error) in _REFUSED | _MISSING:
+            if code_of(error) in _REFUSED | _MISSING:
                 return self._read_back(key, data, PreconditionFailed(key))
-            if _status(error) >= 500:
+            if status_of(error) >= 500:
                 return self._read_back(key, data, WriteUncertain(f"{self.url}: {error}"))
             raise
         except BotoCoreError as error:
@@ -248,7 +241,7 @@ class S3Store:
         try:
             self._client.copy_object(**self._at(key), CopySource=self._at(source))  # type: ignore[arg-type]
         except ClientError as error:
-            if _code(error) in _MISSING:
+            if code_of(error) in _MISSING:
                 raise ObjectMissing(source) from None
             raise
 
@@ -348,37 +341,6 @@ class _SpooledWriter:
 
     async def abort(self) -> None:
         self._file.close()
-
-
-def _client(attempts: int) -> S3Client:
-    config = Config(
-        retries={"total_max_attempts": attempts, "mode": "standard"},
-        max_pool_connections=2 * _THREADS,
-        connect_timeout=5,
-        read_timeout=60,
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
-    session = botocore.session.get_session()
-    parsers = session.get_component("response_parser_factory")
-    parsers.set_parser_defaults(timestamp_parser=_timestamp)
-    return boto3.Session(botocore_session=session).client("s3", config=config)
-
-
-def _timestamp(value: Any) -> datetime:
-    """What botocore's own parser answers: that one takes most of the time of a listing."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(value)
-    return parse_timestamp(value)
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _md5(data: bytes) -> str:

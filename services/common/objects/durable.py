@@ -1,0 +1,46 @@
+"""Writing to a disk so that it is there after a crash: whole writes, folders synced with names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`, where a system call may write less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def into_folder(path: Path, move: Callable[[], None]) -> None:
+    """Run `move`, making the folder of `path` first where it is missing."""
+    for _ in range(8):
+        # A collector may remove the folder again while it is empty.
+        with contextlib.suppress(FileNotFoundError):
+            return move()
+        with contextlib.suppress(FileNotFoundError):
+            _make_folder(path.parent)
+    move()
+
+
+def _make_folder(folder: Path) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for child in reversed(missing):
+        child.mkdir(exist_ok=True)
+        sync_folder(child.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder durable. A folder that was just removed has none."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

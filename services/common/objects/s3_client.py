@@ -1,0 +1,50 @@
+"""boto3 as the S3 store uses it, and what its errors say."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from botocore.utils import parse_timestamp
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+
+def connect_s3(attempts: int, connections: int) -> S3Client:
+    """A client that sends each request up to `attempts` times, for `connections` threads."""
+    config = Config(
+        retries={"total_max_attempts": attempts, "mode": "standard"},
+        max_pool_connections=connections,
+        connect_timeout=5,
+        read_timeout=60,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    session = botocore.session.get_session()
+    parsers = session.get_component("response_parser_factory")
+    parsers.set_parser_defaults(timestamp_parser=_timestamp)
+    return boto3.Session(botocore_session=session).client("s3", config=config)
+
+
+def _timestamp(value: Any) -> datetime:
+    """What botocore's own parser answers: that one takes most of the time of a listing."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(value)
+    return parse_timestamp(value)
+
+
+def code_of(error: ClientError) -> str:
+    """S3's name of what went wrong, such as NoSuchKey."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def status_of(error: ClientError) -> int:
+    """The HTTP status of the answer; 0 = there was none."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
