@@ -10,10 +10,10 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from services.gateway.admission import AdmissionLimits
-from services.gateway.openai.guard import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class GatewayConfig:
     @property
     def is_local(self) -> bool:
         """True when both doors are for this machine only."""
-        return all(_is_local(listen) for listen in (self.grpc_listen, self.http_listen))
+        return all(is_local(listen) for listen in (self.grpc_listen, self.http_listen))
 
 
 def from_env(environ: Mapping[str, str]) -> GatewayConfig:
@@ -131,7 +131,3 @@ def _check_worker(worker: str) -> None:
 def _shared_url(metadata: str) -> str:
     """An embedded server belongs to the registry beside us: there is one gateway only."""
     return "" if metadata == "embedded" else metadata
-
-
-def _is_local(listen: str) -> bool:
-    return listen.startswith("unix:") or is_loopback(listen.rpartition(":")[0].strip("[]"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from loraplex.errors import InvalidRequest, Unauthenticated
+from services.common.addresses import is_local
 from services.common.callers import Auth, Caller, peer_names
 from services.common.service_token import is_service_token, read_service_token
 from services.common.tls import is_service
@@ -57,7 +58,7 @@ def door_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
         token = _service_token(config.service_token_file)
         return KeyAuth(keys, token, config.service_names)
     for address in config.listen:
-        if not is_private(address) and not config.insecure:
+        if not is_local(address) and not config.insecure:
             raise InvalidRequest.field(
                 "LORAPLEX_REGISTRY_LISTEN",
                 address,
@@ -65,12 +66,6 @@ def door_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
                 "really want no auth",
             )
     return None
-
-
-def is_private(address: str) -> bool:
-    """Whether only this machine reaches an address, HOST:PORT or unix:/path."""
-    host = address.rpartition(":")[0].strip("[]")
-    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def comes_from_here(peer: str) -> bool:

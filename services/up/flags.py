@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from services.common import env
+from services.common.addresses import is_loopback
 from services.common.knob import Knob
 from services.common.units import whole
 
@@ -101,16 +101,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     )
     _check_bind(config)
     return config
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:

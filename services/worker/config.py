@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unsupported
 from services.common import env
+from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import TlsFiles, tls_files
 from services.worker.messages import EngineConfig
@@ -146,17 +146,6 @@ def _service_token(environ: Mapping[str, str]) -> str:
             f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}), or {env.INSECURE.name}=true",
         )
     return token
-
-
-def is_local(listen: str) -> bool:
-    """True for addresses that only this machine can reach."""
-    if listen.startswith("unix:"):
-        return True
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def base_id_of(model: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import re
 import secrets
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from services.common.addresses import is_loopback
 from services.gateway.openai.body import parse_object
 from services.gateway.openai.errors import error_body
 
@@ -112,16 +112,6 @@ async def read_json(request: Request) -> dict[str, Any]:
             "content-type", media_type, "JSON bodies need content-type: application/json"
         )
     return parse_object(await read_capped(request))
-
-
-def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def read_capped(request: Request) -> bytes:
