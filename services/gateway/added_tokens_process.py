@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.errors import InvalidAdapter
-from services.gateway.template_pool import bare_environment
+from services.common.piped_process import start_module
 
 MAX_MEMORY_BYTES = 3 << 30
 TIMEOUT_S = 30.0
@@ -31,15 +31,7 @@ async def read_added_tokens(
     """
     parts = {"": base_tokenizer, **files}
     head = json.dumps({name: len(content) for name, content in parts.items()}).encode()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.gateway.added_tokens_process",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=bare_environment(),
-    )
+    process = await start_module("services.gateway.added_tokens_process")
     try:
         async with asyncio.timeout(TIMEOUT_S):
             out, _ = await process.communicate(b"\n".join([head, b"".join(parts.values())]))

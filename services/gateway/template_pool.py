@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unavailable
+from services.common.piped_process import start_module
 from services.gateway.template_process import FRAME
 
 MAX_TEMPLATE_CHARS = 256 << 10
@@ -45,23 +44,8 @@ class _Renderer:
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.gateway.template_process",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=64 << 20,
-                env=bare_environment(),
-            )
+            self._process = await start_module("services.gateway.template_process")
         return self._process
-
-
-def bare_environment() -> dict[str, str]:
-    """No credentials for a process that runs a stranger's template."""
-    kept = {name: os.environ[name] for name in ("PATH", "TZ", "LANG") if name in os.environ}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class TemplatePool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from pathlib import Path
 
 import msgspec
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import Unavailable
+from services.common.piped_process import ask_line, start_module
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.pack_messages import Job, Prepared, Setup
 from services.worker.cores import usable_cores
@@ -50,7 +49,8 @@ class Packers:
             if process is None or process.returncode is not None:
                 process = await self._start()
             async with asyncio.timeout(TIMEOUT_S):
-                answer = await _ask(process, Job(str(folder), sha256))
+                job = msgspec.json.encode(Job(str(folder), sha256))
+                answer = msgspec.json.decode(await ask_line(process, job), type=Prepared)
         except (TimeoutError, EOFError, OSError) as failure:
             self._end(process)
             raise Unavailable("the adapter could not be packed", reason="PACK_FAILED") from failure
@@ -72,15 +72,10 @@ class Packers:
         await asyncio.gather(*(process.communicate() for process in processes))
 
     async def _start(self) -> asyncio.subprocess.Process:
-        kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
+        process = await start_module(
             "services.worker.adapters.pack_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            limit=MAX_LINE_BYTES,
+            max_line_bytes=MAX_LINE_BYTES,
+            shows_errors=True,
         )
         self._processes.add(process)
         assert process.stdin is not None
@@ -92,14 +87,3 @@ class Packers:
             self._processes.discard(process)
             if process.returncode is None:
                 process.kill()
-
-
-async def _ask(process: asyncio.subprocess.Process, job: Job) -> Prepared:
-    """Raises EOFError or OSError when the process died."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(msgspec.json.encode(job) + b"\n")
-    await process.stdin.drain()
-    answer = await process.stdout.readline()
-    if not answer.endswith(b"\n"):
-        raise EOFError
-    return msgspec.json.decode(answer, type=Prepared)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.errors import LoraplexError
+from services.common.piped_process import ask_line, start_module
 from services.worker.grammars.check_process import Setup
 from services.worker.grammars.compiling import bad_grammar, check_size
 from services.worker.messages import WireError
@@ -70,7 +69,8 @@ class GrammarChecker:
         process = await self._running(setup)
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                return await _ask(process, msgspec.json.encode(grammar))
+                answer = await ask_line(process, msgspec.json.encode(grammar))
+                return msgspec.json.decode(answer, type=WireError | None)
         except TimeoutError:
             self._kill()
             late = f"it takes longer than {CHECK_TIMEOUT_S:g} s to compile: simplify it"
@@ -85,10 +85,10 @@ class GrammarChecker:
 
     async def _running(self, setup: Setup) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            self._process = await _spawn()
+            self._process = await start_module("services.worker.grammars.check_process")
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await _ask(self._process, msgspec.json.encode(setup))
+                    await ask_line(self._process, msgspec.json.encode(setup))
             except (TimeoutError, EOFError, OSError) as error:
                 self._kill()
                 raise LoraplexError(
@@ -98,27 +98,3 @@ class GrammarChecker:
                 self._kill()
                 raise
         return self._process
-
-
-async def _spawn() -> asyncio.subprocess.Process:
-    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.worker.grammars.check_process",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-
-
-async def _ask(process: asyncio.subprocess.Process, line: bytes) -> WireError | None:
-    """Send one line and await its answer. Raises EOFError or OSError when the process died."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(line + b"\n")
-    await process.stdin.drain()
-    answer = await process.stdout.readline()
-    if not answer.endswith(b"\n"):
-        raise EOFError
-    return msgspec.json.decode(answer, type=WireError | None)

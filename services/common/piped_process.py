@@ -1,0 +1,52 @@
+"""Processes that answer over pipes, for the work on strangers' bytes that a server keeps apart.
+
+They get no credentials: of the environment only what Python needs. They end when stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+_KEPT = ("PATH", "TZ", "LANG")
+DEFAULT_MAX_LINE_BYTES = 1 << 16
+
+
+async def start_module(
+    module: str, *, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES, shows_errors: bool = False
+) -> asyncio.subprocess.Process:
+    """Run `python -m module` with pipes as stdin and stdout.
+
+    Args:
+        module: full name of the module.
+        max_line_bytes: longest line of an answer.
+        shows_errors: whether its stderr is this process's, else nobody's.
+    """
+    environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=None if shows_errors else asyncio.subprocess.DEVNULL,
+        limit=max_line_bytes,
+        env=environ,
+    )
+
+
+async def ask_line(process: asyncio.subprocess.Process, line: bytes) -> bytes:
+    """Send one line and await the one that answers it.
+
+    Raises:
+        EOFError: the process died, as OSError may say too.
+    """
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(line + b"\n")
+    await process.stdin.drain()
+    answer = await process.stdout.readline()
+    if not answer.endswith(b"\n"):
+        raise EOFError
+    return answer
