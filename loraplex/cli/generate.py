@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,10 +159,17 @@ async def _chat(args: argparse.Namespace) -> None:
 
 
 def _next_turn() -> str:
+    """A line that was typed or piped; "" at the end."""
+    # The event loop's handler would only note a Ctrl-C until this call returns.
+    noted = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
+        if sys.stdin.isatty():
+            print()  # leaves the line of the prompt
         return ""
+    finally:
+        signal.signal(signal.SIGINT, noted)
 
 
 async def _reply(
