@@ -19,6 +19,8 @@ class Costs:
     """Of every step."""
     row_s: float
     """Of every request in the step."""
+    prompt_s: float
+    """Of every prompt, or part of one, in the step, beside its positions."""
     token_s: float
     """Of every position computed."""
     kv_token_s: float
@@ -50,11 +52,14 @@ class Costs:
                 "block_bytes", self.block_bytes, "and the other sizes must be at least 1"
             )
 
-    def step(self, num_rows: int, num_tokens: int, kv_tokens: int, adapter_bytes: int) -> float:
+    def step(
+        self, num_rows: int, num_prompts: int, num_tokens: int, kv_tokens: int, adapter_bytes: int
+    ) -> float:
         """Seconds of one step."""
         return (
             self.step_s
             + self.row_s * num_rows
+            + self.prompt_s * num_prompts
             + self.token_s * num_tokens
             + self.kv_token_s * kv_tokens
             + self.adapter_byte_s * adapter_bytes

@@ -19,6 +19,7 @@ MIN_STEPS = 20
 DEFAULTS = Costs(
     step_s=1e-3,
     row_s=0.0,
+    prompt_s=0.0,
     token_s=1e-5,
     kv_token_s=0.0,
     adapter_byte_s=0.0,
@@ -33,7 +34,7 @@ DEFAULTS = Costs(
 )
 """For what a step trace does not show: loads when there were none, fetches, the way in."""
 
-STEP_FIELDS = ("rows", "tokens", "kv_tokens", "adapter_bytes")
+STEP_FIELDS = ("rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,13 @@ def fit_trace(path: Path) -> Fitted:
 
 def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
     rows = [[1.0, *(float(step[name]) for name in STEP_FIELDS)] for step in steps]
-    step_s, row_s, token_s, kv_token_s, byte_s = fit(rows, [step["step_s"] for step in steps])
+    found = fit(rows, [step["step_s"] for step in steps])
+    step_s, row_s, prompt_s, token_s, kv_token_s, byte_s = found
     return dataclasses.replace(
         costs,
         step_s=step_s,
         row_s=row_s,
+        prompt_s=prompt_s,
         token_s=token_s,
         kv_token_s=kv_token_s,
         adapter_byte_s=byte_s,

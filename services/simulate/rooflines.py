@@ -71,6 +71,7 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
     costs = Costs(
         step_s=base.weight_bytes / gpu.read_bytes_per_s,
         row_s=2e-5,
+        prompt_s=0.0,
         token_s=base.weight_bytes / gpu.flops,
         kv_token_s=base.kv_token_bytes / gpu.read_bytes_per_s,
         adapter_byte_s=1 / gpu.read_bytes_per_s,

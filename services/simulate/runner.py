@@ -128,6 +128,7 @@ class TimedRunner:
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
             num_rows=len(plan.rows),
+            num_prompts=plan.num_contexts,
             num_tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),

@@ -106,16 +106,18 @@ class TracedRunner:
         """Write down a step that has just ended.
 
         A step that continues requests of the one before counts from that one's end: planning and
-        passing tokens on belong to it. Any other counts from its own beginning, or from that end
-        where the two overlapped.
+        passing tokens on belong to it. Any other counts from where the planning of its first
+        request began, or from that end where the two overlapped.
         """
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)
-        begin_s = self._last_end_s if is_next else max(begin_s, self._last_end_s)
+        planned_s = min(row.request.first_scheduled_s or begin_s for row in plan.rows)
+        begin_s = self._last_end_s if is_next else max(planned_s, self._last_end_s)
         self._last_end_s, self._last_ids = self._clock(), ids
         self._write(
             step_s=self._last_end_s - begin_s,
             rows=len(plan.rows),
+            prompts=plan.num_contexts,
             tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=adapter_bytes,

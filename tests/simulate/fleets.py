@@ -12,6 +12,7 @@ from tests.worker.commands import make_config
 COSTS = Costs(
     step_s=0.010,
     row_s=0.0,
+    prompt_s=0.0,
     token_s=0.001,
     kv_token_s=0.0,
     adapter_byte_s=0.0,

@@ -23,15 +23,15 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def steps(count: int) -> list[dict[str, Any]]:
-    """Steps that take 2 ms, 0.1 ms a token and 1 ns an adapter byte."""
+    """Steps that take 2 ms, 0.5 ms a prompt, 0.1 ms a token and 1 ns an adapter byte."""
     rng = random.Random(0)
     lines = []
     for _ in range(count):
-        rows = rng.randint(1, 8)
-        tokens = rows + rng.randint(0, 100)
+        rows, prompts = rng.randint(1, 8), rng.randint(0, 3)
+        tokens = rows + prompts * rng.randint(0, 100)
         kv_tokens, adapter_bytes = tokens * rng.randint(1, 9), rng.randint(0, 4) * 1_000_000
-        step_s = 0.002 + tokens * 1e-4 + adapter_bytes * 1e-9
-        sizes = {"rows": rows, "tokens": tokens, "kv_tokens": kv_tokens}
+        step_s = 0.002 + prompts * 5e-4 + tokens * 1e-4 + adapter_bytes * 1e-9
+        sizes = {"rows": rows, "prompts": prompts, "tokens": tokens, "kv_tokens": kv_tokens}
         lines.append({"step_s": step_s, **sizes, "adapter_bytes": adapter_bytes})
     return lines
 
@@ -41,6 +41,7 @@ def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
     fitted = fit_trace(write(tmp_path / "steps", [ARENA, *steps(50), *loads]))
     costs = fitted.costs
     assert (costs.step_s, costs.token_s) == pytest.approx((0.002, 1e-4), rel=1e-4)
+    assert costs.prompt_s == pytest.approx(5e-4, rel=1e-4)
     assert costs.adapter_byte_s == pytest.approx(1e-9, rel=1e-4)
     assert costs.kv_token_s == pytest.approx(0.0, abs=1e-9)
     assert (costs.load_s, costs.load_byte_s) == pytest.approx((0.001, 1e-9), rel=1e-4)

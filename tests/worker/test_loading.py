@@ -30,6 +30,7 @@ BLOCK_BYTES, NUM_BLOCKS = 64, 40
 COSTS = Costs(
     step_s=0.01,
     row_s=0.001,
+    prompt_s=0.0,
     token_s=0.0001,
     kv_token_s=0.0,
     adapter_byte_s=0.0,

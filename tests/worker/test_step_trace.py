@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.request import AdapterSet, PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.step_trace import TracedRunner
@@ -55,8 +57,20 @@ def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path
     arena, load, step = lines(path)
     assert arena["block_bytes"] == COSTS.block_bytes
     assert (load["bytes"], load["rank"]) == (2 * COSTS.block_bytes, 8)
-    assert (step["rows"], step["tokens"], step["kv_tokens"]) == (3, 12, 16)
+    assert (step["rows"], step["prompts"], step["tokens"], step["kv_tokens"]) == (3, 3, 12, 16)
     assert step["adapter_bytes"] == 2 * COSTS.block_bytes
+
+
+def test_the_first_step_of_a_request_counts_from_its_planning(tmp_path: Path) -> None:
+    path, clock = tmp_path / "steps.jsonl", VirtualClock()
+    runner = TracedRunner(TimedRunner(COSTS, 1 << 20, clock), path, clock)
+    first = row("a")
+    first.request.first_scheduled_s = 1.0
+    clock.advance_to(1.25)
+    runner.launch(StepPlan(0, (first,))).result()
+    runner.launch(StepPlan(1, (first,))).result()
+    step_s = COSTS.step(1, 1, 5, 5, 0)
+    assert [line["step_s"] for line in lines(path)[1:]] == pytest.approx([0.25 + step_s, step_s])
 
 
 def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
