@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ from loraplex.cli.output import print_fields, print_json, print_table, sized
 from loraplex.cli.parsing import add_command, add_connection, credentials_of
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
     from loraplex.inference_client import InferenceClient
 
@@ -125,16 +126,10 @@ async def _generate(args: argparse.Namespace) -> None:
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
-    pieces: list[Piece] = []
     async with client_of(args) as client:
-        async for piece in client.generate(args.ref, prompt, _sampling(args)):
-            pieces.append(piece)
-            if streamed:
-                print(piece.text, end="", flush=True)
-    completion = collect(pieces)
-    if streamed:
-        print()
-    else:
+        pieces = client.generate(args.ref, prompt, _sampling(args))
+        completion = collect([piece async for piece in _shown(pieces, streamed)])
+    if not streamed:
         _print_completion(completion, args.json)
 
 
@@ -153,23 +148,33 @@ async def _chat(args: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
     async with client_of(args) as client:
-        while turn := _next_turn():
+        while turn := await _next_turn():
             messages.append(Message("user", turn))
             messages.append(await _reply(client, args, messages))
 
 
-def _next_turn() -> str:
-    """A line that was typed or piped; "" at the end."""
-    # The event loop's handler would only note a Ctrl-C until this call returns.
-    noted = signal.signal(signal.SIGINT, signal.default_int_handler)
+async def _next_turn() -> str:
+    """The next line that is typed or piped; "" at the end."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().strip()
+    print("> ", end="", file=sys.stderr, flush=True)
+    await _line_typed()  # a Ctrl-C ends this, and would not end a read
+    line = sys.stdin.readline()
+    if not line:
+        print(file=sys.stderr)
+    return line.strip()
+
+
+async def _line_typed() -> None:
+    import asyncio
+
+    typed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, typed.set)
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        if sys.stdin.isatty():
-            print()  # leaves the line of the prompt
-        return ""
+        await typed.wait()
     finally:
-        signal.signal(signal.SIGINT, noted)
+        loop.remove_reader(sys.stdin)
 
 
 async def _reply(
@@ -177,16 +182,25 @@ async def _reply(
 ) -> Message:
     from loraplex.generation import Message
 
-    text = ""
-    async for piece in client.generate(args.ref, messages, _sampling(args)):
-        text += piece.text
-        if not args.json:
-            print(piece.text, end="", flush=True)
+    pieces = client.generate(args.ref, messages, _sampling(args))
+    text = "".join([piece.text async for piece in _shown(pieces, not args.json)])
     if args.json:
         print_json({"role": "assistant", "content": text})
-    else:
-        print()
     return Message("assistant", text)
+
+
+async def _shown(pieces: AsyncIterator[Piece], streamed: bool) -> AsyncIterator[Piece]:
+    """The same pieces, printed as they come; their line ends also where they break off."""
+    has_begun = False
+    try:
+        async for piece in pieces:
+            if streamed:
+                has_begun = True
+                print(piece.text, end="", flush=True)
+            yield piece
+    finally:
+        if has_begun:
+            print()
 
 
 async def _status(args: argparse.Namespace) -> None:
