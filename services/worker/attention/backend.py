@@ -84,6 +84,15 @@ class AttentionMetadata:
     def __post_init__(self) -> None:
         self.context_lens = self.seq_lens[: self.num_contexts]
 
+    def context_spans(self) -> tuple[tuple[int, int, int], ...]:
+        """Per context: (first token row, end row, position of the first)."""
+        starts = self.kv_cache_params.num_cached_tokens_per_seq or [0] * self.num_contexts
+        spans, row = [], 0
+        for num, start in zip(self.context_lens.tolist(), starts, strict=False):
+            spans.append((row, row + num, start))
+            row += num
+        return tuple(spans)
+
     def prepare(self) -> None:
         """Complete a backend's own fields; called once a step, before the first layer."""
 

@@ -45,7 +45,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     """int32 `[num_generations, 4]`."""
     num_splits: int = 1
     spans: tuple[tuple[int, int, int], ...] = ()
-    """Per context: (first token row, end row, position of the first)."""
+    """As `context_spans` says."""
     _context_tiles: dict[int, Tensor] = field(default_factory=dict)
     _partial: PartialSums | None = None
 
@@ -57,9 +57,8 @@ class TritonAttentionMetadata(AttentionMetadata):
             return
         assert self.position_ids is not None and self.kv_cache_manager is not None
         device, num_slots = self.position_ids.device, self.kv_cache_manager.tokens_per_block
-        lens: list[int] = self.seq_lens.tolist()
         starts = params.num_cached_tokens_per_seq
-        self.spans = _spans(lens[: self.num_contexts], starts)
+        self.spans = self.context_spans()
         self.tables = tuple(_table(rows, device) for rows in params.block_tables)
         self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
         tiles = decode_tiles(starts[self.num_contexts :], self.num_contexts, self.num_ctx_tokens)
@@ -95,14 +94,6 @@ def decode_tiles(
         (first_sequence + i, first_row + i, first_row + i + 1, start)
         for i, start in enumerate(starts)
     ]
-
-
-def _spans(lens: Sequence[int], starts: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    spans, row = [], 0
-    for num, start in zip(lens, starts, strict=False):
-        spans.append((row, row + num, start))
-        row += num
-    return tuple(spans)
 
 
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

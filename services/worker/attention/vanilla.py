@@ -47,12 +47,12 @@ class VanillaAttentionMetadata(AttentionMetadata):
     """int64 `[num_tokens]`: place of each new token in its block."""
     groups: tuple[GroupTables, ...] = ()
     spans: tuple[tuple[int, int, int], ...] = ()
-    """Per context: (first token row, end row, position of the first)."""
+    """As `context_spans` says."""
 
     def prepare(self) -> None:
         """Compute indices from the predefined fields."""
         lens: list[int] = self.seq_lens.tolist()
-        self.spans = _context_spans(lens[: self.num_contexts], self._cached(lens))
+        self.spans = self.context_spans()
         if not self.kv_cache_params.use_cache or self.is_dummy_attention:
             return
         assert self.position_ids is not None and self.kv_cache_manager is not None
@@ -66,9 +66,6 @@ class VanillaAttentionMetadata(AttentionMetadata):
             )
         )
 
-    def _cached(self, lens: Sequence[int]) -> Sequence[int]:
-        return self.kv_cache_params.num_cached_tokens_per_seq or [0] * len(lens)
-
     def _group_tables(
         self,
         tables: Sequence[Sequence[int]],
@@ -79,7 +76,7 @@ class VanillaAttentionMetadata(AttentionMetadata):
     ) -> GroupTables:
         assert self.position_ids is not None
         device = self.position_ids.device
-        starts = self._cached(lens)
+        starts = self.kv_cache_params.num_cached_tokens_per_seq
         firsts = [_first_visible_block(start, window, num_slots) for start in starts]
         ends = [-(-(start + num) // num_slots) for start, num in zip(starts, lens, strict=True)]
         visible = [
@@ -105,14 +102,6 @@ class VanillaAttentionMetadata(AttentionMetadata):
             decode_blocks=decode,
             decode_visible=visible_keys[:, None, None],
         )
-
-
-def _context_spans(lens: Sequence[int], starts: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    spans, row = [], 0
-    for num, start in zip(lens, starts, strict=False):
-        spans.append((row, row + num, start))
-        row += num
-    return tuple(spans)
 
 
 def _first_visible_block(start: int, window: int | None, num_slots: int) -> int:

@@ -72,7 +72,7 @@ class RecordBuilder:
                 tiles.append((self._at(tile, row, col_begin), row, num_rows, _width(tile)))
         vectors = (self._vector(part, col_begin) for part in _vectors(delta))
         # Integers' scales are applied by shrink, row by row.
-        scale = _float_bits(1.0 if delta.is_int8 else _scale_of(delta.slices, col_begin))
+        scale = float_bits(1.0 if delta.is_int8 else _scale_of(delta.slices, col_begin))
         return col_begin, col_end - col_begin, self._append(tiles), len(tiles), scale, *vectors
 
     def _vector(self, tiles: Sequence[Tile], column: int) -> int:
@@ -135,6 +135,7 @@ def _scale_of(slices: Sequence[Slice], column: int) -> float:
     return 0.0
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """A float32 as the int32 of the same bits."""
     bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
     return bits

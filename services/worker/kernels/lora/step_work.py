@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from services.worker.kernels.lora import triton_work
+from services.worker.kernels.lora.device_records import float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import LoraPlan
 from services.worker.kernels.lora.runs import RowRun
@@ -71,7 +71,7 @@ class StepWork:
 
 def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
     """int32 `[max_runs, 4]` on the host: slot, begin, end, float32 bits of the coefficient."""
-    words = [(run.slot, run.begin, run.end, _float_bits(run.coef)) for run in runs]
+    words = [(run.slot, run.begin, run.end, float_bits(run.coef)) for run in runs]
     words += [(0, 0, 0, 0)] * (max_runs - len(words))
     table = torch.tensor(words, dtype=torch.int32)
     return table.pin_memory() if torch.cuda.is_available() else table
@@ -80,8 +80,3 @@ def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
 def power_of_two(number: int) -> int:
     """The smallest that is not below."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def _float_bits(value: float) -> int:
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits
