@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from services.common.objects import store
+
 LAYOUT_KEY = "loraplex.json"
 LAYOUT_NUMBER = 1
 
-BLOBS = "blobs/sha256/"
+BLOBS = store.BLOBS
 ADAPTERS = "adapters/"
 BASES = "bases/"
 TENANTS = "tenants/"
@@ -33,11 +35,7 @@ AUDIT = "audit/"
 UPLOADS = "uploads/"
 SNAPSHOTS = "index/snapshot-"
 
-
-def blob(sha256: str) -> str:
-    """`sha256` is 64 hex characters, or a digest with its prefix."""
-    hex_ = sha256.removeprefix("sha256:")
-    return f"{BLOBS}{hex_[:2]}/{hex_}"
+blob = store.blob_key
 
 
 def adapter_folder(tenant: str, name: str) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.refs import check_digest
 from services.worker import metrics
 from services.worker.adapters.disk import DiskCache
-from services.worker.adapters.source import AdapterSource, check_digest
+from services.worker.adapters.source import AdapterSource
 from services.worker.base_files import TokenizerBundle
 from services.worker.crash_guard import CrashGuard, crash_key
 from services.worker.engine_link import EngineLink
@@ -125,20 +126,20 @@ class Door:
 
     async def load(self, digest: str, pin: bool) -> Residency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
-        check_digest(digest)
+        check_digest(digest, field="adapters.digest")
         self._running()
         return await self._supply.load(digest, pin)
 
     def unpin(self, digest: str) -> Residency:
         """Release a pin."""
-        check_digest(digest)
+        check_digest(digest, field="adapters.digest")
         self._running()
         self._supply.unpin(digest)
         return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
-        check_digest(digest)
+        check_digest(digest, field="adapters.digest")
         self._running()
         self._supply.unload(digest)
 

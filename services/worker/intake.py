@@ -10,7 +10,7 @@ from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
 from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
-from services.worker.adapters.source import check_digest
+from loraplex.refs import check_digest
 from services.worker.messages import Submit
 from services.worker.request import GrammarTokens, Pooling, SamplingParams
 
@@ -87,7 +87,7 @@ def _check_adapters(submit: Submit, limits: IntakeLimits) -> None:
             "adapters", f"{len(adapters)} adapters", f"at most {limits.max_adapters} in a request"
         )
     for digest, weight in adapters:
-        check_digest(digest)
+        check_digest(digest, field="adapters.digest")
         if not math.isfinite(weight):
             _refuse("adapters.weight", weight, "must be a finite number")
     if len(set(submit.adapters.digests)) < len(adapters):

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from loraplex.errors import DataLoss, InvalidRequest, NotFound
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex.wire_errors import from_rpc_error
-from services.worker.adapters.source import blob_key
+from services.common.objects.store import blob_key
 from tests.worker import tiny
 from tests.worker.worker_process import (
     SessionCall,

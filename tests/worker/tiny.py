@@ -11,9 +11,8 @@ from loraplex.adapter_format.folder import read_folder
 from loraplex.adapter_format.geometry import Geometry, geometry_from_folder
 from loraplex.adapter_format.manifest import core_manifest, digest_of
 from loraplex.adapter_format.validate import validate
-from services.common.objects.store import ObjectStore
+from services.common.objects.store import ObjectStore, blob_key
 from services.worker.adapters.layout import AdapterLayout
-from services.worker.adapters.source import blob_key
 from services.worker.model.config import RopeConfig
 from services.worker.model.own_rope import BaseRopes
 from services.worker.model.sites import LINEAR, SiteTableBuilder

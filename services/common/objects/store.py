@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from loraplex.errors import Unavailable
 
+BLOBS = "blobs/sha256/"
+"""Prefix of the keys of all blobs."""
 CHUNK_BYTES = 4 << 20
 """How much `read_chunks` asks of a store at a time."""
 
@@ -159,6 +161,12 @@ class ChecksUploads(Protocol):
 
     async def find_upload_check(self, key: str) -> bool:
         """Find out how damage is noticed, writing `key`; False = it would not be."""
+
+
+def blob_key(sha256: str) -> str:
+    """Key of a blob, by its hash with or without the prefix `sha256:`."""
+    digits = sha256.removeprefix("sha256:")
+    return f"{BLOBS}{digits[:2]}/{digits}"
 
 
 async def read_chunks(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Protocol
 from loraplex.adapter_format.files import File
 from loraplex.adapter_format.manifest import MAX_MANIFEST_BYTES, digest_of, parse_manifest
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
-from loraplex.errors import AdapterNotFound, DataLoss, InvalidRequest, LoraplexError, Unavailable
-from services.common.objects.store import ObjectMissing, ObjectStore, read_chunks
+from loraplex.errors import AdapterNotFound, DataLoss, LoraplexError, Unavailable
+from loraplex.refs import check_digest
+from services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
 from services.worker.adapters.backoff import Backoff
 from services.worker.adapters.disk import DiskAdapter, DiskCache
 
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FETCHES = 8
 """Adapters fetched at the same time."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Preparing(Protocol):
@@ -171,7 +170,7 @@ class AdapterSource:
                     return num_blocks
 
     async def _manifest(self, digest: str) -> bytes:
-        check_digest(digest)
+        check_digest(digest, field="adapters.digest")
         try:
             raw = await self._store.get_range(blob_key(digest), 0, MAX_MANIFEST_BYTES + 1)
         except ObjectMissing:
@@ -196,20 +195,6 @@ class AdapterSource:
                 raise DataLoss(f"the object store lost blob {file.sha256}") from None
         if hasher.hexdigest() != file.sha256:
             raise DataLoss(f"stored bytes of blob {file.sha256} do not match it")
-
-
-def check_digest(digest: str) -> None:
-    """Raises InvalidRequest unless `digest` is spelled like one."""
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidRequest.field(
-            "adapters.digest", digest, "must be sha256: and 64 lower-case hex digits"
-        )
-
-
-def blob_key(sha256: str) -> str:
-    """Key of a blob, by its hash with or without the prefix."""
-    digits = sha256.removeprefix("sha256:")
-    return f"blobs/sha256/{digits[:2]}/{digits}"
 
 
 def _typed(failure: Exception, digest: str) -> LoraplexError:

@@ -22,6 +22,7 @@ from loraplex.errors import (
     Unavailable,
 )
 from services.common.objects.file import FileStore
+from services.common.objects.store import blob_key
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.disk import DiskCache
 from services.worker.adapters.image import ImageFile, image_path, images_in
@@ -29,7 +30,7 @@ from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.pack_process import prepare
 from services.worker.adapters.packers import Packers
 from services.worker.adapters.packing import Packer
-from services.worker.adapters.source import AdapterSource, blob_key
+from services.worker.adapters.source import AdapterSource
 from tests.worker import tiny
 
 
