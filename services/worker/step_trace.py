@@ -15,7 +15,7 @@ from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
 from services.worker.adapters.layout import AdapterLayout
-from services.worker.request import SampledRow, StepPlan
+from services.worker.request import Request, SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, LaunchedStep, ModelInfo, Pending, Runner
 
 
@@ -106,13 +106,13 @@ class TracedRunner:
         """Write down a step that has just ended.
 
         A step that continues requests of the one before counts from that one's end: planning and
-        passing tokens on belong to it. Any other counts from where the planning of its first
-        request began, or from that end where the two overlapped.
+        passing tokens on belong to it. Any other counts from the moment when its first request
+        could have begun, or from that end: waking up and taking requests in belong to it, too.
         """
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)
-        planned_s = min(row.request.first_scheduled_s or begin_s for row in plan.rows)
-        begin_s = self._last_end_s if is_next else max(planned_s, self._last_end_s)
+        ready_s = min(_ready_s(row.request, begin_s) for row in plan.rows)
+        begin_s = self._last_end_s if is_next else max(ready_s, self._last_end_s)
         self._last_end_s, self._last_ids = self._clock(), ids
         self._write(
             step_s=self._last_end_s - begin_s,
@@ -134,3 +134,10 @@ class TracedRunner:
 
     def _write(self, **fields: Any) -> None:
         self._file.write(json.dumps(fields) + "\n")
+
+
+def _ready_s(request: Request, launched_s: float) -> float:
+    """When all was there that it takes; no grammar's compilation counts as part of a step."""
+    follows_grammar = request.constraint is not None
+    ready_s = request.first_scheduled_s if follows_grammar else request.adapters_ready_s
+    return launched_s if ready_s is None else ready_s

@@ -61,11 +61,11 @@ def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path
     assert step["adapter_bytes"] == 2 * COSTS.block_bytes
 
 
-def test_the_first_step_of_a_request_counts_from_its_planning(tmp_path: Path) -> None:
+def test_the_first_step_counts_from_when_its_request_could_begin(tmp_path: Path) -> None:
     path, clock = tmp_path / "steps.jsonl", VirtualClock()
     runner = TracedRunner(TimedRunner(COSTS, 1 << 20, clock), path, clock)
     first = row("a")
-    first.request.first_scheduled_s = 1.0
+    first.request.adapters_ready_s = 1.0
     clock.advance_to(1.25)
     runner.launch(StepPlan(0, (first,))).result()
     runner.launch(StepPlan(1, (first,))).result()
