@@ -21,7 +21,8 @@ async def run(args: argparse.Namespace) -> None:
     """Simulate what the flags describe and print it."""
     costs, arena_bytes = _costs(args)
     if args.outside is not None:
-        costs = dataclasses.replace(costs, request_s=args.outside)
+        median_s, p90_s = args.outside
+        costs = dataclasses.replace(costs, request_s=median_s, request_p90_s=p90_s)
     workload = workload_of(args)
     ranks = ranks_of(rank_mix(args.ranks), workload.num_adapters)
     simulation = Simulation(fleet_of(args, costs, arena_bytes), ranks)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
+
+NORMAL_P90 = 1.2816
+"""Standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,10 @@ class Costs:
     fetch_byte_s: float
     """Of every byte fetched."""
     request_s: float
-    """Added to every request on its way to the engine: gateway, doors, tokenizer."""
+    """Of a request outside the engine, on its way there and back: gateway, doors, network. The
+    median of log-normal times, one drawn for each request."""
+    request_p90_s: float
+    """Of these times."""
     adapter_bytes_per_rank: float
     block_bytes: int
     """Of the arena."""
@@ -50,6 +57,10 @@ class Costs:
         if min(self.block_bytes, self.tokens_per_block, self.adapter_bytes_per_rank) < 1:
             raise InvalidRequest.field(
                 "block_bytes", self.block_bytes, "and the other sizes must be at least 1"
+            )
+        if self.request_p90_s < self.request_s:
+            raise InvalidRequest.field(
+                "request_p90_s", self.request_p90_s, "must not be below the median, request_s"
             )
 
     def step(
@@ -72,6 +83,13 @@ class Costs:
     def fetch(self, num_bytes: int) -> float:
         """Seconds until an adapter asked for lies on disk."""
         return self.fetch_s + self.fetch_byte_s * num_bytes
+
+    def outside(self, rng: random.Random) -> float:
+        """Seconds of one request outside the engine."""
+        if not self.request_s:
+            return 0.0
+        spread = math.log(self.request_p90_s / self.request_s) / NORMAL_P90
+        return self.request_s * rng.lognormvariate(0.0, spread)
 
     def adapter_blocks(self, rank: int) -> int:
         """Arena blocks of an adapter."""

@@ -28,6 +28,7 @@ DEFAULTS = Costs(
     fetch_s=0.02,
     fetch_byte_s=1e-9,
     request_s=0.0,
+    request_p90_s=0.0,
     adapter_bytes_per_rank=2 << 20,
     block_bytes=2 << 20,
     tokens_per_block=16,

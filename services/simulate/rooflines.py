@@ -80,6 +80,7 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
         fetch_s=0.02,
         fetch_byte_s=1e-9,
         request_s=0.005,
+        request_p90_s=0.005,
         adapter_bytes_per_rank=base.adapter_bytes_per_rank,
         block_bytes=TOKENS_PER_BLOCK * base.kv_token_bytes,
         tokens_per_block=TOKENS_PER_BLOCK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ class Simulation:
         self._homes = HomeSizes()
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[str, Outcome] = {}
+        self._rng = random.Random(0)
         self.tally = Tally()
 
     def run(self, trace: Sequence[TracedRequest]) -> list[Outcome]:
@@ -107,7 +109,7 @@ class Simulation:
         assert view is not None, "every simulated worker takes requests"
         worker = self._by_id[view.worker_id]
         self._flights[request_id] = _Flight(request, key, worker)
-        moment_s = request.arrival_s + self._fleet.costs.request_s
+        moment_s = request.arrival_s + self._fleet.costs.outside(self._rng)
         worker.submit(moment_s, self._submit(request_id, request, digests), self._ranks)
         self._line_up(worker)
 

@@ -21,6 +21,7 @@ COSTS = Costs(
     fetch_s=0.100,
     fetch_byte_s=0.0,
     request_s=0.0,
+    request_p90_s=0.0,
     adapter_bytes_per_rank=1024.0,
     block_bytes=16384,
     tokens_per_block=16,

@@ -47,6 +47,15 @@ def test_a_roofline_is_named_instead_of_a_file_and_brings_its_memory() -> None:
     assert json.loads(done.stdout)["num_finished"] == 40
 
 
+def test_time_outside_the_engine_comes_on_top(costs: str) -> None:
+    done, added = (
+        json.loads(simulate("--costs", costs, *SHORT, "--json", *more).stdout)
+        for more in ((), ("--outside", "1s"))
+    )
+    more_s = added["first_token"]["mean_s"] - done["first_token"]["mean_s"]
+    assert more_s == pytest.approx(1.0)
+
+
 def test_the_table_names_the_figures(costs: str) -> None:
     done = simulate("--costs", costs, *SHORT, "--policy", "clustered", "--workers", "2")
     assert done.returncode == 0, done.stderr
@@ -63,6 +72,7 @@ def test_the_table_names_the_figures(costs: str) -> None:
         (("--workers", "0"), "--workers"),
         (("--kv-memory", "1"), "--kv-memory"),
         (("--cv", "0"), "cv"),
+        (("--outside", "9ms,6ms"), "--outside"),
     ],
 )
 def test_wrong_flags_are_refused_by_name(costs: str, flags: tuple[str, ...], named: str) -> None:

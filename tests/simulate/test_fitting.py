@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         fit_trace(path)
 
 
+def test_times_outside_the_engine_have_the_median_and_the_percentile_that_they_are_given() -> None:
+    costs, rng = replace(COSTS, request_s=0.006, request_p90_s=0.011), random.Random(0)
+    times_s = sorted(costs.outside(rng) for _ in range(10_000))
+    assert times_s[4_999] == pytest.approx(0.006, rel=0.03)
+    assert times_s[8_999] == pytest.approx(0.011, rel=0.03)
+    assert COSTS.outside(rng) == 0.0
+
+
 def test_costs_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(COSTS.to_json())
@@ -86,6 +95,7 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ({"token_s": "fast"}, "token_s"),
         ({"sterp_s": 1}, "sterp_s is not a cost"),
         ({"block_bytes": 0}, "block_bytes"),
+        ({"request_s": 1.0, "request_p90_s": 0.5}, "request_p90_s"),
     ],
 )
 def test_wrong_costs_are_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:

@@ -39,6 +39,7 @@ COSTS = Costs(
     fetch_s=0.0,
     fetch_byte_s=0.0,
     request_s=0.0,
+    request_p90_s=0.0,
     adapter_bytes_per_rank=BLOCK_BYTES,
     block_bytes=BLOCK_BYTES,
     tokens_per_block=4,
