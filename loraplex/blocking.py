@@ -128,6 +128,7 @@ class BlockingRegistry(_Blocking):
     set_tag = _call(RegistryClient.set_tag)
     rollback = _call(RegistryClient.rollback)
     delete_tag = _call(RegistryClient.delete_tag)
+    tag_history = _call(RegistryClient.tag_history)
     delete = _call(RegistryClient.delete)
     set_sharing = _call(RegistryClient.set_sharing)
     list = _stream(RegistryClient.list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
@@ -12,7 +13,7 @@ from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.registry_client import RegistryClient
-    from loraplex.types import AdapterVersion, Change, Tag
+    from loraplex.types import AdapterVersion, Change, Tag, TagTarget
 
 
 def add(commands: Any) -> None:
@@ -165,11 +166,16 @@ def pending_of(tag: Tag) -> str:
 
 
 def sides_of(tag: Tag) -> str:
-    """`v3`, or `v3:90 v4:10` for a split."""
-    if len(tag.targets) == 1:
-        return f"v{tag.targets[0].version}"
+    """Where a tag points, or why nowhere."""
     nothing = "nothing" if tag.pending or tag.pending_reason else "(deleted)"
-    return " ".join(f"v{target.version}:{target.weight}" for target in tag.targets) or nothing
+    return spelled(tag.targets) or nothing
+
+
+def spelled(targets: Sequence[TagTarget]) -> str:
+    """`v3`, or `v3:90 v4:10` for a split."""
+    if len(targets) == 1:
+        return f"v{targets[0].version}"
+    return " ".join(f"v{target.version}:{target.weight}" for target in targets)
 
 
 async def _pull(args: argparse.Namespace) -> None:

@@ -1,18 +1,19 @@
-"""`registry tag`, `split`, `rollback` and `delete`."""
+"""`registry tag`, `split`, `rollback`, `history` and `delete`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.catalog import pending_of, sides_of
-from loraplex.cli.output import print_json
+from loraplex.cli.catalog import pending_of, sides_of, spelled
+from loraplex.cli.output import moment, print_json
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
-    from loraplex.types import Tag
+    from loraplex.types import Tag, TagTarget
 
 MAX_WEIGHT = 1_000_000
 
@@ -63,6 +64,20 @@ def add(commands: Any) -> None:
 
     parser = add_command(
         commands,
+        "history",
+        _history,
+        "Show the last moves of a tag, newest first.",
+        "registry history acme/support prod",
+    )
+    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
+    parser.add_argument("tag", metavar="TAG", help="such as prod")
+    add_connection(parser, "registry")
+    _add_delete(commands)
+
+
+def _add_delete(commands: Any) -> None:
+    parser = add_command(
+        commands,
         "delete",
         _delete,
         "Delete a version, or everything under a name.",
@@ -105,14 +120,14 @@ def _print(tag: Tag, as_json: bool) -> None:
         return
     import dataclasses
 
-    first = (tag.pending or tag.targets or (None,))[0]
-    print_json(
-        {
-            **dataclasses.asdict(tag),
-            "version": first.version if first else None,
-            "digest": first.digest if first else None,
-        }
-    )
+    print_json({**dataclasses.asdict(tag), **_first_of(tag.pending or tag.targets)})
+
+
+def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
+    """What `--json` says of one version, where a split has several."""
+    if not targets:
+        return {"version": None, "digest": None}
+    return {"version": targets[0].version, "digest": targets[0].digest}
 
 
 async def _tag(args: argparse.Namespace) -> None:
@@ -157,6 +172,20 @@ async def _rollback(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         tag = await client.rollback(args.name, args.tag, args.to)
     _print(tag, args.json)
+
+
+async def _history(args: argparse.Namespace) -> None:
+    import dataclasses
+
+    async with client_of(args) as client:
+        moves = await client.tag_history(args.name, args.tag)
+    for move in moves:
+        if not args.json:
+            to = spelled(move.targets) or "(deleted)"
+            print(f"{moment(move.moved_unix_s)}  {move.mover or '-'}  {to}")
+            continue
+        about = {"name": args.name.rpartition("/")[2], "tag": args.tag}
+        print_json({**about, **_first_of(move.targets), **dataclasses.asdict(move)})
 
 
 async def _delete(args: argparse.Namespace) -> None:

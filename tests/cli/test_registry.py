@@ -77,6 +77,31 @@ def test_tag_moves_by_compare_and_set_and_rolls_back(registry: Any, adapter: Pat
     assert [side["weight"] for side in split["targets"]] == [90, 10]
 
 
+def test_history_tells_every_move_of_a_tag_newest_first(registry: Any, adapter: Path) -> None:
+    one = registry.json("upload", str(adapter), "--name", "moved")
+    two = registry.json("upload", _other(registry), "--name", "moved", "--tag", "prod")
+    registry.json("split", "moved", "prod", "v1=90", "v2=10")
+    registry.json("tag", "moved", "prod", "--delete")
+    moves = [
+        json.loads(line)
+        for line in registry("history", "moved", "prod", "--json").stdout.splitlines()
+    ]
+    assert [move["generation"] for move in moves] == [3, 2, 1]
+    assert [(move["name"], move["version"]) for move in moves] == [
+        ("moved", None),
+        ("moved", 1),
+        ("moved", 2),
+    ]
+    assert [move["digest"] for move in moves] == [None, one["digest"], two["digest"]]
+    lines = registry("history", "default/moved", "prod").stdout.splitlines()
+    assert [line.split("  ")[1:] for line in lines] == [
+        ["-", "(deleted)"],
+        ["-", "v1:90 v2:10"],
+        ["-", "v2"],
+    ]
+    assert registry.error("history", "moved", "staging")[0] == 7
+
+
 def test_staged_move_that_no_gateway_takes_up_exits_6_and_leaves_the_tag(
     registry: Any, adapter: Path
 ) -> None:
