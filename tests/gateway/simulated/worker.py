@@ -1,4 +1,4 @@
-"""A worker in virtual time: batches, loads adapters, and whose tokens tell who made which request.
+"""A worker in virtual time: fair batches, loads, and tokens that tell who made which request.
 
 Token p is a hash of the prompt, the adapters, seed, sample index and all tokens before it, so that
 a request continued with anything but its very own output comes out otherwise.
@@ -17,6 +17,11 @@ from dataclasses import dataclass, field
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex.wire_errors import to_detail
+from services.worker.scheduling.policies import (
+    INPUT_TOKEN_COST,
+    OUTPUT_TOKEN_COST,
+    VirtualCounters,
+)
 from tests.gateway.simulated.network import Send, Way
 from tests.gateway.text import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
@@ -129,11 +134,14 @@ class SimulatedWorker:
         self._watchers: list[Send] = []
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
+        self._served = VirtualCounters()
         self._slots: OrderedDict[str, float] = OrderedDict()
         """Digest -> when it is there, last used last."""
         self._timer: asyncio.TimerHandle | None = None
         self._reporter: asyncio.TimerHandle | None = None
         self._step = 0
+        self._step_s = 0.0
+        """Moving mean."""
 
     @property
     def num_live(self) -> int:
@@ -154,6 +162,7 @@ class SimulatedWorker:
         self._watchers.clear()
         self._waiting.clear()
         self._running.clear()
+        self._served = VirtualCounters()
         self._slots.clear()
         for timer in (self._timer, self._reporter):
             if timer is not None:
@@ -168,6 +177,8 @@ class SimulatedWorker:
 
     def fail_rows(self, error: LoraplexError | None) -> None:
         """Every request fails with the error, or is given up without one: an engine restarts."""
+        for row in (*self._running, *self._waiting):
+            self._served.leave(row.request.tenant)
         for session in self._sessions:
             events = worker_pb2.StepEvents(step=self._step)
             for request_id, row in session.rows.items():
@@ -254,6 +265,7 @@ class SimulatedWorker:
         row = _Row(session, request, Answer(request))
         session.rows[request.request_id] = row
         self._waiting.append(row)
+        self._served.arrive(request.tenant)
         if self._timer is None:
             self._plan()
 
@@ -264,23 +276,27 @@ class SimulatedWorker:
 
     def _end(self, session: _Session, request_id: str) -> None:
         row = session.rows.pop(request_id, None)
-        if row in self._running:
-            self._running.remove(row)
-        elif row in self._waiting:
-            self._waiting.remove(row)
+        for rows in (self._running, self._waiting):
+            if row in rows:
+                rows.remove(row)
+                self._served.leave(row.request.tenant)
 
     # The engine.
 
     def _plan(self) -> None:
-        """Take in who may run and set off the next step."""
+        """Take in who may run, tenants served least before others, and set off the next step."""
         now_s = self._now()
         prefill = 0
         ready = {row: self._adapters_at(row) for row in self._waiting}
         able = [row for row, at_s in ready.items() if at_s <= now_s]
-        for row in able[: self.speed.batch - len(self._running)]:
+        while able and len(self._running) < self.speed.batch:
+            row = min(able, key=lambda row: self._served.served[row.request.tenant])
+            able.remove(row)
             self._waiting.remove(row)
             self._running.append(row)
-            prefill += len(row.request.prompt_ids) + len(row.request.output_ids)
+            num_tokens = len(row.request.prompt_ids) + len(row.request.output_ids)
+            self._served.charge(row.request.tenant, num_tokens * INPUT_TOKEN_COST)
+            prefill += num_tokens
         if not self._running:
             self._timer = None
             if ready:
@@ -289,7 +305,9 @@ class SimulatedWorker:
             return
         step_s = self.speed.step_s + self.speed.row_s * len(self._running)
         step_s += prefill / self.speed.prefill_tokens_per_s
-        self._timer = asyncio.get_running_loop().call_later(step_s * self.slow, self._compute)
+        step_s *= self.slow
+        self._step_s += (step_s - self._step_s) * (0.1 if self._step_s else 1.0)
+        self._timer = asyncio.get_running_loop().call_later(step_s, self._compute)
 
     def _compute(self) -> None:
         """One token for every row that runs."""
@@ -308,6 +326,7 @@ class SimulatedWorker:
         client = row.request.request_id.partition(".")[0]
         self.num_overrun += self._now() - self.gone.get(client, math.inf) > LATE_S
         token_id, is_eos = row.answer.next()
+        self._served.charge(row.request.tenant, OUTPUT_TOKEN_COST)
         event = worker_pb2.TokenEvent(
             request_id=row.request.request_id,
             token_ids=[token_id],
@@ -362,9 +381,10 @@ class SimulatedWorker:
             base_id=BASE_ID,
         )
         status.load.running_requests = len(self._running)
+        status.load.max_running_requests = self.speed.batch
         status.load.waiting_requests = len(self._waiting)
         status.load.queued_tokens = self.queued_tokens
-        status.load.step_s = self.speed.step_s
+        status.load.step_s = self._step_s
         status.load.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         now_s = self._now()
         for digest, at_s in self._slots.items():
