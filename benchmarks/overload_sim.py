@@ -4,9 +4,10 @@
 
 The gateway's own rooms (admission, rates, routing, relay, sessions) run over simulated workers of a
 fixed speed, so that capacity is a fact of the run: it is measured first, by as many clients as keep
-every worker full. Then twice that arrives (Poisson), each request with a deadline. Last, a polite
-tenant asks for a quarter of the capacity beside a greedy one that asks for its share, which is the
-rest, then for ten times that. Deterministic: no clock of the machine is read. Writes
+every worker full. Then twice that arrives (Poisson), each request with a deadline; and the same at
+a fleet that has served nothing yet, from the first second on. Last, a polite tenant asks for a
+quarter of the capacity beside a greedy one that asks for its share, which is the rest, then for ten
+times that. Deterministic: no clock of the machine is read. Writes
 results/<machine kind>/overload.json.
 """
 
@@ -87,7 +88,7 @@ async def capacity(seed: int, seconds: float) -> float:
 
 
 async def poisson(
-    house: House, rates: dict[str, float], seed: int, seconds: float, timeout_s: float | None
+    house: House, rates: dict[str, float], seed: int, seconds: float, warm_up_s: float
 ) -> list[Seen]:
     """Arrivals of several tenants; returns what each client got, the warm-up's left out."""
     loop, clients = asyncio.get_running_loop(), []
@@ -95,21 +96,23 @@ async def poisson(
 
     async def arrivals(tenant: str, rate: float) -> None:
         rng, number = random.Random(f"{seed}/{tenant}"), 0
-        while loop.time() < start_s + WARM_UP_S + seconds:
+        while loop.time() < start_s + warm_up_s + seconds:
             await asyncio.sleep(rng.expovariate(rate))
             number += 1
-            call = _call(number, tenant, rng, timeout_s)
+            call = _call(number, tenant, rng, DEADLINE_S)
             clients.append(asyncio.create_task(house.ask(house.gateways[0], call)))
 
     await asyncio.gather(*[arrivals(tenant, rate) for tenant, rate in rates.items()])
     seen = await asyncio.gather(*clients)
-    return [each for each in seen if each.began_s >= start_s + WARM_UP_S]
+    return [each for each in seen if each.began_s >= start_s + warm_up_s]
 
 
-async def overload(seed: int, seconds: float, per_s: float, factor: float = 2.0) -> Overload:
-    """`factor` times what can be served."""
+async def overload(
+    seed: int, seconds: float, per_s: float, warm_up_s: float = WARM_UP_S
+) -> Overload:
+    """Twice what can be served."""
     house = await _house(seed)
-    seen = await poisson(house, {"t": factor * per_s}, seed, seconds, DEADLINE_S)
+    seen = await poisson(house, {"t": 2.0 * per_s}, seed, seconds, warm_up_s)
     await house.close()
     whole = [each for each in seen if each.is_whole]
     # A request that failed with tokens or late was given to a worker.
@@ -131,7 +134,7 @@ async def fairness(seed: int, seconds: float, per_s: float) -> Fairness:
     for shares in (1.0, 10.0):
         house = await _house(seed)
         rates = {"greedy": shares * per_s * 0.75, "polite": per_s / 4}
-        seen = await poisson(house, rates, seed, seconds, DEADLINE_S)
+        seen = await poisson(house, rates, seed, seconds, WARM_UP_S)
         await house.close()
         polite = [s for s in seen if s.prepared and s.prepared.call.tenant == "polite"]
         assert all(each.is_whole for each in polite), "the polite tenant lost requests"
@@ -150,10 +153,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     per_s = run_virtually(capacity(args.seed, args.seconds))
     twice = run_virtually(overload(args.seed, args.seconds, per_s))
+    first = run_virtually(overload(args.seed, args.seconds / 4, per_s, warm_up_s=0.0))
     fair = run_virtually(fairness(args.seed, args.seconds, per_s))
     results = {
         name: {key: round(value, 3) for key, value in asdict(found).items()}
-        for name, found in (("overload", twice), ("fairness", fair))
+        for name, found in (("overload", twice), ("first_flood", first), ("fairness", fair))
     }
     print(results)
     if not args.dry_run:

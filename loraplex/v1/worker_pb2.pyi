@@ -243,7 +243,7 @@ class AdapterResidency(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., tier: _Optional[_Union[AdapterTier, str]] = ..., max_rank: _Optional[int] = ..., device_bytes: _Optional[int] = ..., pinned: bool = ..., running_requests: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "queued_tokens", "free_blocks", "total_blocks", "step_s", "prefill_tokens_per_s", "max_distinct_adapters", "steps")
+    __slots__ = ("running_requests", "waiting_requests", "queued_tokens", "free_blocks", "total_blocks", "step_s", "prefill_tokens_per_s", "max_distinct_adapters", "steps", "max_running_requests", "full")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +253,8 @@ class WorkerLoad(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     MAX_DISTINCT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     queued_tokens: int
@@ -262,7 +264,9 @@ class WorkerLoad(_message.Message):
     prefill_tokens_per_s: float
     max_distinct_adapters: int
     steps: int
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., max_distinct_adapters: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    max_running_requests: int
+    full: bool
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., max_distinct_adapters: _Optional[int] = ..., steps: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., full: bool = ...) -> None: ...
 
 class WatchStatusResponse(_message.Message):
     __slots__ = ("worker_id", "epoch", "sequence", "full", "ready", "draining", "load", "adapters", "base_id")

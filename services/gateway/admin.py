@@ -101,6 +101,8 @@ def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.W
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             max_distinct_adapters=load.max_distinct_adapters,
             steps=load.steps,
+            max_running_requests=load.max_running_requests,
+            full=load.is_full,
         ),
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
     )

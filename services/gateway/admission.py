@@ -3,7 +3,7 @@
 Bounds: sequences running at once, sequences of one tenant running at once, requests waiting, and
 prompt tokens sent ahead: those of running requests that have no first token yet. That last bound
 keeps the queue here, where it is fair over all workers, and gives the workers only their next few
-steps.
+steps (`ahead.py`).
 
 Waiting requests go by priority, then to the tenant served least (virtual token counters), then in
 order of arrival. A tenant's own limit delays nobody else; any other request that does not fit is
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
+from services.gateway.ahead import Room, TokensAhead
 from services.gateway.fairness import ServiceCounters
 
 LEAST_AHEAD_TOKENS = 128
@@ -48,8 +48,6 @@ class Ticket:
     deadline_s: float = float("inf")
     """Absolute, on the caller's clock."""
     num_prompt_tokens: int = 1
-    max_output_tokens: int = 0
-    """Of each choice."""
     run_s: float = 0.0
     """How long it will probably run once it starts; 0 = unknown."""
     weight: float = 1.0
@@ -85,8 +83,8 @@ class AdmissionQueue:
         self._limits = limits
         self.max_running = limits.max_running
         """May be lowered and raised again while requests run."""
-        self.max_ahead_tokens: float = math.inf
-        """The same for prompt tokens sent ahead."""
+        self.room = Room()
+        """For prompt tokens sent ahead; may change, too."""
         self._waiting: dict[int, dict[str, deque[Ticket]]] = {}
         """By priority, then tenant. No empty entries."""
         self._waiting_by_tenant: dict[str, int] = {}
@@ -101,9 +99,7 @@ class AdmissionQueue:
         """Sequences of a tenant that may run at once, where a tenant has a limit of its own."""
         self._present: dict[str, int] = {}
         """Requests waiting or running."""
-        self._ahead: dict[int, int] = {}
-        """Prompt tokens of running tickets without a first token, by ticket number."""
-        self._ahead_tokens = 0
+        self._ahead = TokensAhead()
         self._served = ServiceCounters()
         self._service_s = 0.0
         """Moving mean of how long one request holds its place."""
@@ -122,11 +118,6 @@ class AdmissionQueue:
         """Sequences of one tenant running now."""
         return self._by_tenant.get(tenant, 0)
 
-    @property
-    def num_ahead_tokens(self) -> int:
-        """Prompt tokens of running requests that have no first token."""
-        return self._ahead_tokens
-
     def offer(self, ticket: Ticket, now_s: float) -> Verdict:
         """Run it, queue it, or refuse it. A full queue sheds the newest of who waits most.
 
@@ -135,7 +126,7 @@ class AdmissionQueue:
         """
         runs = self._fits(ticket) and not self._someone_before(ticket)
         if not runs:
-            if now_s + self.expected_wait_s(ticket.tenant) > ticket.start_by_s:
+            if now_s + self.expected_wait_s(ticket.tenant, ticket.run_s) > ticket.start_by_s:
                 raise too_late()
             if self._num_waiting >= self._limits.max_waiting:
                 self._make_room(ticket)
@@ -153,9 +144,7 @@ class AdmissionQueue:
 
     def first_token(self, ticket: Ticket) -> bool:
         """A running ticket has its first token: True when it was ahead; call `take_ready` next."""
-        tokens = self._ahead.pop(ticket.number, 0)
-        self._ahead_tokens -= tokens
-        return tokens > 0
+        return self._ahead.remove(ticket.number)
 
     def charge(self, ticket: Ticket, num_tokens: int) -> None:
         """A running ticket generated tokens."""
@@ -187,17 +176,18 @@ class AdmissionQueue:
             started.append(ticket)
         return started
 
-    def expected_wait_s(self, tenant: str | None = None) -> float:
-        """Seconds until a ticket that joins the queue now would start; 0 until measured.
+    def expected_wait_s(self, tenant: str | None = None, run_s: float = 0.0) -> float:
+        """Seconds until a ticket that joins the queue now would start; 0 = unknown.
 
-        By Little's law: what runs now leaves at the rate of what runs over how long one runs. A
-        tenant waits for as many of each other as it has waiting itself, None for all that wait.
+        By Little's law: what runs now leaves at the rate of what runs over how long one runs, which
+        is taken as `run_s` until it was measured. A tenant waits for as many of each other as it
+        has waiting itself, None for all that wait.
         """
         ahead = self._num_waiting
         if tenant is not None:
             mine = self._waiting_by_tenant.get(tenant, 0)
             ahead = sum(min(count, mine + 1) for count in self._waiting_by_tenant.values())
-        return self._service_s * (ahead + 1) / max(self._running, 1)
+        return (self._service_s or run_s) * (ahead + 1) / max(self._running, 1)
 
     def _make_room(self, ticket: Ticket) -> None:
         """Shed a waiting ticket that has less right to wait. Raises: ResourceExhausted.
@@ -230,10 +220,11 @@ class AdmissionQueue:
         """An idle door lets any ticket in, however large it is."""
         if self._running and self._running + ticket.cost > self.max_running:
             return False
-        ahead = self._ahead_tokens + ticket.ahead_tokens
-        return (not self._ahead_tokens or ahead <= self.max_ahead_tokens) and self._tenant_fits(
-            ticket
+        finds_place = self._running + ticket.cost <= self.room.num_places
+        fits = self._ahead.fit(
+            ticket.tenant, ticket.ahead_tokens, self.room, finds_place=finds_place
         )
+        return fits and self._tenant_fits(ticket)
 
     def _tenant_fits(self, ticket: Ticket) -> bool:
         mine = self.num_running_of(ticket.tenant)
@@ -244,17 +235,18 @@ class AdmissionQueue:
         return not limits or not mine or mine + ticket.cost <= min(limits)
 
     def _someone_before(self, ticket: Ticket) -> bool:
-        """True when a waiting ticket must go first."""
+        """True when a waiting ticket must go first: it is more urgent, or as urgent and its tenant
+        was served no more than the new one's."""
         other = self._next()
-        if other is None:
-            return False
-        return other.priority <= ticket.priority
+        if other is None or other.priority != ticket.priority:
+            return other is not None and other.priority < ticket.priority
+        is_queued = ticket.tenant in self._waiting[ticket.priority]
+        return is_queued or not self._served.is_less_served(ticket.tenant, other.tenant)
 
     def _start(self, ticket: Ticket) -> None:
         self._running += ticket.cost
         self._by_tenant[ticket.tenant] = self._by_tenant.get(ticket.tenant, 0) + ticket.cost
-        self._ahead[ticket.number] = ticket.ahead_tokens
-        self._ahead_tokens += ticket.ahead_tokens
+        self._ahead.add(ticket.number, ticket.tenant, ticket.ahead_tokens)
         self._served.charge(ticket.tenant, ticket.num_prompt_tokens, 0, ticket.weight)
 
     def _unqueue(self, ticket: Ticket) -> None:

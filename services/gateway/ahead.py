@@ -4,6 +4,9 @@ Workers need a little more than they can start, so that a place that becomes fre
 what is beyond that waits there, where this gateway can no longer order, refuse or move it. So the
 room is what gets its first token in a fraction of a second, by Little's law, and never so little
 that a worker runs dry.
+
+A tenant with little ahead does not wait for the first tokens of those who have filled the room: up
+to half a room of its own it goes on to the workers, whose own fair order lets it overtake there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ TARGET_STEPS = 3.0
 worth would shrink on its own account."""
 LEAST_TOKENS_PER_WORKER, MOST_TOKENS_PER_WORKER = 256.0, 8192.0
 _SMOOTHING = 0.5
+_OWN_SHARE = 0.5
+"""Of the room, for a tenant whose requests find it full of others'."""
+_MOST_ROOMS = 2.0
+"""All tenants together, in rooms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +34,27 @@ class ReadyWorkers:
     num: int
     step_s: float = 0.0
     """Of the slowest."""
+    num_places: int = 0
+    """Requests of this gateway that they take at once without a queue; 0 = not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What may be ahead, in prompt tokens."""
+
+    num_tokens: float = math.inf
+    """Whether or not a place is free."""
+    num_places: int = 0
+    """While no more requests than this run, `most_tokens` may be ahead instead."""
+    most_tokens: float = math.inf
 
 
 class AheadRoom:
-    """The room of all workers together, in prompt tokens."""
+    """The room of all workers together, learnt."""
 
     def __init__(self) -> None:
-        self._rate = math.inf
-        """Prompt tokens a second that get their first token."""
+        self._rate = 0.0
+        """Prompt tokens a second that get their first token; 0 = not known."""
         self._begin_s = 0.0
         self._num_tokens = 0
 
@@ -49,16 +69,52 @@ class AheadRoom:
         if elapsed_s < _target_s(workers):
             return
         rate = self._num_tokens / elapsed_s
-        if math.isinf(self._rate):
-            self._rate = rate
-        self._rate += _SMOOTHING * (rate - self._rate)
+        self._rate += (rate - self._rate) * (_SMOOTHING if self._rate else 1.0)
         self.begin(now_s)
 
-    def tokens(self, workers: ReadyWorkers) -> float:
-        """The room."""
+    def room(self, workers: ReadyWorkers) -> Room:
+        """The room now."""
         num = max(workers.num, 1)
-        room = max(self._rate * _target_s(workers), LEAST_TOKENS_PER_WORKER * num)
-        return min(room, MOST_TOKENS_PER_WORKER * num)
+        most = MOST_TOKENS_PER_WORKER * num
+        learnt = max(self._rate * _target_s(workers), LEAST_TOKENS_PER_WORKER * num)
+        return Room(min(learnt, most), workers.num_places, most)
+
+
+class TokensAhead:
+    """Prompt tokens of running requests without a first token, by request and by tenant."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[int, tuple[str, int]] = {}
+        self._by_tenant: dict[str, int] = {}
+        """No empty entries."""
+        self._total = 0
+
+    def fit(self, tenant: str, num_tokens: int, room: Room, *, finds_place: bool) -> bool:
+        """Whether a request of so many tokens may go ahead; the first may, however large it is."""
+        total = self._total + num_tokens
+        if not self._total or total <= room.num_tokens:
+            return True
+        if finds_place and total <= room.most_tokens:
+            return True
+        own = self._by_tenant.get(tenant, 0) + num_tokens
+        return own <= _OWN_SHARE * room.num_tokens and total <= _MOST_ROOMS * room.num_tokens
+
+    def add(self, number: int, tenant: str, num_tokens: int) -> None:
+        """Request `number` goes ahead."""
+        self._by_request[number] = tenant, num_tokens
+        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + num_tokens
+        self._total += num_tokens
+
+    def remove(self, number: int) -> bool:
+        """It has its first token or ended; False when it was not ahead any more."""
+        if number not in self._by_request:
+            return False
+        tenant, num_tokens = self._by_request.pop(number)
+        self._total -= num_tokens
+        self._by_tenant[tenant] -= num_tokens
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        return True
 
 
 def _target_s(workers: ReadyWorkers) -> float:

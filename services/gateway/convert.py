@@ -138,6 +138,8 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> Load:
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         max_distinct_adapters=message.max_distinct_adapters,
         steps=message.steps,
+        max_running_requests=message.max_running_requests,
+        is_full=message.full,
     )
 
 

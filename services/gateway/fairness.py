@@ -30,10 +30,8 @@ class ServiceCounters:
 
     def arrive(self, tenant: str) -> None:
         """A tenant has a request here."""
-        if tenant not in self.here:
-            floor = self._floor()
-            self.counters[tenant] = max(self.counters.get(tenant, floor), floor)
-            self.here.add(tenant)
+        self.counters[tenant] = self._counter(tenant)
+        self.here.add(tenant)
 
     def charge(self, tenant: str, num_input: int, num_output: int, weight: float) -> None:
         """Count tokens that a tenant was served, divided by its weight."""
@@ -52,6 +50,17 @@ class ServiceCounters:
     def least_served(self, tenants: Collection[str]) -> str:
         """One of `tenants`; ties go to the first by name."""
         return min(tenants, key=lambda tenant: (self.counters[tenant], tenant))
+
+    def is_less_served(self, tenant: str, other: str) -> bool:
+        """Whether `tenant`, here or about to arrive, was served less than `other`, who is here."""
+        return self._counter(tenant) < self.counters[other]
+
+    def _counter(self, tenant: str) -> float:
+        """Of one who is here or arrives: never below the least of those here."""
+        if tenant in self.here:
+            return self.counters[tenant]
+        floor = self._floor()
+        return max(self.counters.get(tenant, floor), floor)
 
     def _floor(self) -> float:
         return min((self.counters[name] for name in self.here), default=self.departed)

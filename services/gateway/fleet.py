@@ -86,7 +86,8 @@ class Fleet:
     def ready(self) -> ReadyWorkers:
         """The workers that take requests."""
         views = [view for view in self.views() if view.takes_requests]
-        return ReadyWorkers(len(views), max((view.load.step_s for view in views), default=0.0))
+        step_s = max((view.load.step_s for view in views), default=0.0)
+        return ReadyWorkers(len(views), step_s, sum(view.num_places for view in views))
 
     def submit(self, address: str, job: Job) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""

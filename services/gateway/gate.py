@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,44 +16,13 @@ from services.gateway.admission import (
     queue_full,
     too_late,
 )
-from services.gateway.ahead import AheadRoom, ReadyWorkers
+from services.gateway.ahead import AheadRoom, ReadyWorkers, Room
 from services.gateway.clock import now_s
 from services.gateway.metrics import REJECTIONS, RUNNING, RUNNING_LIMIT, WAITING
+from services.gateway.run_times import RunTimes
 
 LEAST_RUNNING = 256
 """The adaptive limit never falls below so many sequences: one worker's batch."""
-
-
-_LEARNT = 0.1
-"""Share of the newest in a moving mean."""
-_MARGIN = 1.15
-"""Over the mean: who is let in should be done in time."""
-
-
-class OutputPace:
-    """How long answers take, learnt from those that ended: moving means."""
-
-    def __init__(self) -> None:
-        self._first_s = 0.0
-        """From a place to the first token."""
-        self._token_s = 0.0
-        self._share = 1.0
-        """Of the tokens that may be generated, those that are."""
-
-    def observe(self, place: Place) -> None:
-        """A request ended."""
-        token_s, share = place.token_s(), place.output_share()
-        if token_s > 0:
-            self._token_s += (token_s - self._token_s) * (_LEARNT if self._token_s else 1.0)
-        if share > 0:
-            self._share += _LEARNT * (share - self._share)
-            self._first_s += _LEARNT * (place.first_token_s() - self._first_s)
-
-    def run_s(self, max_tokens: int) -> float:
-        """Seconds for an answer of at most so many tokens; 0 until measured."""
-        if not self._token_s:
-            return 0.0
-        return _MARGIN * (self._first_s + self._token_s * self._share * max_tokens)
 
 
 class Place:
@@ -76,10 +44,10 @@ class Place:
         self._num_tokens += num_tokens
         self._gate.served(self._ticket, num_tokens)
 
-    def output_share(self) -> float:
-        """What it generated of what it might have; 0 = nothing or unknown."""
-        most = self._ticket.max_output_tokens * self._ticket.cost
-        return min(self._num_tokens / most, 1.0) if most else 0.0
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of one of its sequences, in the mean."""
+        return self._num_tokens / self._ticket.cost
 
     def first_token_s(self) -> float:
         """Seconds from its entry to the first token, once there is one."""
@@ -91,7 +59,7 @@ class Place:
 
     def token_s(self) -> float:
         """Mean seconds between the tokens of one of its sequences; 0 = too few to say."""
-        gaps = self._num_tokens / self._ticket.cost - 1
+        gaps = self.num_tokens - 1
         return (now_s() - self._first_s) / gaps if gaps >= 8 else 0.0
 
 
@@ -105,7 +73,7 @@ class Gate:
         self._queue = AdmissionQueue(limits)
         self._ready = ready
         self._ahead = AheadRoom()
-        self._pace = OutputPace()
+        self._run_times = RunTimes()
         self._adaptive = GradientLimit.starting(
             min(LEAST_RUNNING, limits.max_running), limits.max_running
         )
@@ -129,9 +97,10 @@ class Gate:
         """What a new request would wait here."""
         return self._queue.expected_wait_s() if self._queue.num_waiting else 0.0
 
-    def run_s(self, max_tokens: int) -> float:
-        """How long a request that may generate so many tokens will probably run; 0 = unknown."""
-        return self._pace.run_s(max_tokens)
+    def run_s(self, min_tokens: int, max_tokens: int) -> float:
+        """How long a request of so many output tokens will probably run; 0 = unknown."""
+        step_s = self._ready().step_s if self._ready is not None else 0.0
+        return self._run_times.run_s(min_tokens, max_tokens, step_s)
 
     @asynccontextmanager
     async def place(self, ticket: Ticket) -> AsyncGenerator[Place]:
@@ -140,6 +109,8 @@ class Gate:
         place = Place(self, ticket)
         try:
             yield place
+            if place.num_tokens:
+                self._run_times.observe_length(place.num_tokens)
         finally:
             self._learn(place)
             self._queue.release(ticket, place.held_s())
@@ -171,14 +142,14 @@ class Gate:
 
     def _learn(self, place: Place) -> None:
         token_s = place.token_s()
-        self._pace.observe(place)
         if token_s > 0:
+            self._run_times.observe_pace(place.first_token_s(), token_s)
             self._adaptive = updated(self._adaptive, token_s, self._queue.num_running)
             self._queue.max_running = self._adaptive.whole
 
     async def _enter(self, ticket: Ticket) -> None:
         try:
-            self._queue.max_ahead_tokens = self._room()
+            self._queue.room = self._room()
             if not self._queue.num_waiting:
                 self._ahead.begin(now_s())
             verdict = self._queue.offer(ticket, now_s())
@@ -226,7 +197,7 @@ class Gate:
             self._queue.withdraw(ticket)
 
     def _call_ready(self) -> None:
-        self._queue.max_ahead_tokens = self._room()
+        self._queue.room = self._room()
         while started := self._queue.take_ready():
             for ticket in started:
                 turn = self._turns[ticket.number]
@@ -238,8 +209,8 @@ class Gate:
                     turn.set_result(None)
         self._publish()
 
-    def _room(self) -> float:
-        return math.inf if self._ready is None else self._ahead.tokens(self._ready())
+    def _room(self) -> Room:
+        return Room() if self._ready is None else self._ahead.room(self._ready())
 
     def _publish(self) -> None:
         RUNNING.set(self._queue.num_running)

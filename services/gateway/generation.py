@@ -123,7 +123,6 @@ class Prepared:
             self.call.priority,
             self.deadline_s,
             num_prompt_tokens=len(self.prompt_ids),
-            max_output_tokens=self.most_output,
             run_s=run_s,
             weight=self.limits.fairness_weight,
             first_token_due_s=self.first_token_due_s,
@@ -133,6 +132,13 @@ class Prepared:
     def most_tokens(self) -> int:
         """Prompt, and all that may be generated."""
         return len(self.prompt_ids) + self.most_output * self.resolved.num_choices
+
+    @property
+    def least_output(self) -> int:
+        """Tokens that one choice has unless a stop string ends it."""
+        sampling = self.resolved.sampling
+        most = self.most_output
+        return most if sampling.ignore_eos else min(sampling.min_tokens, most)
 
     @property
     def most_output(self) -> int:
@@ -257,7 +263,8 @@ class Generation:
             REJECTIONS.labels(error.reason).inc()
             raise
         try:
-            ticket = prepared.ticket(self._gate.run_s(prepared.most_output))
+            run_s = self._gate.run_s(prepared.least_output, prepared.most_output)
+            ticket = prepared.ticket(run_s)
             await self._concurrency.enter(limits, ticket.cost)
             try:
                 async with self._gate.place(ticket) as place:

@@ -29,6 +29,10 @@ class Load:
     prefill_tokens_per_s: float = 0.0
     max_distinct_adapters: int = 0
     steps: int = 0
+    max_running_requests: int = 0
+    """What its batch holds; 0 = not said."""
+    is_full: bool = False
+    """Memory or the token budget of its steps, not places, keep requests waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,15 @@ class WorkerView:
         """Requests there: the worker's count, or our own where that is newer and larger."""
         reported = self.load.running_requests + self.load.waiting_requests
         return max(reported, self.in_flight)
+
+    @property
+    def num_places(self) -> int:
+        """Requests of this gateway that it takes without a queue: what its batch holds less those
+        of other gateways; while it is full, those that it has."""
+        if self.load.is_full:
+            return self.in_flight
+        others = max(self.num_requests - self.in_flight, 0)
+        return max(self.load.max_running_requests - others, 0)
 
     def tier_of(self, digest: str) -> Tier:
         """Where an adapter is."""

@@ -172,6 +172,8 @@ def _load_to_wire(load: EngineLoad) -> worker_pb2.WorkerLoad:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         max_distinct_adapters=load.max_distinct_adapters,
         steps=load.steps,
+        max_running_requests=load.max_running,
+        full=load.is_full,
     )
 
 

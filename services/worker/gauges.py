@@ -47,6 +47,8 @@ class Gauges:
         """The load now; `stall_s` = the runner's."""
         return EngineLoad(
             running_requests=scheduler.num_running,
+            max_running=scheduler.max_running,
+            is_full=scheduler.is_full,
             waiting_requests=scheduler.num_waiting,
             queued_tokens=scheduler.queued_tokens,
             free_blocks=arena.num_free + arena.num_retiring + reclaimer.idle_blocks(),

@@ -231,6 +231,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     """How busy the engine is."""
 
     running_requests: int = 0
+    max_running: int = 0
+    is_full: bool = False
+    """Memory or the token budget of a step, not places, keep requests waiting."""
     waiting_requests: int = 0
     queued_tokens: int = 0
     free_blocks: int = 0

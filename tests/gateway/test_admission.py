@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from services.gateway.admission import AdmissionLimits, AdmissionQueue, Ticket, Verdict
+from services.gateway.ahead import Room
 
 
 def test_runs_until_full_then_waits_then_refuses() -> None:
@@ -68,6 +69,31 @@ def test_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     with pytest.raises(DeadlineExceeded):
         queue.offer(Ticket("a", deadline_s=15.0), now_s=10.0)
     assert queue.offer(Ticket("a", deadline_s=25.0), now_s=10.0) is Verdict.WAIT
+
+
+def test_until_anything_has_ended_waits_are_told_by_what_a_request_should_take() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    assert queue.offer(Ticket("a", run_s=2.0), 0.0) is Verdict.RUN
+    assert queue.offer(Ticket("a", deadline_s=4.5, run_s=2.0), 0.0) is Verdict.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(Ticket("a", deadline_s=5.5, run_s=2.0), 0.0)
+
+
+def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
+    """One of its own requests, or one of a tenant that was served as little, it does not pass."""
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.room = Room(512)
+    polite = Ticket("polite")
+    assert queue.offer(polite, 0.0) is Verdict.RUN
+    greedy = [Ticket("greedy") for _ in range(6)]
+    verdicts = [queue.offer(ticket, 0.0) for ticket in greedy]
+    assert verdicts == [Verdict.RUN] * 3 + [Verdict.WAIT] * 3
+    queue.charge(greedy[0], 100)
+    assert queue.offer(Ticket("polite"), 0.0) is Verdict.RUN
+    assert queue.offer(Ticket("polite"), 0.0) is Verdict.WAIT
+    queue.first_token(polite)
+    queue.room = Room(1024)
+    assert queue.offer(Ticket("polite"), 0.0) is Verdict.WAIT
 
 
 @given(

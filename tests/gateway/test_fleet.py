@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from loraplex.v1 import worker_pb2
 from services.gateway.fleet import Fleet
 from services.gateway.template_pool import TemplatePool
-from services.gateway.view import Tier, WorkerView
+from services.gateway.view import Load, Tier, WorkerView
 from services.gateway.worker_link import updated
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
@@ -41,6 +42,15 @@ def test_deltas_change_what_they_name_and_snapshots_replace_all() -> None:
     assert (view.tier_of("x"), view.tier_of("y")) == (Tier.NONE, Tier.DISK)
     view = updated(view, _status(full=True))
     assert not view.adapters
+
+
+def test_places_are_those_that_other_gateways_leave_and_none_is_free_at_a_full_worker() -> None:
+    load = Load(running_requests=20, waiting_requests=4, max_running_requests=32)
+    view = WorkerView("w", "a", "base", load=load, in_flight=10)
+    assert view.num_places == 32 - 14
+    assert replace(view, in_flight=40).num_places == 32
+    assert replace(view, load=replace(load, is_full=True)).num_places == 10
+    assert WorkerView("w", "a", "base", in_flight=3).num_places == 0
 
 
 async def test_names_are_looked_up(pool: TemplatePool) -> None:

@@ -19,6 +19,14 @@ def test_twice_what_can_be_served() -> None:
     assert found.refusals_over_excess <= 1.1
 
 
+def test_a_fleet_that_was_never_loaded_is_not_drowned_by_its_first_flood() -> None:
+    """Nothing is known of times when it begins: who is let in is done in time all the same."""
+    per_s = run_virtually(capacity(1, SECONDS))
+    found = run_virtually(overload(1, SECONDS, per_s, warm_up_s=0.0))
+    assert found.goodput_over_capacity >= 0.9
+    assert found.accepted_in_time >= 0.99
+
+
 @pytest.mark.long
 def test_ten_times_its_share_does_a_greedy_tenant_no_good() -> None:
     per_s = run_virtually(capacity(1, SECONDS))

@@ -75,6 +75,8 @@ class Scheduler:
         """Of each step launched and not landed: whether no other can be planned without it."""
         self.times = self._deadlines.times
         self.num_preemptions = 0
+        self.is_full = False
+        """Memory or the step's token budget kept a request waiting, at the last look."""
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -90,6 +92,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests in the batch."""
         return len(self._running)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that the batch can hold."""
+        return self._limits.max_running
 
     @property
     def has_work(self) -> bool:
@@ -274,6 +281,7 @@ class Scheduler:
         that could matter, or `REWALK_S` have passed.
         """
         if not self._waiting and not self._cache.has_wanted:
+            self.is_full = False
             return []
         state = self._num_changes + self._cache.num_changes
         if self._idle_walk is not None:
@@ -292,6 +300,7 @@ class Scheduler:
         ahead: set[str] = set()
         loads_left = MAX_LOADS_PER_STEP
         may_repeat = budget <= 0
+        self.is_full = False
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(self._policy, view)
         while (request := next(walk, None)) is not None:
@@ -307,6 +316,7 @@ class Scheduler:
                 may_repeat = True
                 continue
             if not self._has_room(request):
+                self.is_full = True
                 break
             ahead.update(digests)
             if is_ready and request.adapters_ready_s is None:
@@ -316,11 +326,12 @@ class Scheduler:
                 if row is not None:
                     rows.append(row)
                     budget -= row.num_tokens
-                elif budget:
+                    continue
+                self.is_full = True
+                if budget:
                     break
-                else:
-                    may_repeat = True
-                    walk.skip_flow()
+                may_repeat = True
+                walk.skip_flow()
                 continue
             if not is_ready:
                 loads_left = loads_left - 1 if self._cache.load(digests, ahead, now) else 0

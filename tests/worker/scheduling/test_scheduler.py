@@ -205,6 +205,16 @@ def test_a_request_whose_adapter_is_not_here_does_not_block_its_neighbours() -> 
     stage = Stage()
     stage.submit(make_request("cold", digests=("sha256:a",)), make_request("base"))
     assert [row.request.request_id for row in stage.step().rows] == ["base"]
+    assert not stage.scheduler.is_full
+
+
+def test_prompts_beyond_the_token_budget_make_a_worker_full_until_they_started() -> None:
+    stage = Stage()
+    stage.submit(make_request("a", 16), make_request("b", 8))
+    stage.step()
+    assert stage.scheduler.is_full
+    stage.step()
+    assert not stage.scheduler.is_full
 
 
 def test_max_loras_limits_the_distinct_adapters_of_a_step() -> None:
@@ -256,8 +266,10 @@ def test_admission_waits_while_the_forecast_peak_does_not_fit() -> None:
     stage = Stage(num_blocks=8)
     stage.submit(make_request("one", 4, 16), make_request("two", 4, 16))
     assert [row.request.request_id for row in stage.step().rows] == ["one"]
+    assert stage.scheduler.is_full
     stage.run_dry()
     assert stage.finished == ["one", "two"] and stage.scheduler.num_preemptions == 0
+    assert not stage.scheduler.is_full
 
 
 def test_a_request_that_can_never_fit_is_given_up_with_the_numbers() -> None:
