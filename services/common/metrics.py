@@ -1,6 +1,6 @@
 """The small HTTP server for /metrics, /healthz and /readyz on LORAPLEX_METRICS_LISTEN.
 
-Metrics themselves are declared with prometheus_client at the top of the file that updates them.
+Each service declares its metrics in a `metrics.py` of its own.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from services.registry.items import (
     tag_item,
     version_item,
 )
+from services.registry.metrics import INDEX_LAG_S, REBUILDS
 from services.registry.publish import Publisher
 from services.registry.records import (
     AdapterRecord,
@@ -109,7 +110,9 @@ class Indexer:
 
     async def repair(self, min_age_s: float) -> None:
         """Read again what was noted to change and never reached the index."""
-        pending = [entry for entry in await self._catalog.pending() if entry[2] >= min_age_s]
+        noted = await self._catalog.pending()
+        INDEX_LAG_S.set(max((age_s for _, _, age_s in noted), default=0.0))
+        pending = [entry for entry in noted if entry[2] >= min_age_s]
         if not pending:
             return
         if min_age_s:
@@ -150,6 +153,7 @@ class Indexer:
             await self._catalog.drop(epoch)
             raise
         self._seen = (epoch, 0)
+        REBUILDS.inc()
         if before is not None:
             await self._catalog.drop(before)
         logger.info("index rebuilt", extra={"epoch": epoch, "versions": counts[0]})

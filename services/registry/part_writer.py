@@ -10,6 +10,7 @@ from loraplex.errors import DataLoss
 from services.common.objects import ObjectStore
 from services.registry import layout
 from services.registry.failpoint import failpoint
+from services.registry.metrics import RECEIVED_BYTES
 from services.registry.scanning import ArrivingScan
 
 MAX_PART_BYTES = 256 << 20
@@ -81,6 +82,7 @@ class PartWriter:
             sha256 = self._sha256.hexdigest()
             key = layout.upload_part(*self._place, self._begin, self._good_bytes, sha256)
             await self._writer.commit(key)
+            RECEIVED_BYTES.inc(self._good_bytes)
             failpoint("upload.part")
 
     async def _pass_on(self) -> None:

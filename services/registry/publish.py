@@ -27,6 +27,7 @@ from services.registry.clock import now_s
 from services.registry.failpoint import failpoint
 from services.registry.inspection import DamagedFile, Inspected, Source, inspect
 from services.registry.items import Item, adapter_item, scope_of, version_item
+from services.registry.metrics import UPLOADS
 from services.registry.records import PRIVATE, AdapterRecord, TagRecord, Target, VersionRecord
 from services.registry.scanning import Scans
 from services.registry.staging import Staging
@@ -300,6 +301,7 @@ class Publisher:
         failpoint("publish.index")
         finished = Finished(version, adapter, created)
         await self._uploads.finish(session.upload_id, finished)
+        UPLOADS.labels("created" if created else "unchanged").inc()
         return finished
 
     async def _move_tag(

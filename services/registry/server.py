@@ -22,6 +22,7 @@ from services.registry.assembly import Registry
 from services.registry.downloads import chunks_of
 from services.registry.inspection import check
 from services.registry.lookup import Query
+from services.registry.metrics import WATCHERS, refusals_counted
 from services.registry.records import Target
 from services.registry.tags import MAX_SIDES, Place
 from services.registry.uploads import Session
@@ -36,7 +37,13 @@ class RegistryService(AdminService):
     async def CreateUpload(
         self, request: pb.CreateUploadRequest, context: Any
     ) -> pb.CreateUploadResponse:
-        access = caller_access()
+        with refusals_counted():
+            session = await self._open_upload(request, caller_access())
+        return pb.CreateUploadResponse(
+            upload_id=session.upload_id, progress=await self._progress(session)
+        )
+
+    async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> Session:
         options = convert.options_from_proto(request.options, access.tenant)
         access.require_publishing(options.tenant)
         files = files_from_proto(request.files)
@@ -53,10 +60,7 @@ class RegistryService(AdminService):
         options = dataclasses.replace(options, signatures=signed)
         await registry.tenants.check_quota(options.tenant, sum(file.size for file in files))
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
-        session = await registry.uploads.open(options, files, access.actor, known)
-        return pb.CreateUploadResponse(
-            upload_id=session.upload_id, progress=await self._progress(session)
-        )
+        return await registry.uploads.open(options, files, access.actor, known)
 
     async def UploadPart(
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
@@ -86,8 +90,9 @@ class RegistryService(AdminService):
     ) -> pb.FinishUploadResponse:
         session = await self._session(request.upload_id)
         options, signatures = session.options, self._registry.signatures
-        await signatures.check_upload(options.tenant, options.signatures)
-        done = await self._registry.publisher.finish(session)
+        with refusals_counted():
+            await signatures.check_upload(options.tenant, options.signatures)
+            done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
         place = (done.version.tenant, done.version.name)
         tags = (await self._registry.lookup.everything(*place)).tags
@@ -254,13 +259,14 @@ class RegistryService(AdminService):
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         access = caller_access()
         access.require("reader")
-        async for batch in visible_batches(self._registry, access, request.resume_token):
-            yield pb.WatchAdaptersResponse(
-                events=[convert.event_to_proto(event) for event in batch.events],
-                resume_token=batch.token,
-                snapshot_begin=batch.begins_snapshot,
-                snapshot_end=batch.ends_snapshot,
-            )
+        with WATCHERS.track_inprogress():
+            async for batch in visible_batches(self._registry, access, request.resume_token):
+                yield pb.WatchAdaptersResponse(
+                    events=[convert.event_to_proto(event) for event in batch.events],
+                    resume_token=batch.token,
+                    snapshot_begin=batch.begins_snapshot,
+                    snapshot_end=batch.ends_snapshot,
+                )
 
     async def RegisterBase(
         self, request: pb.RegisterBaseRequest, context: Any

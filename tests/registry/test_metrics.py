@@ -1,0 +1,56 @@
+"""What a registry tells Prometheus of uploads, watches and its index."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from loraplex.errors import NotFound
+from services.registry.assembly import Registry
+from tests.registry.conftest import Door
+from tests.registry.house import upload
+
+
+def _value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"loraplex_registry_{name}", labels) or 0.0
+
+
+async def test_uploads_are_counted_by_how_they_ended(door: Door, tmp_path: Path) -> None:
+    outcomes = ("created", "unchanged", "adapter_not_found")
+    before = {outcome: _value("uploads_total", outcome=outcome) for outcome in outcomes}
+    received = _value("received_bytes_total")
+    await upload(door.client, tmp_path, "sql", 1)
+    stored = _value("received_bytes_total") - received
+    assert stored >= sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    await upload(door.client, tmp_path, "sql", 1)
+    with pytest.raises(NotFound):
+        await upload(door.client, tmp_path, "sql", 2, parent="nowhere:v1")
+    assert {
+        outcome: _value("uploads_total", outcome=outcome) - count
+        for outcome, count in before.items()
+    } == dict.fromkeys(outcomes, 1)
+    assert _value("received_bytes_total") - received == stored, "bytes that it has are not sent"
+
+
+async def test_watches_are_counted_while_they_are_open(door: Door) -> None:
+    before = _value("watchers")
+    changes = door.client.watch()
+    await anext(changes)
+    assert _value("watchers") == before + 1
+    await changes.aclose()
+    async with asyncio.timeout(10):
+        while _value("watchers") > before:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_change_that_never_reached_the_index_shows_as_lag(registry: Registry) -> None:
+    await registry.catalog.note_pending("default/sql")
+    await asyncio.sleep(0.01)
+    await registry.indexer.repair(60.0)
+    assert 0.01 <= _value("index_lag_seconds") < 60
+    rebuilds = _value("index_rebuilds_total")
+    await registry.indexer.rebuild()
+    assert _value("index_rebuilds_total") == rebuilds + 1
