@@ -36,12 +36,10 @@ from services.gateway.registry_link import RegistryLink
 from services.gateway.relay import Relay
 from services.gateway.reservoir import LocalReservoir, RedisReservoir
 from services.gateway.resolve import Resolver
-from services.gateway.scaling import publish_scaling
+from services.gateway.scaling import ScalingSignals
 from services.gateway.staging import Stager
 from services.gateway.template_pool import TemplatePool
 from services.gateway.tenants import TenantDirectory
-
-_SCALING_INTERVAL_S = 1.0
 
 
 class Gateway:
@@ -74,6 +72,7 @@ class Gateway:
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._gate = Gate(config.admission, self._fleet.ready)
         self._reservoir = _reservoir(config)
+        self._scaling = ScalingSignals(self._fleet, self._gate)
         self._concurrency = Concurrency(self._reservoir, self._gate)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
@@ -119,13 +118,13 @@ class Gateway:
             self._registry.follow(self._resolver),
             self._registrar.run(),
             self._become_ready(),
-            self._publish_scaling(),
             self._follow_room(),
             self._concurrency.run(),
             Stager(self._resolver, self._fleet, self._registry).run(),
             *([self._reservoir.run()] if isinstance(self._reservoir, RedisReservoir) else []),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
+        self._scaling.register()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests and wait for those that run over HTTP.
@@ -138,6 +137,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End all tasks and connections."""
+        self._scaling.unregister()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -224,11 +224,6 @@ class Gateway:
         while True:
             await self._fleet.next_change()
             self._gate.room_changed()
-
-    async def _publish_scaling(self) -> None:
-        while True:
-            publish_scaling(self._fleet.bases(), self._fleet.views(), self._gate.expected_wait_s)
-            await asyncio.sleep(_SCALING_INTERVAL_S)
 
 
 def _reservoir(config: GatewayConfig) -> LocalReservoir | RedisReservoir:

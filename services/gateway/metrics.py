@@ -40,10 +40,3 @@ RUNNING_LIMIT = Gauge(
     "loraplex_gateway_running_limit_requests", "Sequences that may run at once, as learnt."
 )
 WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")
-QUEUED_TOKENS = Gauge(
-    "loraplex_gateway_queued_tokens", "Prompt tokens not yet computed at workers.", ["base"]
-)
-ESTIMATED_WAIT_S = Gauge(
-    "loraplex_gateway_estimated_wait_seconds", "Expected wait of a new request.", ["base"]
-)
-READY_WORKERS = Gauge("loraplex_gateway_ready_workers", "Workers that take requests.", ["base"])

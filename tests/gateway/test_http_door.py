@@ -219,12 +219,16 @@ async def test_probes_and_metrics(stack: Stack) -> None:
     assert (await _send(stack, "/healthz", method="GET"))[0] == 200
     assert (await _send(stack, "/health", method="GET"))[0] == 200
     assert (await _send(stack, "/readyz", method="GET"))[0] == 200
-    status, body = 200, b""
-    while status == 200 and b'loraplex_gateway_ready_workers{base="base"} 1.0' not in body:
-        await asyncio.sleep(0.05)
-        status, _, body = await _send(stack, "/metrics", method="GET")
+    status, _, body = await _send(stack, "/metrics", method="GET")
     assert status == 200
-    assert b"loraplex_gateway_estimated_wait_seconds" in body
+    assert b'loraplex_gateway_ready_workers{base="base"} 1.0' in body
+    await stack.stop_server(stack.workers[0].worker_id)
+    while b'loraplex_gateway_ready_workers{base="base"} 0.0' not in body:
+        assert status == 200
+        await asyncio.sleep(0.01)
+        status, _, body = await _send(stack, "/metrics", method="GET")
+    assert b'loraplex_gateway_queued_tokens{base="base"} 0.0' in body
+    assert b'loraplex_gateway_estimated_wait_seconds{base="base"} ' in body
 
 
 async def test_not_ready_until_the_registry_took_the_base(stack: Stack) -> None:
