@@ -128,8 +128,8 @@ async def test_client_that_leaves_frees_the_worker(stack: Stack) -> None:
     async for _ in stream:
         break
     await stream.close()
+    await eventually(lambda: len(stack.workers[0].cancelled) == 1)
     await eventually(lambda: stack.workers[0].num_live == 0)
-    assert len(stack.workers[0].cancelled) == 1
 
 
 async def test_client_that_leaves_while_it_waits_for_a_whole_answer_frees_the_worker(
@@ -142,6 +142,7 @@ async def test_client_that_leaves_while_it_waits_for_a_whole_answer_frees_the_wo
         await stack.openai().completions.create(
             model="base", prompt="x", max_tokens=400, timeout=0.3
         )
+    await eventually(lambda: len(stack.workers[0].cancelled) == 1)
     await eventually(lambda: stack.workers[0].num_live == 0)
 
 
@@ -153,6 +154,7 @@ async def test_request_ends_at_its_deadline(stack: Stack) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await stack.openai().completions.create(model="base", prompt="x", max_tokens=400)
     assert caught.value.status_code == 504
+    await eventually(lambda: len(stack.workers[0].cancelled) == 1)
     await eventually(lambda: stack.workers[0].num_live == 0)
 
 

@@ -24,6 +24,7 @@ from services.gateway.request import (
 )
 from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.view import WorkerView
+from tests.gateway.conftest import eventually
 from tests.gateway.simulated.loop import run_virtually
 
 OUTPUT = tuple(range(100, 110))
@@ -308,10 +309,10 @@ async def test_first_token_overtakes_the_readers_of_a_large_step() -> None:
         for stream in streams[:99]:
             _send(place, place + 1)(stream, _job())
         if not place:
-            await asyncio.sleep(0.01)
+            await eventually(lambda: len(order) == 99)
             order.clear()
     _send(0, 1)(streams[99], _job())
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(order) == 100)
     assert sorted(order) == list(range(100))
     assert order.index(99) < 20
     for stream in streams:

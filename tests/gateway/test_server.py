@@ -137,6 +137,7 @@ async def test_cancelled_call_frees_the_worker(stack: Stack, stub: Stub) -> None
     call = stub.Generate(request)
     await call.read()
     call.cancel()
+    await eventually(lambda: len(stack.workers[0].cancelled) == 1)
     await eventually(lambda: stack.workers[0].num_live == 0)
 
 
@@ -153,6 +154,7 @@ async def test_clients_deadline_reaches_the_worker(stack: Stack, stub: Stub) -> 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     # gRPC rounds time-outs up on the wire.
     assert 0 < stack.workers[0].requests[0].remaining_s <= 2.1
+    await eventually(lambda: len(stack.workers[0].cancelled) == 1)
     await eventually(lambda: stack.workers[0].num_live == 0)
 
 
