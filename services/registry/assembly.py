@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.common.objects import ObjectStore
 from services.registry.audit import Audit
 from services.registry.bases import Bases
+from services.registry.blobs import Blobs
 from services.registry.catalog import Catalog
 from services.registry.deletion import Deletion
 from services.registry.gc import Collector
@@ -37,6 +38,7 @@ class Registry:
     tags: Tags
     versions: Versions
     uploads: Uploads
+    blobs: Blobs
     publisher: Publisher
     deletion: Deletion
     sharing: Sharing
@@ -59,9 +61,10 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     tags = Tags(store, catalog, versions, audit, signatures)
     scans = Scans()
     uploads = Uploads(store, scans)
+    blobs = Blobs(store, uploads)
     staging = Staging(store, catalog, tags, versions, audit)
     publisher = Publisher(
-        store, catalog, uploads, bases, tags, staging, versions, tenants, audit, scans
+        store, catalog, uploads, blobs, bases, tags, staging, versions, tenants, audit, scans
     )
     snapshots = Snapshots(store)
     indexer = Indexer(store, catalog, uploads, publisher, snapshots)
@@ -75,6 +78,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         tags=tags,
         versions=versions,
         uploads=uploads,
+        blobs=blobs,
         publisher=publisher,
         deletion=Deletion(store, catalog, tags, versions, audit, signatures),
         signatures=signatures,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from services.common.objects import ObjectInfo, ObjectStore
 from services.registry import layout
+from services.registry.blobs import BLOB_FRESH_S
 from services.registry.failpoint import failpoint
-from services.registry.publish import BLOB_FRESH_S
 from services.registry.records import VersionRecord, decode
 from services.registry.snapshots import Snapshots
 from services.registry.uploads import SESSION_MAX_AGE_S

@@ -10,18 +10,18 @@ it leaves only bytes that the collector finds unreferenced. Every step may be re
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
-from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter, LoraplexError
-from services.common.objects import ObjectStore, Segment
+from loraplex.errors import AdapterNotFound, Conflict, InvalidAdapter
+from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.audit import Audit
 from services.registry.bases import Bases
+from services.registry.blobs import Blobs
 from services.registry.catalog import Catalog
 from services.registry.clock import now_s
 from services.registry.failpoint import failpoint
@@ -36,10 +36,6 @@ from services.registry.tenants import Tenants
 from services.registry.uploads import Finished, Intent, Session, Uploads
 from services.registry.versions import Versions
 
-BLOB_FRESH_S = 12 * 3600.0
-"""Blobs older than this are written again before they are referred to: half of the age at which
-the collector removes unreferenced ones."""
-
 _MAX_TRIES = 5
 
 
@@ -51,6 +47,7 @@ class Publisher:
         store: ObjectStore,
         catalog: Catalog,
         uploads: Uploads,
+        blobs: Blobs,
         bases: Bases,
         tags: Tags,
         staging: Staging,
@@ -62,6 +59,7 @@ class Publisher:
         self._store = store
         self._catalog = catalog
         self._uploads = uploads
+        self._blobs = blobs
         self._bases = bases
         self._tags = tags
         self._staging = staging
@@ -83,7 +81,7 @@ class Publisher:
         done = await self._uploads.finished(session.upload_id)
         if done is not None:
             return done
-        sources = await self.sources(session)
+        sources = await self._blobs.sources(session)
         options = session.options
         try:
             inspected = await inspect(
@@ -104,7 +102,7 @@ class Publisher:
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
         failpoint("publish.pending")
-        await self._store_blobs(sources, inspected)
+        await self._blobs.keep(sources, inspected)
         for _ in range(_MAX_TRIES):
             version, created = await self._claim(session, inspected, sources)
             failpoint("publish.version")
@@ -112,46 +110,6 @@ class Publisher:
             if finished is not None:
                 return finished
         raise Conflict("the version is deleted again and again while it is published; try later")
-
-    async def sources(self, session: Session) -> list[Source]:
-        """Where the bytes of each file are.
-
-        Raises:
-            InvalidAdapter: they are gone because they were refused.
-            Blocked: some are missing.
-        """
-        states = await self._uploads.state(session)
-        missing = [state for state in states if not state.complete]
-        known = await self.known_files(session, [state.file for state in missing])
-        sources, lacking = [], []
-        for state in states:
-            if state.complete:
-                parts = tuple(state.segments())
-                sources.append(Source(state.file, parts, state.known_sha256))
-            elif state.file in known:
-                key = layout.blob(state.file.sha256)
-                whole = Segment(key, 0, state.file.size, whole=True)
-                sources.append(Source(state.file, (whole,), ""))
-            else:
-                lacking.append(f"{state.file.path} ({state.committed_bytes}/{state.file.size})")
-        if lacking:
-            refusal = await self._uploads.refusal(session.upload_id)
-            if refusal is not None and not any(state.committed_bytes for state in missing):
-                raise InvalidAdapter.of(refusal.violations)
-            raise Blocked(
-                f"the upload is not complete: {', '.join(lacking)}", reason="UPLOAD_INCOMPLETE"
-            )
-        return sources
-
-    async def known_files(self, session: Session, files: Sequence[File]) -> set[File]:
-        """Files whose bytes this tenant has already: they need not be sent again."""
-        candidates = [file for file in files if file.sha256 in session.known]
-        known = set()
-        for file in candidates:
-            info = await self._store.head(layout.blob(file.sha256))
-            if info is not None and info.size == file.size:
-                known.add(file)
-        return known
 
     async def recover(self, upload_id: str) -> bool:
         """Roll a publication forward that died after its version record; say whether there was one.
@@ -179,31 +137,6 @@ class Publisher:
             if record.upload_id == session.upload_id and not record.deleted:
                 return record
         return None
-
-    async def _store_blobs(self, sources: Sequence[Source], inspected: Inspected) -> None:
-        """Make every byte durable under its content's name, then look once more that it is.
-
-        The files go together: what costs is waiting for the disk.
-        """
-        now = await self._store.clock_s()
-        await asyncio.gather(*(self._store_blob(source, now) for source in sources))
-        manifest = layout.blob(inspected.digest)
-        if not await self._is_fresh(manifest, len(inspected.manifest), now):
-            await self._store.put(manifest, inspected.manifest)
-        failpoint("publish.manifest")
-        for key in (manifest, *(layout.blob(source.file.sha256) for source in sources)):
-            if await self._store.head(key) is None:
-                raise LoraplexError(f"blob {key} vanished while it was being published")
-
-    async def _store_blob(self, source: Source, now: float) -> None:
-        key = layout.blob(source.file.sha256)
-        if not await self._is_fresh(key, source.file.size, now):
-            await self._store.compose(key, source.segments)
-        failpoint("publish.blob")
-
-    async def _is_fresh(self, key: str, size: int, now: float) -> bool:
-        info = await self._store.head(key)
-        return info is not None and info.size == size and now - info.modified_s < BLOB_FRESH_S
 
     async def _claim(
         self, session: Session, inspected: Inspected, sources: Sequence[Source]

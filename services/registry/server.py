@@ -292,7 +292,7 @@ class RegistryService(AdminService):
     async def _progress(self, session: Session) -> list[pb.FileProgress]:
         states = await self._registry.uploads.state(session)
         missing = [state.file for state in states if not state.complete]
-        known = await self._registry.publisher.known_files(session, missing)
+        known = await self._registry.blobs.known_files(session, missing)
         progress = [convert.progress_to_proto(state) for state in states]
         for state, message in zip(states, progress, strict=True):
             if state.file in known:
