@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import EngineConfig, Fetched, Submit, Unpin, Want
 from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
-from services.worker.runner import build_runner
 from services.worker.runner_protocol import DoneStep
 
 

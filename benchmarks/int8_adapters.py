@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from benchmarks.machine import write_results
 from demo.skills import held_out
 from services.worker.adapters.loader import AtOnce
+from services.worker.building import build_runner
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 
 DEMO = Path(__file__).parents[1] / "demo"
 ARENA_BYTES = 64 << 20

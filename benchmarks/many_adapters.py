@@ -34,10 +34,11 @@ from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.image import ImageFile, image_path
 from services.worker.adapters.packing import Packer
 from services.worker.adapters.residency import Tier
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
 from services.worker.request import AdapterSet, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 from services.worker.runner_protocol import LaunchedStep
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)

@@ -21,10 +21,11 @@ from benchmarks import cpu_model
 from benchmarks.gpu import common
 from benchmarks.gpu.common import SHAPES
 from benchmarks.machine import write_results
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import Cancel, EngineConfig, Submit
 from services.worker.request import SamplingParams
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 
 NUM_PROMPT = 64
 WARM_UP_STEPS = 8

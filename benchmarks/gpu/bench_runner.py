@@ -12,8 +12,9 @@ import torch
 from benchmarks.gpu import common
 from benchmarks.llama import Shape, write_adapter
 from services.worker.adapters.loader import AtOnce, CopiedImage
+from services.worker.building import build_runner
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 from services.worker.step_batch import runs_of
 
 GPU_RESERVE_BYTES = 7 << 30

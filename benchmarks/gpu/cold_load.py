@@ -22,7 +22,7 @@ from benchmarks.gpu import common
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter
 from services.worker.adapters.loader import AtOnce
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from services.worker.runner_protocol import Copied
 
 

@@ -147,7 +147,7 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
 
 def build_engine(config: EngineConfig, cpu_isa: str) -> Engine:
     """Load the model. Raises LoraplexError when it cannot be served like this."""
-    from services.worker.runner import build_runner
+    from services.worker.building import build_runner
 
     runner = build_runner(
         Path(config.model_dir),

@@ -1,13 +1,12 @@
-"""The runner: one base on one device. Builds the batch, calls the model, samples.
+"""The runner: one base on one device. Makes the batch, calls the model, samples.
 
 It decides nothing: plans come from the scheduler, blocks and slots from their owners.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,38 +14,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from loraplex.adapter_format.geometry import Geometry
-from loraplex.cli.progress import ProgressBar
-from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.progress import Progress
-from services.worker.adapters.base_values import TORCH_DTYPES, SiteValues
-from services.worker.adapters.contents import ModuleReader, base_geometry, weights_key
-from services.worker.adapters.host_tier import HostTier, default_bytes
+from loraplex.errors import LoraplexError
 from services.worker.adapters.landing import Landing
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.loader import AdapterLoader, CopiedImage
-from services.worker.adapters.packing import Packer
-from services.worker.adapters.weights import AdapterWeights
-from services.worker.backends import choose_operators, share_threads
-from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.native_operators import NativeOperators
-from services.worker.layers.operators import Operators
-from services.worker.memory.buffer import ArenaBuffer, KvBuffer, blocks_for
-from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.memory.buffer import ArenaBuffer, KvBuffer
+from services.worker.memory.kv_layout import TOKENS_PER_BLOCK
 from services.worker.model.batch import ForwardBatch
-from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
-from services.worker.model.families import read_model_config
-from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
-from services.worker.model.own_rope import base_ropes
-from services.worker.numerics import (
-    dtype_name,
-    fingerprint,
-    half_wins,
-    resolve_device,
-    resolve_dtype,
-)
 from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
 from services.worker.sampling.drawing import DrawOperators
@@ -197,154 +173,3 @@ class TorchRunner:
         gpu, runs = self._batches.gpu, runs_of(plan)
         assert gpu is not None, "graphs are of a GPU"
         return gpu.replay(plan, runs, before), gpu.lora_batch(runs)
-
-
-def build_runner(
-    model_dir: Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    arena_bytes: int,
-    max_lora_rank: int = 256,
-    max_resident: int = 4096,
-    max_num_tokens: int = 2048,
-    load_format: str = "auto",
-    cpu_isa: str = "auto",
-    overlap: str = "off",
-    adapter_dtype: str = "auto",
-    host_cache_bytes: int = 0,
-    executors: tuple[Executor, Executor] | None = None,
-) -> TorchRunner:
-    """Load a base and allocate its arena.
-
-    Args:
-        model_dir: folder in Hugging Face layout.
-        arena_bytes: for KV cache and adapters together.
-        max_lora_rank: adapters of a higher rank are refused at load.
-        max_resident: adapters that may be loaded at once; slots are below it.
-        max_num_tokens: the most positions of one step.
-        load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
-        cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
-        overlap: whether steps run beside their caller (see `steps`).
-        adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
-        host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        executors: of copies and of packing (see `AdapterLoader`).
-
-    Raises:
-        LoraplexError: naming the file, field or setting that is wrong.
-    """
-    torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
-    config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
-    share_threads(model.weight_bytes, operators, torch_device)
-    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
-    arena, sites = kv.arena, model.site_weights
-    geometry = base_geometry(model_dir, config, sites.table)
-    is_native = isinstance(operators, NativeOperators)
-    facts = _dtype_key(torch_dtype), is_native, max_lora_rank, weights_key(model_dir, geometry)
-    is_int8 = adapter_dtype == "int8"
-    layout = AdapterLayout(arena.block_bytes, *facts, sites.table, base_ropes(config), is_int8)
-    host = _host_tier(arena, host_cache_bytes)
-    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
-    values = SiteValues(sites, layout, torch_device)
-    packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
-    loader = AdapterLoader(adapters, packer, executors)
-    arithmetic = operators.name + "-int8" * is_int8
-    info = _model_info(config, geometry, torch_device, torch_dtype, arithmetic)
-    records = Records(adapters.table, len(sites.table.sites)) if is_native else None
-    limits = max_resident, max_lora_rank, max_num_tokens
-    gpu = _gpu_path(model, operators, kv, adapters, limits, is_int8)
-    step = torch_device, max_num_tokens, operators.make_metadata
-    batches = BatchMaker(kv, model.ropes, adapters.table, *step, records, gpu)
-    gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
-
-
-def _kv_buffer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
-) -> KvBuffer:
-    """The arena of so many bytes, and the KV cache in it."""
-    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
-    num_blocks = blocks_for(num_bytes, groups.block_bytes)
-    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
-
-
-def _host_tier(arena: ArenaBuffer, num_bytes: int) -> HostTier | None:
-    """On a CPU the page cache is as near."""
-    return HostTier(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
-
-
-def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
-    """See `numerics.half_wins`; a folder without readable weights is refused later, by name."""
-    try:
-        return load_format == "auto" and half_wins(*published(folder), cpu_isa)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
-        return False
-
-
-def _dtype_key(dtype: torch.dtype) -> str:
-    """Its safetensors name."""
-    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
-
-
-def _gpu_path(
-    model: Decoder,
-    operators: Operators,
-    kv: KvBuffer,
-    adapters: AdapterWeights,
-    limits: tuple[int, int, int],
-    is_int8: bool,
-) -> GpuPath | None:
-    """Tables, workspace and captured graphs where Triton computes, else None.
-
-    `limits` = max_resident, max_lora_rank, max_num_tokens.
-    """
-    if operators.name != "triton":
-        return None
-    from services.worker.gpu_path import GpuLimits, GpuPath
-
-    return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
-
-
-def _read_model(
-    folder: Path,
-    load_format: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    operators: Operators,
-) -> tuple[ModelConfig, Decoder]:
-    """The base with its weights; a terminal shows how far they are read."""
-    family, config = read_model_config(folder)
-    with ProgressBar(folder.name) as bar:
-        weights = _weights(load_format, folder, dtype, device, bar)
-        return config, family.build(config, weights, operators)
-
-
-def _weights(
-    load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
-) -> Weights:
-    if load_format == "dummy":
-        return DummyWeights(dtype, device)
-    if load_format != "auto":
-        raise InvalidRequest.field("load_format", load_format, "must be auto or dummy")
-    return Checkpoint(folder, dtype, device, progress)
-
-
-def _model_info(
-    config: ModelConfig,
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    operators: str,
-) -> ModelInfo:
-    return ModelInfo(
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=config.eos_token_ids,
-        dtype=dtype_name(dtype),
-        device=device.type,
-        numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, operators),
-        geometry=geometry,
-        rope_switch_len=config.rope_switch_len,
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.adapters.loader import AtOnce
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import (
     Command,
@@ -18,7 +19,7 @@ from services.worker.messages import (
     Unload,
 )
 from services.worker.request import SamplingParams
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

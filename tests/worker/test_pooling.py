@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import Submit, TokenOutput
 from services.worker.request import FinishReason, Pooling, SamplingParams
-from services.worker.runner import build_runner
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from services.worker.adapters.image import ImageFile, image_path
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import Command, Fetched, Gone, Unload
 from services.worker.request import SamplingParams
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

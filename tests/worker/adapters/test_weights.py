@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from loraplex.errors import InvalidAdapter
 from services.worker.adapters import base_values
 from services.worker.adapters.base_values import dora_gain, embedding_gain
+from services.worker.building import build_runner
 from services.worker.layers.linear import DenseLinear
-from services.worker.runner import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 

@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import Cancel, Command, Submit
 from services.worker.request import FinishReason, Grammar, SamplingParams
-from services.worker.runner import TorchRunner, build_runner
+from services.worker.runner import TorchRunner
 from tests.worker.commands import make_config, make_submit
 
 BASE = Path(__file__).parents[3] / "demo" / "base"

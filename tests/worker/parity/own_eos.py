@@ -9,7 +9,7 @@ import torch
 
 from loraplex.adapter_format import read_folder
 from services.worker.adapters.loader import AtOnce
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.engine_stage import A, B, Stage, submit
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import TinyBase

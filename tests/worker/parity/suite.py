@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from services.worker.adapters.facts import last_place
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy

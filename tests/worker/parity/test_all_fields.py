@@ -16,7 +16,7 @@ from peft.tuners.lora import config as lora
 
 from loraplex.adapter_format import Geometry, Report, geometry_from_folder, read_folder, validate
 from loraplex.errors import InvalidAdapter
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity.adapters import ATTENTION, draw
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.reference import Reference

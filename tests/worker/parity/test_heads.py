@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.packing import NeedsBase, Packer
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference

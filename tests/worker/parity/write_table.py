@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from benchmarks.machine import cpu_facts
-from services.worker.runner import build_runner
+from services.worker.building import build_runner
 from tests.worker.parity import heads, ropes, suite
 from tests.worker.parity.adapters import FEATURES
 from tests.worker.parity.bases import BASES, TinyBase

@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.worker.adapters.landing import Landing, Stalls
 from services.worker.adapters.loader import CopiedImage
+from services.worker.building import build_runner
 from services.worker.cuda_graphs import forward_static
 from services.worker.decode_inputs import BlockTables
 from services.worker.gpu_path import site_masks
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.runner import build_runner
 from services.worker.step_batch import runs_of
 from services.worker.warm_up import idle_batch
 from tests.worker.kernels.triton.conftest import INTERPRETING
