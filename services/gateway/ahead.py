@@ -5,8 +5,8 @@ what is beyond that waits there, where this gateway can no longer order, refuse 
 room is what gets its first token in a fraction of a second, by Little's law, and never so little
 that a worker runs dry.
 
-A tenant with little ahead does not wait for the first tokens of those who have filled the room: up
-to half a room of its own it goes on to the workers, whose own fair order lets it overtake there.
+A tenant does not wait for the first tokens of others who have filled the room: what it has ahead
+itself may fill another, and the workers' own fair order lets it overtake there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ TARGET_STEPS = 3.0
 worth would shrink on its own account."""
 LEAST_TOKENS_PER_WORKER, MOST_TOKENS_PER_WORKER = 256.0, 8192.0
 _SMOOTHING = 0.5
-_OWN_SHARE = 0.5
-"""Of the room, for a tenant whose requests find it full of others'."""
 _MOST_ROOMS = 2.0
-"""All tenants together, in rooms."""
+"""For all tenants together, each of which may have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class TokensAhead:
         if finds_place and total <= room.most_tokens:
             return True
         own = self._by_tenant.get(tenant, 0) + num_tokens
-        return own <= _OWN_SHARE * room.num_tokens and total <= _MOST_ROOMS * room.num_tokens
+        return own <= room.num_tokens and total <= _MOST_ROOMS * room.num_tokens
 
     def add(self, number: int, tenant: str, num_tokens: int) -> None:
         """Request `number` goes ahead."""

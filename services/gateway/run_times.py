@@ -40,9 +40,11 @@ class RunTimes:
 
         0 = unknown. Lengths that nobody has seen yet are taken as `min_tokens`.
         """
-        token_s = self._token_s or step_s
         length = self._num_tokens + _DEVIATIONS * self._deviation
-        return _MARGIN * (self._first_s + token_s * min(max(length, min_tokens), max_tokens))
+        length = min(max(length, min_tokens), max_tokens)
+        if not self._token_s:
+            return step_s * length
+        return _MARGIN * (self._first_s + self._token_s * length)
 
 
 def _mean(old: float, new: float) -> float:

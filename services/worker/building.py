@@ -88,36 +88,25 @@ def build_runner(
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    is_native = isinstance(operators, NativeOperators)
-    is_int8 = adapter_dtype == "int8"
     layout = AdapterLayout(
         block_bytes=arena.block_bytes,
         dtype=_dtype_key(torch_dtype),
-        keeps_half=is_native,
+        keeps_half=isinstance(operators, NativeOperators),
         max_rank=max_lora_rank,
         base_key=weights_key(model_dir, geometry),
         sites=sites.table,
         ropes=base_ropes(config),
-        int8=is_int8,
+        int8=adapter_dtype == "int8",
     )
     host = _host_tier(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
     values = SiteValues(sites, layout, torch_device)
     packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
     loader = AdapterLoader(adapters, packer, executors)
-    arithmetic = operators.name + "-int8" * is_int8
+    arithmetic = operators.name + "-int8" * layout.int8
     info = _model_info(config, geometry, torch_device, torch_dtype, arithmetic)
     limits = max_resident, max_lora_rank, max_num_tokens
-    batches = BatchMaker(
-        kv,
-        model.ropes,
-        adapters.table,
-        torch_device,
-        max_num_tokens,
-        operators.make_metadata,
-        records=Records(adapters.table, len(sites.table.sites)) if is_native else None,
-        gpu=_gpu_path(model, operators, kv, adapters, limits, is_int8),
-    )
+    batches = _batch_maker(model, operators, kv, adapters, limits, layout)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
 
@@ -149,6 +138,28 @@ def _dtype_key(dtype: torch.dtype) -> str:
     return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
 
 
+def _batch_maker(
+    model: Decoder,
+    operators: Operators,
+    kv: KvBuffer,
+    adapters: AdapterWeights,
+    limits: tuple[int, int, int],
+    layout: AdapterLayout,
+) -> BatchMaker:
+    """`limits` = max_resident, max_lora_rank, max_num_tokens."""
+    is_native = isinstance(operators, NativeOperators)
+    return BatchMaker(
+        kv,
+        model.ropes,
+        adapters.table,
+        device=kv.arena.data.device,
+        max_num_tokens=limits[2],
+        make_metadata=operators.make_metadata,
+        records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
+        gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
+    )
+
+
 def _gpu_path(
     model: Decoder,
     operators: Operators,
@@ -157,10 +168,7 @@ def _gpu_path(
     limits: tuple[int, int, int],
     is_int8: bool,
 ) -> GpuPath | None:
-    """Tables, workspace and captured graphs where Triton computes, else None.
-
-    `limits` = max_resident, max_lora_rank, max_num_tokens.
-    """
+    """Tables, workspace and captured graphs where Triton computes, else None."""
     if operators.name != "triton":
         return None
     from services.worker.gpu_path import GpuLimits, GpuPath

@@ -133,7 +133,7 @@ class Engine:
             self._info.vocab_size,
             self._info.eos_token_ids,
         )
-        self._gauges = Gauges()
+        self._gauges = Gauges(config.max_running)
         self._outcomes = Outcomes(self.scheduler, self._grammars, self._info.eos_token_ids)
         self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}

@@ -15,7 +15,9 @@ _NEW_SHARE = 0.1
 class Gauges:
     """What the engine has measured about its own steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_running: int) -> None:
+        """`max_running`: requests that the batch can hold."""
+        self._max_running = max_running
         self._steps = 0
         self._step_s = 0.0
         self._prefill_tokens_per_s = 0.0
@@ -47,7 +49,7 @@ class Gauges:
         """The load now; `stall_s` = the runner's."""
         return EngineLoad(
             running_requests=scheduler.num_running,
-            max_running=scheduler.max_running,
+            max_running=self._max_running,
             is_full=scheduler.is_full,
             waiting_requests=scheduler.num_waiting,
             queued_tokens=scheduler.queued_tokens,

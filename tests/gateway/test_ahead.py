@@ -55,14 +55,15 @@ def test_who_finds_a_place_goes_ahead_whatever_else_is() -> None:
     assert not ahead.fit("a", 128, room, finds_place=True)
 
 
-def test_a_tenant_with_little_ahead_passes_those_who_filled_the_room() -> None:
-    ahead, room = TokensAhead(), Room(512.0)
-    ahead.add(1, "greedy", 512)
+def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> None:
+    ahead, room = TokensAhead(), Room(256.0)
+    ahead.add(1, "greedy", 256)
     assert not ahead.fit("greedy", 128, room, finds_place=False)
     for number in (2, 3):
         assert ahead.fit("polite", 128, room, finds_place=False)
         ahead.add(number, "polite", 128)
-    assert not ahead.fit("polite", 128, room, finds_place=False)
+    for tenant in ("polite", "third"):
+        assert not ahead.fit(tenant, 128, room, finds_place=False)
 
 
 @given(

@@ -7,6 +7,7 @@ priority, then arrival, and keys must agree with that.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ INPUT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 MAX_ABSENT = 1000
 """Names without a request whose counters are remembered."""
+EXPECTED_BACK_S = 10.0
+"""Who had a request within so many seconds will probably have another."""
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class VirtualCounters:
     """Live requests by name."""
     departed: float = 0.0
     """Counter of the name that was last served when nobody was left."""
+    left_s: dict[Hashable, float] = field(default_factory=dict)
+    """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""
 
     def arrive(self, name: Hashable) -> None:
         """A request comes. A name that had none is lifted to the least-served present one.
@@ -88,12 +93,16 @@ class VirtualCounters:
             floor = min((self.served[other] for other in self.present), default=self.departed)
             self.served[name] = max(self.served.get(name, 0.0), floor)
         self.present[name] += 1
+        self.left_s.pop(name, None)
 
-    def leave(self, name: Hashable) -> None:
+    def leave(self, name: Hashable, now: float = 0.0) -> None:
         """A request has ended."""
         self.present[name] -= 1
         if not self.present[name]:
             del self.present[name]
+            self.left_s[name] = now
+            if len(self.left_s) > MAX_ABSENT:
+                del self.left_s[next(iter(self.left_s))]
             if len(self.served) > len(self.present) + MAX_ABSENT:
                 self._forget()
 
@@ -101,6 +110,13 @@ class VirtualCounters:
         """Count service received."""
         self.served[name] += cost
         self.departed = self.served[name]
+
+    def is_least_served(self, name: Hashable, now: float) -> bool:
+        """Whether nobody present, or expected back, was served less than `name`."""
+        while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
+            del self.left_s[next(iter(self.left_s))]
+        others = (self.served.get(other, math.inf) for other in (*self.present, *self.left_s))
+        return self.served[name] <= min(others)
 
     def _forget(self) -> None:
         """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""
@@ -125,9 +141,9 @@ class ServiceCounters:
         of_tenant = self._adapters.setdefault(request.tenant, VirtualCounters())
         of_tenant.arrive(request.adapters)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: Request, now: float) -> None:
         """A live request less."""
-        self.tenants.leave(request.tenant)
+        self.tenants.leave(request.tenant, now)
         self._adapters[request.tenant].leave(request.adapters)
         if request.tenant not in self.tenants.present:
             del self._adapters[request.tenant]
@@ -143,6 +159,16 @@ class ServiceCounters:
         """What its tenant has received, and inside the tenant its adapter set."""
         of_tenant = self._adapters[request.tenant]
         return self.tenants.served[request.tenant], of_tenant.served[request.adapters]
+
+
+def kept_places(max_running: int) -> int:
+    """Of a batch, how many only the tenant served least may take.
+
+    It then finds a place at once, where in a full batch it would wait for the next to end. They
+    stand empty only while that tenant asks for less than its part; a handful is enough, as they
+    come free again as fast as others end.
+    """
+    return math.isqrt(max_running) // 2
 
 
 def fair(counters: ServiceCounters) -> Policy:

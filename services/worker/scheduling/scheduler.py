@@ -27,6 +27,7 @@ from services.worker.scheduling.policies import (
     ServiceCounters,
     arrival_key,
     first_come,
+    kept_places,
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
@@ -94,11 +95,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def max_running(self) -> int:
-        """Requests that the batch can hold."""
-        return self._limits.max_running
-
-    @property
     def has_work(self) -> bool:
         """True while any request waits or runs."""
         return bool(self._waiting or self._running)
@@ -128,7 +124,7 @@ class Scheduler:
         if request is not None:
             self._num_changes += 1
             if self._counters is not None:
-                self._counters.leave(request)
+                self._counters.leave(request, now)
         return request
 
     def waiting_for(self, digest: str) -> list[Request]:
@@ -304,7 +300,7 @@ class Scheduler:
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(self._policy, view)
         while (request := next(walk, None)) is not None:
-            if len(self._running) >= self._limits.max_running:
+            if not self._has_place(request, now):
                 break
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
@@ -340,6 +336,12 @@ class Scheduler:
             walk.skip_flow()
         self._cache.load_wanted(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
+
+    def _has_place(self, request: Request, now: float) -> bool:
+        num_free = self._limits.max_running - len(self._running)
+        if self._counters is None or num_free > kept_places(self._limits.max_running):
+            return num_free > 0
+        return num_free > 0 and self._counters.tenants.is_least_served(request.tenant, now)
 
     def _is_lost(self, request: Request, now: float) -> bool:
         """True for what `hopeless` will name: it must not start."""

@@ -21,6 +21,7 @@ from services.worker.scheduling.policies import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     VirtualCounters,
+    kept_places,
 )
 from tests.gateway.simulated.network import Send, Way
 from tests.gateway.text import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
@@ -178,7 +179,7 @@ class SimulatedWorker:
     def fail_rows(self, error: LoraplexError | None) -> None:
         """Every request fails with the error, or is given up without one: an engine restarts."""
         for row in (*self._running, *self._waiting):
-            self._served.leave(row.request.tenant)
+            self._served.leave(row.request.tenant, self._now())
         for session in self._sessions:
             events = worker_pb2.StepEvents(step=self._step)
             for request_id, row in session.rows.items():
@@ -279,7 +280,7 @@ class SimulatedWorker:
         for rows in (self._running, self._waiting):
             if row in rows:
                 rows.remove(row)
-                self._served.leave(row.request.tenant)
+                self._served.leave(row.request.tenant, self._now())
 
     # The engine.
 
@@ -289,8 +290,12 @@ class SimulatedWorker:
         prefill = 0
         ready = {row: self._adapters_at(row) for row in self._waiting}
         able = [row for row, at_s in ready.items() if at_s <= now_s]
+        fewest = self.speed.batch - kept_places(self.speed.batch)
         while able and len(self._running) < self.speed.batch:
             row = min(able, key=lambda row: self._served.served[row.request.tenant])
+            is_least = self._served.is_least_served(row.request.tenant, now_s)
+            if len(self._running) >= fewest and not is_least:
+                break
             able.remove(row)
             self._waiting.remove(row)
             self._running.append(row)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.worker.request import AdapterSet, Request, SamplingParams
 from services.worker.scheduling.policies import (
+    EXPECTED_BACK_S,
     MAX_ABSENT,
     Policy,
     QueueView,
@@ -112,6 +113,18 @@ def test_the_counters_of_the_absent_do_not_pile_up() -> None:
         counters.charge(f"{index}", 1.0)
         counters.leave(f"{index}")
     assert len(counters.served) <= MAX_ABSENT + 1
+    assert len(counters.left_s) <= MAX_ABSENT
+
+
+def test_who_left_a_moment_ago_still_counts_as_served_less() -> None:
+    counters = VirtualCounters()
+    for name in ("busy", "gone"):
+        counters.arrive(name)
+    counters.charge("busy", 10.0)
+    assert counters.is_least_served("gone", 0.0) and not counters.is_least_served("busy", 0.0)
+    counters.leave("gone", 5.0)
+    assert not counters.is_least_served("busy", 5.0 + EXPECTED_BACK_S)
+    assert counters.is_least_served("busy", 5.1 + EXPECTED_BACK_S)
 
 
 @given(

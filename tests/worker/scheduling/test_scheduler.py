@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from services.worker.request import RELEASED_BLOCK, Request
 from services.worker.scheduling.policies import (
+    EXPECTED_BACK_S,
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     ServiceCounters,
@@ -386,3 +387,34 @@ def test_a_tenant_that_comes_late_is_not_kept_waiting_by_a_flood() -> None:
     while "late" not in stage.finished:
         stage.step()
     assert stage.now <= 10 + 12
+
+
+def test_the_last_places_are_for_the_tenant_that_was_served_least() -> None:
+    """It finds one at once in a batch that another keeps full; alone, a tenant has all of them."""
+    counters = ServiceCounters()
+    bounds = {"max_running": 16, "max_step_tokens": 64}
+    stage = Stage(400, (None,), fair(counters), counters, prefix_cache=False, **bounds)
+    stage.submit(*(make_request(f"flood{i}", 2, 20, tenant="flood") for i in range(60)))
+    stage.step()
+    assert stage.scheduler.num_running == 16
+    stage.submit(make_request("late", 2, 4, tenant="late"))
+    while "late" not in stage.finished:
+        stage.step()
+    for _ in range(4):
+        stage.step()
+    assert stage.scheduler.num_running == 14
+    stage.submit(make_request("again", 2, 4, tenant="late"))
+    assert "again" in [row.request.request_id for row in stage.step().rows]
+    stage.scheduler.remove("again", stage.now)
+    stage.now += EXPECTED_BACK_S
+    stage.step()
+    assert stage.scheduler.num_running == 16
+
+
+def test_tenants_that_all_have_more_leave_no_place_empty() -> None:
+    counters = ServiceCounters()
+    bounds = {"max_running": 16, "max_step_tokens": 64}
+    stage = Stage(400, (None,), fair(counters), counters, prefix_cache=False, **bounds)
+    stage.submit(*(make_request(f"{i}", 2, 5 + i % 7, tenant="ab"[i % 2]) for i in range(120)))
+    while {request.tenant for request in stage.scheduler.waiting} == {"a", "b"}:
+        assert len(stage.step().rows) == 16
