@@ -6,21 +6,16 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import pytest
-from prometheus_client.metrics import MetricWrapperBase
 
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
 from services.common import env
-from services.gateway import metrics as gateway_metrics
-from services.registry import metrics as registry_metrics
 from services.simulate import flags as simulate
 from services.up import flags as up
-from services.worker import metrics as worker_metrics
-from services.worker.status import StatusBoard
+from tests.metrics import exported
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -127,12 +122,7 @@ def test_reasons_of_errors_are_explained_and_no_others() -> None:
 
 
 def test_every_metric_is_in_the_reference_and_no_others() -> None:
-    ours = (vars(module).values() for module in (gateway_metrics, registry_metrics, worker_metrics))
-    families = [
-        *(m.describe()[0] for m in chain(*ours) if isinstance(m, MetricWrapperBase)),
-        *worker_metrics.AdapterCollector(StatusBoard(), 1).collect(),
-    ]
-    served = {family.name + "_total" * (family.type == "counter") for family in families}
+    served = {metric.name + "_total" * (metric.kind == "counter") for metric in exported()}
     document = (ROOT / "docs" / "reference.md").read_text()
     assert served == set(re.findall(r"`((?:vllm:|loraplex_[a-z]+_)[a-z0-9_]+)`", document))
 

@@ -72,13 +72,11 @@ def build_runner(
         max_num_tokens: the most positions of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
-        overlap: whether steps run beside their caller (see `steps`).
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        executors: of copies and of packing (see `AdapterLoader`).
+        overlap, executors: see `StepOrder` and `AdapterLoader`.
 
-    Raises:
-        LoraplexError: naming the file, field or setting that is wrong.
+    Raises: LoraplexError naming the file, field or setting that is wrong.
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
@@ -100,13 +98,12 @@ def build_runner(
     )
     host = _host_tier(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
-    values = SiteValues(sites, layout, torch_device)
-    packer = Packer(ModuleReader(geometry, sites.table, max_lora_rank), layout, values)
+    reader = ModuleReader(geometry, sites.table, max_lora_rank)
+    packer = Packer(reader, layout, SiteValues(sites, layout, torch_device))
     loader = AdapterLoader(adapters, packer, executors)
-    arithmetic = operators.name + "-int8" * layout.int8
-    info = _model_info(config, geometry, torch_device, torch_dtype, arithmetic)
+    info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
     limits = max_resident, max_lora_rank, max_num_tokens
-    batches = _batch_maker(model, operators, kv, adapters, limits, layout)
+    batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
 
@@ -143,8 +140,9 @@ def _batch_maker(
     operators: Operators,
     kv: KvBuffer,
     adapters: AdapterWeights,
-    limits: tuple[int, int, int],
     layout: AdapterLayout,
+    device: torch.device,
+    limits: tuple[int, int, int],
 ) -> BatchMaker:
     """`limits` = max_resident, max_lora_rank, max_num_tokens."""
     is_native = isinstance(operators, NativeOperators)
@@ -152,7 +150,7 @@ def _batch_maker(
         kv,
         model.ropes,
         adapters.table,
-        device=kv.arena.data.device,
+        device,
         max_num_tokens=limits[2],
         make_metadata=operators.make_metadata,
         records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
@@ -202,18 +200,20 @@ def _weights(
 
 def _model_info(
     config: ModelConfig,
+    layout: AdapterLayout,
     geometry: Geometry,
     device: torch.device,
     dtype: torch.dtype,
-    operators: str,
+    operators: Operators,
 ) -> ModelInfo:
+    arithmetic = operators.name + "-int8" * layout.int8
     return ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
-        numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, operators),
+        numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,
     )

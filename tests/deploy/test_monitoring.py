@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client import REGISTRY
-from prometheus_client.metrics import MetricWrapperBase
 
-from services.gateway import metrics as gateway_metrics
-from services.worker import metrics as worker_metrics
-from services.worker.status import StatusBoard
 from tests.deploy.kustomize import containers, render
+from tests.metrics import exported
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MONITORING = DEPLOY / "monitoring"
@@ -36,16 +33,11 @@ def _asked() -> dict[str, list[str]]:
 
 
 def _served() -> set[str]:
-    """Names of series of a gateway and a worker, and those of any process."""
-    ours = [*vars(gateway_metrics).values(), *vars(worker_metrics).values()]
-    families = [
-        *(metric.describe()[0] for metric in ours if isinstance(metric, MetricWrapperBase)),
-        *worker_metrics.AdapterCollector(StatusBoard(), 1).collect(),
-        *(family for family in REGISTRY.collect() if family.name.startswith("process_")),
-    ]
-    return {
-        family.name + suffix for family in families for suffix in SUFFIXES.get(family.type, [""])
-    } | {"up"}
+    """Names of series of our services, and those of any process."""
+    process = [family for family in REGISTRY.collect() if family.name.startswith("process_")]
+    named = [(metric.name, metric.kind) for metric in exported()]
+    named += [(family.name, family.type) for family in process]
+    return {name + suffix for name, kind in named for suffix in SUFFIXES.get(kind, [""])} | {"up"}
 
 
 @pytest.mark.parametrize(("place", "expressions"), _asked().items())
@@ -57,12 +49,7 @@ def test_every_series_asked_for_is_served(place: str, expressions: list[str]) ->
 
 def test_labels_asked_for_are_those_of_the_metrics() -> None:
     of_targets = {"namespace", "pod", "le"}
-    ours = [*vars(gateway_metrics).values(), *vars(worker_metrics).values()]
-    labels = {
-        metric.describe()[0].name: {*metric._labelnames}
-        for metric in ours
-        if isinstance(metric, MetricWrapperBase)
-    }
+    labels = {metric.name: metric.labels for metric in exported()}
     for expression in (one for several in _asked().values() for one in several):
         grouped = re.findall(r"by \(([^)]*)\) \((?:rate\(|deriv\()?([\w:]+)", expression)
         for words, series in grouped:
