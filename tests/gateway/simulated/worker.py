@@ -290,11 +290,10 @@ class SimulatedWorker:
         prefill = 0
         ready = {row: self._adapters_at(row) for row in self._waiting}
         able = [row for row, at_s in ready.items() if at_s <= now_s]
-        fewest = self.speed.batch - kept_places(self.speed.batch)
-        while able and len(self._running) < self.speed.batch:
+        while able and (num_free := self.speed.batch - len(self._running)) > 0:
             row = min(able, key=lambda row: self._served.served[row.request.tenant])
             is_least = self._served.is_least_served(row.request.tenant, now_s)
-            if len(self._running) >= fewest and not is_least:
+            if num_free <= kept_places(self.speed.batch) and not is_least:
                 break
             able.remove(row)
             self._waiting.remove(row)
@@ -391,9 +390,8 @@ class SimulatedWorker:
         status.load.queued_tokens = self.queued_tokens
         status.load.step_s = self._step_s
         status.load.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
-        now_s = self._now()
         for digest, at_s in self._slots.items():
-            there = at_s <= now_s
+            there = at_s <= self._now()
             tier = worker_pb2.ADAPTER_TIER_DEVICE if there else worker_pb2.ADAPTER_TIER_LOADING
             status.adapters.add(digest=digest, tier=tier)
         return status
