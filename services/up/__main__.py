@@ -31,6 +31,13 @@ def _run(config: flags.UpConfig) -> int:
     for warning in env.unknown_variables(os.environ):
         logger.warning(warning)
     state = StateDir(config.state_dir)
+    try:
+        return _supervise(config, state)
+    finally:
+        state.release()
+
+
+def _supervise(config: flags.UpConfig, state: StateDir) -> int:
     addresses = addresses_of(choose_ports(config.doors))
     specs = child_specs(config, addresses, state, os.environ)
     scheme = "http" if env.HTTP_CERT.read(os.environ) is None else "https"
@@ -52,8 +59,6 @@ def _run(config: flags.UpConfig) -> int:
     except ChildFailed as error:
         print(f"loraplex up: {error.message}", file=sys.stderr)
         return error.exit_code
-    finally:
-        state.release()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -50,7 +51,9 @@ class StateDir:
         return self.path / "cache"
 
     def release(self) -> None:
-        """Give the lock back; the file stays."""
+        """Give the lock back; the file stays. Sockets that lie elsewhere go, with their folder."""
+        if self.sockets.parent != self.path:
+            shutil.rmtree(self.sockets, ignore_errors=True)
         self._lock.close()
 
 

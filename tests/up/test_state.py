@@ -44,6 +44,7 @@ def test_sockets_are_private_with_short_paths(tmp_path: Path) -> None:
         assert stat.S_IMODE(state.sockets.stat().st_mode) == 0o700
         assert len(os.fsencode(state.sockets / "worker-63.sock")) <= 100
         state.release()
+        assert state.sockets.exists() == (state.sockets.parent == folder), "nothing stays elsewhere"
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
