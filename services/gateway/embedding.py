@@ -9,8 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from services.gateway.generation import Generation, Prepared
+from services.gateway.generation import Generation
 from services.gateway.pooling import normalizes
+from services.gateway.prepared import Prepared
 from services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
 
 NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)

@@ -20,11 +20,12 @@ from services.gateway.convert import (
     prompt_from_wire,
 )
 from services.gateway.embedding import embed_all
-from services.gateway.generation import Generation, Prepared
+from services.gateway.generation import Generation
 from services.gateway.metrics import REQUESTS
 from services.gateway.openai.calls import beginning_hash
 from services.gateway.openai.errors import with_names
 from services.gateway.openai.models import model_id
+from services.gateway.prepared import Prepared
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,

@@ -23,7 +23,7 @@ from loraplex.errors import LoraplexError, codes_of
 from services.common.callers import LOCAL, Caller
 from services.gateway.chat_style import overridden
 from services.gateway.embedding import embed_all
-from services.gateway.generation import Generation, Pieces, Prepared, interleaved
+from services.gateway.generation import Generation, Pieces, interleaved
 from services.gateway.keyring import KeyRing, require_admin
 from services.gateway.metrics import REQUESTS
 from services.gateway.openai.call_grammar import call_grammar
@@ -38,6 +38,7 @@ from services.gateway.openai.idempotency import Idempotency
 from services.gateway.openai.models import list_models, show_model
 from services.gateway.openai.printing import Collected, Head, Printer, headers_of
 from services.gateway.openai.sse import EventStream, until_gone
+from services.gateway.prepared import Prepared
 from services.gateway.request import Piece
 from services.gateway.resolve import Resolver
 from services.gateway.scoring import score_all

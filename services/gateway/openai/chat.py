@@ -7,13 +7,13 @@ from typing import Any
 
 from services.gateway.chat_style import ChatStyle
 from services.gateway.detokenize import whole_text
-from services.gateway.generation import Prepared
 from services.gateway.openai.calls import OpenAICall
 from services.gateway.openai.logprobs import chat_logprobs
 from services.gateway.openai.printing import Head, prompt_id_fields, token_id_fields
 from services.gateway.openai.readers import reader_of
 from services.gateway.openai.reply import Reply
 from services.gateway.openai.tool_reader import CallDelta, Delta
+from services.gateway.prepared import Prepared
 from services.gateway.request import FinishReason, Piece
 
 _CHUNK = "chat.completion.chunk"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.gateway.generation import Prepared
 from services.gateway.openai.calls import OpenAICall
+from services.gateway.prepared import Prepared
 from services.gateway.request import Piece, Target
 
 

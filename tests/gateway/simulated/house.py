@@ -18,7 +18,8 @@ from services.gateway.concurrency import Concurrency
 from services.gateway.convert import job_to_wire, tokens_from_wire
 from services.gateway.fleet import Fleet
 from services.gateway.gate import Gate
-from services.gateway.generation import Generation, Prepared
+from services.gateway.generation import Generation
+from services.gateway.prepared import Prepared
 from services.gateway.rates import Rates
 from services.gateway.relay import Relay
 from services.gateway.request import GenerateCall, Piece
