@@ -26,3 +26,8 @@ def must_widen(dtype: torch.dtype) -> bool:
     """Whether operands become float32 right after each load: the interpreter keeps bfloat16 as
     raw bits, which only loads, stores and conversions understand."""
     return INTERPRETING and dtype is torch.bfloat16
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below `number`, which is above 0."""
+    return 1 << (number - 1).bit_length()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.attention import triton_kernels as kernels
-from services.worker.kernels.launch import must_widen
+from services.worker.kernels.launch import must_widen, power_of_two
 
-TILE_WORDS = 4
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
 
@@ -35,12 +34,12 @@ class HeadShape:
     @property
     def block_shared(self) -> int:
         """The same as a power of two."""
-        return _power_of_two(self.num_shared)
+        return power_of_two(self.num_shared)
 
     @property
     def block_dim(self) -> int:
         """Head dimension as a power of two that products accept."""
-        return max(16, _power_of_two(self.head_dim))
+        return max(16, power_of_two(self.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +191,6 @@ def append(k: Tensor, v: Tensor, planes: tuple[Tensor, Tensor], places: Tensor) 
         planes[0].stride(0),
         TOKENS=num_tokens,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=_power_of_two(head_dim),
+        BLOCK_DIM=power_of_two(head_dim),
         num_warps=1,
     )
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

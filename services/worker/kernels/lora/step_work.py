@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from services.worker.kernels.launch import power_of_two
 from services.worker.kernels.lora import triton_work
 from services.worker.kernels.lora.device_records import float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
@@ -75,8 +76,3 @@ def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
     words += [(0, 0, 0, 0)] * (max_runs - len(words))
     table = torch.tensor(words, dtype=torch.int32)
     return table.pin_memory() if torch.cuda.is_available() else table
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that is not below."""
-    return 1 << max(0, number - 1).bit_length()
