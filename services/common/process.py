@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
-from services.common import env
+from services.common import env, variables
 from services.common.log import setup_logging
 from services.common.stacks import print_stacks_on_signal
 
@@ -46,7 +46,7 @@ def run_service(
     ).parse_args(argv)
     try:
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
-        for warning in env.unknown_variables(os.environ):
+        for warning in variables.unknown_variables(os.environ):
             logging.getLogger(f"services.{service}").warning(warning)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(serve))
@@ -67,8 +67,8 @@ async def _serve(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def _variables(service: str) -> str:
     """The variables that the service reads, each with its default and meaning."""
     lines = ["variables:"]
-    for knob in env.read_by(service):
-        default = env.shown(knob.default)
+    for knob in variables.read_by(service):
+        default = variables.shown(knob.default)
         lines.append(f"  {knob.name}" + (f" [{default}]" if default else ""))
         lines += textwrap.wrap(knob.doc, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

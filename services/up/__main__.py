@@ -7,7 +7,7 @@ import os
 import sys
 
 from loraplex.errors import LoraplexError, codes_of
-from services.common import env
+from services.common import env, variables
 from services.common.log import setup_logging
 from services.up import flags
 from services.up.ports import choose_ports
@@ -28,7 +28,7 @@ def main() -> int:
 
 def _run(config: flags.UpConfig) -> int:
     setup_logging("up", config.log_level, config.log_format)
-    for warning in env.unknown_variables(os.environ):
+    for warning in variables.unknown_variables(os.environ):
         logger.warning(warning)
     state = StateDir(config.state_dir)
     try:

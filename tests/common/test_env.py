@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common import env
+from services.common import env, variables
 from services.common.knob import Knob
 
 
 def test_no_name_looks_like_what_kubernetes_injects() -> None:
-    for name in env.known_names():
+    for name in variables.known_names():
         assert name.startswith("LORAPLEX_")
         assert not name.endswith(("_PORT", "_HOST")), name
 
@@ -74,7 +74,7 @@ def test_missing_secret_file_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_variable_is_reported_with_the_nearest_known_one() -> None:
-    [warning] = env.unknown_variables({"LORAPLEX_KV_MEMROY": "1", "PATH": "/bin"})
+    [warning] = variables.unknown_variables({"LORAPLEX_KV_MEMROY": "1", "PATH": "/bin"})
     assert "LORAPLEX_KV_MEMROY" in warning
     assert warning.endswith("LORAPLEX_KV_MEMORY")
 
@@ -91,8 +91,8 @@ def test_unknown_variable_is_reported_with_the_nearest_known_one() -> None:
     ],
 )
 def test_service_links_are_ignored(name: str) -> None:
-    assert env.unknown_variables({name: "tcp://10.0.0.1:80"}) == []
+    assert variables.unknown_variables({name: "tcp://10.0.0.1:80"}) == []
 
 
 def test_known_names_are_not_reported() -> None:
-    assert env.unknown_variables(dict.fromkeys(env.known_names(), "x")) == []
+    assert variables.unknown_variables(dict.fromkeys(variables.known_names(), "x")) == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.common.env import markdown_table
+from services.common.variables import markdown_table
 
 README = Path(__file__).parents[2] / "README.md"
 

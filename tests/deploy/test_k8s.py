@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from services.common import env
+from services.common import env, variables
 from services.common.objects.file import FileStore
 from services.gateway import config as gateway_config
 from services.gateway import metrics as gateway_metrics
@@ -108,7 +108,7 @@ def test_every_shared_setting_is_a_known_variable(overlay: Path) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_reads_every_setting_of_its_own(overlay: Path, name: str) -> None:
-    read = {knob.name for knob in env.read_by(name)}
+    read = {knob.name for knob in variables.read_by(name)}
     own = {var["name"] for var in _container(render(overlay), name)["env"]}
     assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
 

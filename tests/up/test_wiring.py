@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common import env
+from services.common import env, variables
 from services.up.flags import DOORS, Door, parse
 from services.up.state import StateDir
 from services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
@@ -55,7 +55,7 @@ def test_children_find_each_other(state: StateDir) -> None:
 
 def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
     for spec in _specs(state, ["--kv-memory", "24MiB"], {}).values():
-        assert env.unknown_variables(spec.environ) == []
+        assert variables.unknown_variables(spec.environ) == []
         for knob in env.ALL_KNOBS:
             knob.read(spec.environ)
 

@@ -1,0 +1,58 @@
+"""The variables of `env.py` taken together: what each service reads, and what nobody does."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from services.common import env
+from services.common.knob import Knob
+
+_SERVICE_LINK = re.compile(
+    r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
+    r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)$"
+)
+
+
+def known_names() -> set[str]:
+    """Every variable that some service reads."""
+    files = {f"{knob.name}_FILE" for knob in env.ALL_KNOBS if knob.secret}
+    return files | {knob.name for knob in env.ALL_KNOBS}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One warning for each LORAPLEX_* variable that nobody reads.
+
+    Names shaped like the service links that Kubernetes injects are left out.
+    """
+    known = known_names()
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith("LORAPLEX_") or name in known or _SERVICE_LINK.search(name):
+            continue
+        nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+        warnings.append(f"unknown variable {name} is ignored; the nearest known one is {nearest}")
+    return warnings
+
+
+def markdown_table() -> str:
+    """The table of the README, which a test compares with this one."""
+    rows = ["| variable | default | read by | meaning |", "|---|---|---|---|"]
+    for knob in env.ALL_KNOBS:
+        name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")
+        default = shown(knob.default)
+        rows.append(f"| {name} | {default and f'`{default}`'} | {knob.readers} | {knob.doc} |")
+    return "\n".join(rows)
+
+
+def read_by(service: str) -> list[Knob[object]]:
+    """The variables that a service reads, in the order of the table."""
+    return [knob for knob in env.ALL_KNOBS if {service, "all"} & set(knob.readers.split())]
+
+
+def shown(default: object) -> str:
+    """A default as text; "" where there is none."""
+    if default is None or default == "" or default == ():
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default).lower()
