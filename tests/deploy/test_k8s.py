@@ -10,19 +10,17 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from prometheus_client.metrics import MetricWrapperBase
 
 from services.common import env, variables
 from services.common.objects.file import FileStore
 from services.gateway import config as gateway_config
-from services.gateway import metrics as gateway_metrics
 from services.registry import config as registry_config
 from services.registry.auth import door_auth
 from services.registry.keys import Keys
 from services.worker import config as worker_config
-from services.worker import metrics as worker_metrics
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render
+from tests.metrics import exported
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
@@ -151,9 +149,7 @@ async def test_the_throw_away_secrets_are_such_as_services_take(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["prod-gpu", MTLS])
 def test_autoscalers_read_metrics_that_are_served(name: str) -> None:
-    ours = [*vars(gateway_metrics).values(), *vars(worker_metrics).values()]
-    metrics_served = [value for value in ours if isinstance(value, MetricWrapperBase)]
-    served = {metric.describe()[0].name.replace(":", "_") for metric in metrics_served}
+    served = {metric.name.replace(":", "_") for metric in exported()}
     documents = render(K8S / "overlays" / name)
     scalers = [doc for doc in documents if doc["kind"] == "HorizontalPodAutoscaler"]
     metrics = [metric for scaler in scalers for metric in scaler["spec"]["metrics"]]
