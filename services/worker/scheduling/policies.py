@@ -2,7 +2,9 @@
 
 A policy maps a request to a sort key, least first. It orders, it never drops: whatever comes
 first is admitted first if there is room. Within a tenant and adapter set the order is always by
-priority, then arrival, and keys must agree with that.
+priority, then arrival, and keys must agree with that. The first two parts of a key, priority and
+another, are the same for all requests of a tenant and priority; while a request waits its key may
+rise, and falls only under a policy that says so (`keys_fall`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def arrival_key(request: Request) -> tuple[int, float]:
 
 def first_come(request: Request, view: QueueView) -> SortKey:
     """By priority, then by arrival."""
-    return arrival_key(request)
+    return (request.priority, 0, request.arrival_s)
 
 
 def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Policy:
@@ -53,11 +55,12 @@ def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Po
 
     def key(request: Request, view: QueueView) -> SortKey:
         if len(view.in_use) < max_distinct or view.num_waiting < min_queue * view.num_running:
-            return (request.priority, 0, request.arrival_s)
+            return (request.priority, 0, 0, request.arrival_s)
         aged = view.now - request.arrival_s >= max_age_s
         here = all(digest in view.in_use for digest in request.adapters.digests)
-        return (request.priority, 0 if aged else 1 if here else 2, request.arrival_s)
+        return (request.priority, 0, 0 if aged else 1 if here else 2, request.arrival_s)
 
+    key.keys_fall = True  # type: ignore[attr-defined]
     return key
 
 

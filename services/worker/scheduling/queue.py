@@ -1,10 +1,8 @@
 """The waiting requests, so kept that a step costs what changed and not what waits.
 
-Requests of one tenant for one adapter set form a flow: whatever makes the first of them wait, an
-adapter that is not here above all, makes all of them wait. So a step looks at the first request
-of a flow, and further only into those that it takes from. Flows stand in a heap from step to step,
-each by the key that it had when it was looked at last; where keys only rise, a step looks at those
-flows alone whose old key comes before what it takes.
+Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
+them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
+first request of a flow, and further only into those that it takes from; `flows.py` says which.
 """
 
 from __future__ import annotations
@@ -12,29 +10,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 
 from services.worker.request import AdapterSet, Request
+from services.worker.scheduling.flows import Bounds, Entry, Flow, Group
 from services.worker.scheduling.policies import Policy, QueueView, SortKey
 
-Entry = tuple[int, float, int, Request]
-"""Priority, arrival, number: sorts a flow, and never compares requests."""
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """Requests of one tenant for one adapter set, the first to be served first."""
-
-    entries: list[Entry] = field(default_factory=list)
-    is_seen: bool = False
-    """By the latest walk, which has taken it out of the heap."""
-
-
-Bound = tuple[SortKey, int, Flow]
-"""No more than the key of the flow's first request; a number; the flow."""
-Place = tuple[SortKey, int, int, Flow]
-"""Key and number of a request, its index in its flow, and that flow."""
+Place = tuple[SortKey, int, int, Flow | Group]
+"""In a walk: key and number of a request, its index in its flow, and that flow; or what no key of
+the flows left in a group is below, and that group."""
 
 
 class WaitingQueue:
@@ -42,13 +26,9 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._flows: dict[tuple[str, AdapterSet], Flow] = {}
-        self._bounds: list[Bound] = []
-        """A heap in which each flow stands at least once, but for those that the latest walk saw.
-        What stands there twice, or is empty by now, is dropped when it comes up."""
-        self._seen: list[Flow] = []
-        """By the latest walk."""
-        self._num_bounds = 0
+        self._flows: dict[tuple[str, int, AdapterSet], Flow] = {}
+        self._groups: dict[tuple[str, int], Group] = {}
+        self._bounds = Bounds()
         self._adapters: Counter[str] = Counter()
         self._num_pushed = 0
         self.num_tokens = 0
@@ -73,22 +53,25 @@ class WaitingQueue:
         """Requests that use this adapter."""
         if digest not in self._adapters:
             return []
-        flows = [f for (_, adapters), f in self._flows.items() if digest in adapters.digests]
+        flows = [f for (*_, adapters), f in self._flows.items() if digest in adapters.digests]
         return [entry[-1] for flow in flows for entry in flow.entries]
 
     def push(self, request: Request) -> None:
         """Queue a request; its place follows from its priority and arrival."""
         assert request.request_id not in self._entries, request.request_id
         self._num_pushed += 1
-        entry = (request.priority, request.arrival_s, self._num_pushed, request)
+        entry = (request.arrival_s, self._num_pushed, request)
         self._entries[request.request_id] = entry
         self._adapters.update(request.adapters.digests)
         self.num_tokens += request.num_tokens
-        key = (request.tenant, request.adapters)
-        flow = self._flows.setdefault(key, Flow())
+        key = (request.tenant, request.priority, request.adapters)
+        if (flow := self._flows.get(key)) is None:
+            group = self._groups.setdefault(key[:2], Group())
+            group.num_flows += 1
+            flow = self._flows[key] = Flow(group)
         insort(flow.entries, entry)
         if flow.entries[0] is entry:
-            self._bound(flow, ())
+            self._bounds.add(flow)
 
     def pop(self, request_id: str) -> Request | None:
         """Take a request out; None when it does not wait."""
@@ -101,42 +84,28 @@ class WaitingQueue:
             if not self._adapters[digest]:
                 del self._adapters[digest]
         self.num_tokens -= request.num_tokens
-        flow = self._flows[request.tenant, request.adapters]
+        key = (request.tenant, request.priority, request.adapters)
+        flow = self._flows[key]
         del flow.entries[bisect_left(flow.entries, entry)]
         if not flow.entries:
-            del self._flows[request.tenant, request.adapters]
+            del self._flows[key]
+            flow.group.num_flows -= 1
+            if not flow.group.num_flows:
+                del self._groups[key[:2]]
         return request
 
     def walk(self, policy: Policy, view: QueueView) -> Walk:
-        """The requests in the order of `policy`. Ends the walk before it.
-
-        Keys of a policy may rise from walk to walk and within one, never fall, unless it says that
-        they do (`keys_fall`): then all flows are looked at anew.
-        """
-        for flow in self._seen:
-            flow.is_seen = False
-            if flow.entries:
-                self._bound(flow, policy(flow.entries[0][-1], view))
-        self._seen = []
-        if getattr(policy, "keys_fall", False) or len(self._bounds) > 2 * len(self._flows) + 16:
-            self._bounds = []
+        """The requests in the order of `policy`. Ends the walk before it."""
+        self._bounds.look_back(policy, view)
+        if self._bounds.is_crowded(len(self._flows)):
+            self._bounds = Bounds()
+            for group in self._groups.values():
+                group.bounds.clear()
             for flow in self._flows.values():
-                self._bound(flow, policy(flow.entries[0][-1], view))
-        return Walk(self._next_flow, policy, view)
-
-    def _bound(self, flow: Flow, key: SortKey) -> None:
-        self._num_bounds += 1
-        heapq.heappush(self._bounds, (key, self._num_bounds, flow))
-
-    def _next_flow(self, key: SortKey | None) -> Flow | None:
-        """Take out a flow whose first request may come before, or along with, `key`; None = any."""
-        while self._bounds and (key is None or self._bounds[0][0] <= key):
-            flow = heapq.heappop(self._bounds)[-1]
-            if flow.entries and not flow.is_seen:
-                flow.is_seen = True
-                self._seen.append(flow)
-                return flow
-        return None
+                self._bounds.add(flow)
+        if getattr(policy, "keys_fall", False):
+            return Walk(Bounds(), policy, view, self._flows.values())
+        return Walk(self._bounds, policy, view)
 
     def check_integrity(self) -> None:
         """Assert that counters and flows agree with the requests."""
@@ -145,25 +114,27 @@ class WaitingQueue:
         assert self.num_tokens == sum(request.num_tokens for request in self)
         assert self._adapters == Counter(d for r in self for d in r.adapters.digests)
         assert all(flow.entries == sorted(flow.entries) for flow in self._flows.values())
-        bounded = {id(flow) for *_, flow in self._bounds}
-        assert all(f.is_seen or id(f) in bounded for f in self._flows.values()), "a flow is lost"
+        for flow in self._flows.values():
+            group = flow.group
+            assert flow.is_seen or any(flow is other for *_, other in group.bounds), "flow lost"
+            assert group.is_seen or group in self._bounds, "group lost"
+        flows = Counter(key[:2] for key in self._flows)
+        assert flows == {key: group.num_flows for key, group in self._groups.items()}
 
 
 class Walk:
     """One pass over the queue. The request it stands at may be popped meanwhile."""
 
     def __init__(
-        self,
-        next_flow: Callable[[SortKey | None], Flow | None],
-        policy: Policy,
-        view: QueueView,
+        self, bounds: Bounds, policy: Policy, view: QueueView, flows: Collection[Flow] = ()
     ) -> None:
-        """`next_flow`: the next whose first request may come before a key; None = no such flow."""
-        self._next_flow = next_flow
+        """`flows`: those to look at anyway."""
+        self._bounds = bounds
         self._policy = policy
         self._view = view
-        self._heap: list[Place] = []
-        """Of the flows seen so far, where it stands in each."""
+        self._heap: list[Place] = [self._place(flow, 0) for flow in flows]
+        heapq.heapify(self._heap)
+        self._num_groups = 0
         self._last: tuple[Flow, int, Entry] | None = None
 
     def skip_flow(self) -> None:
@@ -176,18 +147,29 @@ class Walk:
     def __next__(self) -> Request:
         self._advance()
         while True:
-            while flow := self._next_flow(self._heap[0][0] if self._heap else None):
-                heapq.heappush(self._heap, self._place(flow, 0))
+            while group := self._bounds.next_group(self._heap[0][0] if self._heap else None):
+                self._line_up(group)
             if not self._heap:
                 raise StopIteration
-            key, _, index, flow = heapq.heappop(self._heap)
-            place = self._place(flow, index)
+            key, _, index, stop = heapq.heappop(self._heap)
+            if isinstance(stop, Group):
+                if (flow := self._bounds.next_flow(stop)) is not None:
+                    heapq.heappush(self._heap, self._place(flow, 0))
+                    self._line_up(stop)
+                continue
+            place = self._place(stop, index)
             if place[0] > key:
                 heapq.heappush(self._heap, place)
                 continue
-            entry = flow.entries[index]
-            self._last = (flow, index, entry)
+            entry = stop.entries[index]
+            self._last = (stop, index, entry)
             return entry[-1]
+
+    def _line_up(self, group: Group) -> None:
+        """What is left of a group; before all requests that have the same key."""
+        if (bound := self._bounds.bound_of(group, self._policy, self._view)) is not None:
+            self._num_groups += 1
+            heapq.heappush(self._heap, (bound, -1, self._num_groups, group))
 
     def _advance(self) -> None:
         """Line up the next request of the flow that the last one came from."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.request import AdapterSet, Request, SamplingParams
-from services.worker.scheduling.policies import QueueView, first_come
+from services.worker.scheduling.policies import Policy, QueueView, first_come
 from services.worker.scheduling.queue import WaitingQueue
 
 VIEW = QueueView(0.0, ())
@@ -26,16 +28,19 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = WaitingQueue()
         self.model: dict[str, Request] = {}
         self.count = 0
+        self.served: Counter[str] = Counter()
 
-    def in_order(self) -> list[str]:
-        by_key = sorted(
-            self.model.values(),
-            key=lambda r: (r.priority, r.arrival_s, int(r.request_id)),
-        )
+    def rising(self, request: Request, view: QueueView) -> tuple[float, ...]:
+        """Like `fair`: by what the tenant was served, then the adapter."""
+        own = self.served[request.tenant + request.adapters.digests[0]]
+        return (request.priority, self.served[request.tenant], own, request.arrival_s)
+
+    def in_order(self, policy: Policy) -> list[str]:
+        by_key = sorted(self.model.values(), key=lambda r: (policy(r, VIEW), int(r.request_id)))
         return [request.request_id for request in by_key]
 
     @rule(
-        digest=st.sampled_from(["", "a", "b"]),
+        digest=st.sampled_from(["a", "b", "c"]),
         tenant=st.sampled_from("tu"),
         priority=st.integers(0, 1),
         delay_s=st.sampled_from([0.0, 1.0]),
@@ -59,16 +64,23 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.pop(request_id) is self.model.pop(request_id)
         assert self.queue.pop(request_id) is None
 
-    @rule(taken=st.sets(st.integers(0, 20)))
-    def walk(self, taken: set[int]) -> None:
-        """The whole order is seen, whatever is taken on the way."""
-        expected, seen = self.in_order(), []
-        for index, request in enumerate(self.queue.walk(first_come, VIEW)):
+    @rule(tenant=st.sampled_from("tu"), digest=st.sampled_from("abc"), cost=st.integers(1, 5))
+    def charge(self, tenant: str, digest: str, cost: int) -> None:
+        self.served[tenant] += cost
+        self.served[tenant + digest] += cost
+
+    @rule(taken=st.sets(st.integers(0, 20)), num_seen=st.integers(1, 30))
+    def walk(self, taken: set[int], num_seen: int) -> None:
+        """The order is seen, whatever is taken on the way and wherever the walk ends."""
+        expected, seen = self.in_order(self.rising), []
+        for index, request in enumerate(self.queue.walk(self.rising, VIEW)):
             seen.append(request.request_id)
             if index in taken:
                 self.queue.pop(request.request_id)
                 del self.model[request.request_id]
-        assert seen == expected
+            if len(seen) == num_seen:
+                break
+        assert seen == expected[: len(seen)] and len(seen) == min(num_seen, len(expected))
 
     @rule(digest=st.sampled_from(["a", "b"]))
     def needing(self, digest: str) -> None:
@@ -98,17 +110,24 @@ def test_a_skipped_flow_is_not_seen_again_in_the_walk() -> None:
     assert seen == ["0", "1", "2"]
 
 
-def test_a_walk_computes_keys_of_flows_and_not_of_all_that_wait() -> None:
+def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> None:
     queue = WaitingQueue()
     for index in range(1000):
-        queue.push(make_request(f"{index}", f"{index % 3}", arrival_s=float(index)))
+        request = make_request(f"{index}", f"{index % 50}", tenant=f"{index % 7}")
+        request.arrival_s = float(index)
+        queue.push(request)
+    served: Counter[str] = Counter()
     num_keys = 0
 
     def counting(request: Request, view: QueueView) -> tuple[float, ...]:
         nonlocal num_keys
         num_keys += 1
-        return first_come(request, view)
+        return (request.priority, served[request.tenant], request.arrival_s)
 
-    walk = queue.walk(counting, VIEW)
-    assert next(walk).request_id == "0"
-    assert num_keys == 3 + 1
+    assert next(queue.walk(counting, VIEW)).request_id == "0"
+    num_keys = 0
+    for number in range(100):  # all tenants are served alike
+        served.update(f"{tenant}" for tenant in range(7))
+        assert next(queue.walk(counting, VIEW)).request_id == f"{number}"
+        queue.pop(f"{number}")
+    assert num_keys < 100 * 4 * 7
