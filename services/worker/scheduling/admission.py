@@ -23,22 +23,24 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
 
     Source: S-LoRA's released scheduler (memory admission), in blocks and with KV groups.
     """
-    by_left = sorted(
-        ((r.max_num_tokens - r.num_tokens, r.num_tokens) for r in requests), reverse=True
-    )
+    size = layout.tokens_per_block
+    caps = [layout.window_cap(window) for window in layout.windows if window is not None]
+    num_full = layout.num_groups - len(caps)
+    by_left = sorted(((r.sampling.max_tokens - len(r.output_ids), r) for r in requests), key=_left)
     peak = known = most = 0
-    for count, (left, num_tokens) in enumerate(by_left, start=1):
+    for count, (left, request) in enumerate(reversed(by_left), start=1):
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
         known += num_tokens
-        most += layout.max_blocks(num_tokens + left)
-        tokens = known + count * left
-        peak = max(peak, min(_blocks(layout, tokens, count), most))
+        own = -(-(num_tokens + left) // size)
+        most += num_full * own
+        whole = (known + count * left) // size + count
+        blocks = num_full * whole
+        for cap in caps:
+            most += min(own, cap)
+            blocks += min(whole, count * cap)
+        peak = max(peak, min(blocks, most))
     return peak
 
 
-def _blocks(layout: KvLayout, num_tokens: int, num_requests: int) -> int:
-    """Upper bound for `num_requests` sequences of `num_tokens` together."""
-    whole = num_tokens // layout.tokens_per_block + num_requests
-    return sum(
-        whole if window is None else min(whole, num_requests * layout.window_cap(window))
-        for window in layout.windows
-    )
+def _left(pair: tuple[int, Request]) -> int:
+    return pair[0]
