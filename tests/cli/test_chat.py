@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import pty
+import subprocess
+import sys
 
 import pytest
 
-from tests.cli.conftest import Command, environment
+from tests.cli.conftest import REPO, Command, environment
 
 NOBODY = "127.0.0.1:9"
+IN_A_TERMINAL = """
+import os, pty, sys
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
 
 
 @pytest.mark.parametrize(("key", "code"), [(b"\x03", 130), (b"\x04", 0)], ids=["ctrl-c", "ctrl-d"])
 def test_one_key_ends_a_chat_at_its_prompt(key: bytes, code: int) -> None:
-    argv = Command("loraplex.cli.loraplex").argv("chat", "anyone", "--gateway", NOBODY)
-    process_id, terminal = pty.fork()
-    if process_id == 0:
-        os.execve(argv[0], argv, environment())
-    shown = b""
-    while not shown.endswith(b"\n> "):
-        shown += os.read(terminal, 4096)
-    os.write(terminal, key)
-    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == code
-    os.close(terminal)
+    chat = Command("loraplex.cli.loraplex").argv("chat", "anyone", "--gateway", NOBODY)
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *chat],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(),
+        cwd=REPO,
+    ) as terminal:
+        assert terminal.stdin is not None and terminal.stdout is not None
+        shown = b""
+        while not shown.endswith(b"\n> "):
+            shown += terminal.stdout.read1()
+        terminal.stdin.write(key)
+        terminal.stdin.flush()
+        assert terminal.wait(60) == code
