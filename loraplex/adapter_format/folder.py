@@ -18,8 +18,6 @@ from loraplex.adapter_format.sentence_folder import check_pooling
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.errors import InvalidRequest, Violation
 
-CHUNK_BYTES = 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
@@ -175,10 +173,6 @@ def _is_hub_blob(link: Path) -> bool:
 
 
 def _hash_file(path: Path, name: str) -> File:
-    digest = hashlib.sha256()
-    num_bytes = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-    return File(name, num_bytes, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return File(name, file.tell(), digest.hexdigest())
