@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, count
+from loraplex.refs import parse_ref
 
 
 def add(commands: Any) -> None:
@@ -31,7 +33,9 @@ async def _fetch(args: argparse.Namespace) -> None:
         for ref in args.refs:
             fetched = await client.fetch(ref, args.workers)
             if args.json:
-                print_json(fetched)
+                named = parse_ref(fetched.ref)
+                known = {"tenant": named.tenant, "name": named.name, "version": named.version}
+                print_json(known | dataclasses.asdict(fetched))
             else:
                 workers = ", ".join(fetched.worker_ids)
                 print(f"{fetched.ref} {fetched.digest[:19]} on {workers} ({fetched.took_s:.2f} s)")

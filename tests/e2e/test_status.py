@@ -1,4 +1,4 @@
-"""What `loraplex status` and `top` show of a running stack."""
+"""What `loraplex status`, `top` and `fetch` show of a running stack."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def test_top_without_a_terminal_does_not_clear_it(stack: Stack) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "WORKER" in done.stdout
+
+
+def test_fetch_tells_what_is_loaded_and_where(stack: Stack) -> None:
+    name = ADAPTERS[1].name
+    done = _loraplex(stack, "fetch", name, "--json")
+    assert done.returncode == 0, done.stderr
+    fetched = json.loads(done.stdout)
+    shown = json.loads(stack.run_registry("show", name, "--json").stdout)
+    assert [fetched[key] for key in ("name", "version", "digest")] == [name, 1, shown["digest"]]
+    assert fetched["worker_ids"] == ["worker-0"]
+    assert _loraplex(stack, "fetch", "nobody").returncode == 7
+    assert _loraplex(stack, "fetch", BASE_ID).returncode == 2
