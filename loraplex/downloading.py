@@ -20,6 +20,8 @@ from loraplex.types import AdapterFile, AdapterVersion
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
+MAX_READ_BYTES = 1 << 20
+"""Of a small file that is read into memory."""
 _BATCH_BYTES = 2 << 20
 """Written at a time, on a thread."""
 _SYNC_BYTES = 16 << 20
@@ -181,7 +183,7 @@ async def download(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 << 20) -> bytes:
+async def read_file(channel: Channel, ref: str, path: str) -> bytes:
     """One small file of a version. Raises DataLoss where it is not what was published."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     content, sha256 = bytearray(), ""
@@ -193,8 +195,8 @@ async def read_file(channel: Channel, ref: str, path: str, max_bytes: int = 1 <<
                 sha256 = next((f.sha256 for f in message.version.files if f.path == path), "")
                 continue
             content += message.chunk.data
-            if len(content) > max_bytes:
-                raise DataLoss(f"{path} is larger than {max_bytes} bytes")
+            if len(content) > MAX_READ_BYTES:
+                raise DataLoss(f"{path} is larger than {MAX_READ_BYTES} bytes")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataLoss(f"{path} of {ref} is not what was published")
     return bytes(content)

@@ -7,7 +7,6 @@ from loraplex.workload.trace import (
     TracedRequest,
     UniformLengths,
     Workload,
-    arena_like,
     generate,
     ranks_of,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "TracedRequest",
     "UniformLengths",
     "Workload",
-    "arena_like",
     "generate",
     "ranks_of",
     "summarize",

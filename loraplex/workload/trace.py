@@ -7,7 +7,6 @@ so that changing one parameter leaves the others' draws as they were.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -69,7 +68,10 @@ class UniformLengths:
 
 @dataclass(frozen=True, slots=True)
 class LogNormalLengths:
-    """Heavy-tailed lengths as in chats: log-normal with the given means, cut at `cap`."""
+    """Heavy-tailed lengths as in chats: log-normal with the given means, cut at `cap`.
+
+    The means are those of S-LoRA's Chatbot Arena trace; the shape is assumed, as it is not public.
+    """
 
     mean_input: float = 85.0
     mean_output: float = 165.0
@@ -151,13 +153,3 @@ def _adapter(workload: Workload, rng: random.Random) -> int | None:
 def ranks_of(mix: Sequence[int], num_adapters: int) -> list[int]:
     """Rank of each adapter: the mix dealt round-robin."""
     return [mix[index % len(mix)] for index in range(num_adapters)]
-
-
-def arena_like(rate_per_s: float, duration_s: float, seed: int = 0) -> Workload:
-    """A stand-in for the paper's Chatbot Arena trace: its number of models and mean lengths.
-
-    The shape of the lengths (log-normal) and the skew (a few models take most requests) are
-    assumptions; the trace itself is not public in a form that could be bundled.
-    """
-    base = Workload(num_adapters=26, rate_per_s=rate_per_s, duration_s=duration_s, seed=seed)
-    return dataclasses.replace(base, alpha=0.5, lengths=LogNormalLengths())

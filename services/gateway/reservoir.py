@@ -104,7 +104,7 @@ class Reservoir(Protocol):
 
 
 class LocalReservoir:
-    """Buckets of this process; `share` of each rate is ours."""
+    """Buckets of this process, which may take its share of each rate, as one of `num_gateways`."""
 
     def __init__(self, now: Callable[[], float] = now_s) -> None:
         self._now = now
@@ -133,15 +133,13 @@ class RedisReservoir:
         self,
         client: redis.asyncio.Redis,
         gateway_id: str,
-        now: Callable[[], float] = now_s,
     ) -> None:
         self._client = client
         self._gateway_id = gateway_id
-        self._now = now
         self._ask: Any = client.register_script(_ASK)
         self._sign: Any = client.register_script(_SIGN)
         self._hold: Any = client.register_script(_HOLD)
-        self._local = LocalReservoir(now)
+        self._local = LocalReservoir()
         self._away_until_s = 0.0
 
     @property
@@ -153,7 +151,7 @@ class RedisReservoir:
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant:
         """Ask Redis; after a failure it is left alone for a moment."""
-        if self._now() >= self._away_until_s:
+        if now_s() >= self._away_until_s:
             arguments = [rate, need, extra, returned, capacity_of(rate)]
             answer = await self._tried(self._ask([f"{_PREFIX}bucket:{name}"], arguments))
             if answer is not None:
@@ -162,7 +160,7 @@ class RedisReservoir:
 
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
         """Ask Redis, or take our part while it is away."""
-        if self._now() >= self._away_until_s:
+        if now_s() >= self._away_until_s:
             arguments = [self._gateway_id, limit, want, running, HELD_S]
             share = await self._tried(self._hold([f"{_PREFIX}held:{tenant}"], arguments))
             if share is not None:
@@ -187,7 +185,7 @@ class RedisReservoir:
             async with asyncio.timeout(_ANSWER_S):
                 return await call
         except (RedisError, OSError) as error:
-            if self._now() >= self._away_until_s:
+            if now_s() >= self._away_until_s:
                 logger.warning("limits are kept here", extra={"problem": type(error).__name__})
-            self._away_until_s = self._now() + _RETRY_S
+            self._away_until_s = now_s() + _RETRY_S
             return None

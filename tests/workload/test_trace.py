@@ -14,7 +14,6 @@ from loraplex.workload import (
     LogNormalLengths,
     UniformLengths,
     Workload,
-    arena_like,
     generate,
     ranks_of,
 )
@@ -68,9 +67,8 @@ def test_no_adapters_means_the_bare_base() -> None:
     assert {r.adapter for r in generate(replace(LONG, num_adapters=0))} == {None}
 
 
-def test_the_arena_like_trace_has_its_number_of_models_and_mean_lengths() -> None:
-    trace = generate(arena_like(rate_per_s=10, duration_s=3000))
-    assert {r.adapter for r in trace} == set(range(26))
+def test_heavy_tailed_lengths_have_their_means_and_end_at_the_cap() -> None:
+    trace = generate(Workload(26, rate_per_s=10, duration_s=3000, lengths=LogNormalLengths()))
     assert statistics.fmean(r.num_input for r in trace) == pytest.approx(85, rel=0.08)
     assert statistics.fmean(r.num_output for r in trace) == pytest.approx(165, rel=0.08)
     assert max(r.num_output for r in trace) <= LogNormalLengths().cap

@@ -52,8 +52,8 @@ class S3Store:
 
     lists_etags = True
 
-    def __init__(self, bucket: str, prefix: str, *, quote_etags: bool = True) -> None:
-        self.quote_etags = quote_etags
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.quote_etags = True
         self._compare_md5 = False
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
