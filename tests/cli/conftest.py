@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.servers import free_port
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
@@ -59,13 +60,6 @@ class Command:
         assert done.stdout == ""
         error: dict[str, Any] = json.loads(done.stderr)["error"]
         return done.returncode, error
-
-
-def free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 
 from tests.e2e.stack import ADAPTERS, REPO, Stack, eventually, start
 from tests.e2e.test_failover import NUM_CLIENTS, Load, bodies, both_ready, stream, workers
+from tests.servers import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
 
@@ -86,12 +86,6 @@ def test_service_behind_the_gateway_ends_under_load(
     assert load.failures == []
     eventually(lambda: both_ready(house), timeout_s=600)
     eventually(lambda: house.run_registry("list", check=False).returncode == 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from services.gateway.view import Load, Tier, WorkerView
 from services.gateway.worker_link import updated
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
+from tests.servers import free_port
 
 
 @pytest.fixture
@@ -54,9 +54,7 @@ def test_places_are_those_that_other_gateways_leave_and_none_is_free_at_a_full_w
 
 
 async def test_names_are_looked_up(pool: TemplatePool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = await start_worker(ScriptedWorker(), f"127.0.0.1:{port}")
     fleet = Fleet([f"dns:localhost:{port}"], "g0", pool, base_seen=lambda _: None)
     running = asyncio.create_task(fleet.run())

@@ -18,15 +18,10 @@ from loraplex.errors import AlreadyExists
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import start_registry
 from tests.gateway.scripted_worker import endless
+from tests.servers import free_port
 
 REPO = Path(__file__).parents[2]
 pytestmark = pytest.mark.e2e
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start(stack: Stack, http_listen: str) -> subprocess.Popen[str]:
@@ -57,7 +52,7 @@ async def neighbours(stack: Stack) -> AsyncIterator[Stack]:
 
 
 async def test_sigterm_lets_running_streams_end(neighbours: Stack) -> None:
-    port = _free_port()
+    port = free_port()
     process = _start(neighbours, f"127.0.0.1:{port}")
     try:
         await eventually(lambda: bool(neighbours.registry.bases) and _answers(port))

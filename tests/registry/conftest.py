@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +14,15 @@ from loraplex.settings import Credentials
 from services.common import grpc_server
 from services.registry import server
 from services.registry.assembly import Registry
-from services.registry.metadata_server import find_binary
 from tests.registry.house import house_of
 from tests.s3_servers import FILE_AND_S3, objects_url_of, proven_store
+from tests.servers import running_metadata
 
 
 @pytest.fixture(scope="session")
 def metadata_server() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/metadata.sock"
-        command = [str(find_binary()), "--port", "0", "--unixsocket", socket, "--save", ""]
-        process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL)
-        while not Path(socket).exists():
-            assert process.poll() is None, "the metadata server must start"
-            time.sleep(0.01)
-        yield f"unix://{socket}"
-        process.terminate()
-        process.wait()
+    with running_metadata() as (url, _):
+        yield url
 
 
 @pytest.fixture

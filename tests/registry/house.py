@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.adapter_format import File
+from loraplex.convert import geometry_to_proto
 from loraplex.publishing import Publication
 from loraplex.refs import LATEST, parse_name
 from loraplex.registry_client import RegistryClient
 from loraplex.types import Published
+from loraplex.v1 import registry_pb2 as pb
 from services.common.objects import ObjectStore
 from services.common.redis_url import connect_redis
 from services.registry import layout
@@ -71,6 +73,13 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
 def tiny_base(base_id: str = BASE_ID) -> BaseRecord:
     """The base that the adapters are for."""
     return BaseRecord(base_id, tiny_geometry())
+
+
+async def register_base(client: RegistryClient) -> None:
+    """Tell a registry of that base, as a gateway does."""
+    base = pb.Base(base_id=BASE_ID, geometry=geometry_to_proto(tiny_geometry()))
+    request = pb.RegisterBaseRequest(base=base)
+    await client._channel.call(client._stub.RegisterBase, request)
 
 
 def declared(files: Mapping[str, bytes]) -> list[File]:

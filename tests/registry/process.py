@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.servers import free_port
 
 START_TIMEOUT_S = 60.0
 
@@ -19,9 +20,7 @@ class RegistryProcess:
     """`python -m services.registry` on a free port of loopback."""
 
     def __init__(self, state_dir: Path, **variables: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._log = state_dir.parent / f"{state_dir.name}.log"
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
         self._environ = {

@@ -10,18 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.convert import geometry_to_proto
 from loraplex.errors import LoraplexError
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from loraplex.v1 import registry_pb2 as pb
 from services.common.objects import open_store
 from services.registry import layout
 from services.registry.failpoint import EXIT_CODE
 from services.registry.gc import Collector
-from tests.adapter_format.builders import tiny_geometry
-from tests.registry.house import ANY_AGE_S, adapter_files, orphans_of, write_folder
+from tests.registry.house import ANY_AGE_S, adapter_files, orphans_of, register_base, write_folder
 from tests.registry.process import RegistryProcess
 
 STEPS = [
@@ -53,11 +50,6 @@ async def process(tmp_path: Path, objects_url: str) -> AsyncIterator[RegistryPro
     registry = RegistryProcess(tmp_path / "state", LORAPLEX_OBJECTS=objects_url)
     yield registry
     await registry.kill()
-
-
-async def _register_base(client: RegistryClient) -> None:
-    base = pb.Base(base_id="example/tiny", geometry=geometry_to_proto(tiny_geometry()))
-    await client._stub.RegisterBase(pb.RegisterBaseRequest(base=base))
 
 
 async def _state(client: RegistryClient) -> dict[str, int]:
@@ -101,7 +93,7 @@ async def test_a_crash_leaves_the_old_state_or_the_new_one(
     publication = Publication("sql", tags=["prod"])
     await process.start(**shared, LORAPLEX_FAILPOINTS=_second(step))
     async with RegistryClient(process.address, Credentials()) as client:
-        await _register_base(client)
+        await register_base(client)
         await client.upload(folders[0], publication)
         with pytest.raises(LoraplexError):
             await client.upload(folders[1], publication)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,18 +20,12 @@ from loraplex.settings import Credentials
 from services.common.redis_url import connect_redis
 from services.registry.metadata_server import find_binary
 from tests.certificates import Authority
-from tests.registry.house import adapter_files, tiny_base, write_folder
+from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
+from tests.servers import free_port
 
 pytestmark = pytest.mark.e2e
 WAIT_S = 40.0
-
-
-def _free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -80,7 +73,7 @@ async def test_the_index_lives_behind_tls_and_client_certificates(tmp_path: Path
     binary = _with_tls(tmp_path)
     house = Authority(tmp_path / "house")
     own, client_pair = house.issue("redis"), house.issue("registry")
-    port = _free_port()
+    port = free_port()
     command = [
         *(binary, "--port", "0", "--tls-port", str(port), "--save", ""),
         *("--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key)),
@@ -104,22 +97,11 @@ async def test_the_index_lives_behind_tls_and_client_certificates(tmp_path: Path
         await registry.start()
         try:
             async with RegistryClient(registry.address, Credentials()) as client:
-                await _register(client)
+                await register_base(client)
                 assert await _publish(client, tmp_path / "a", 1) == 1
                 assert [v.version async for v in client.list()] == [1]
         finally:
             await registry.kill()
-
-
-async def _register(client: RegistryClient) -> None:
-    from loraplex.convert import geometry_to_proto
-    from loraplex.v1 import registry_pb2 as pb
-    from loraplex.v1 import registry_pb2_grpc
-
-    base = tiny_base()
-    stub = client._channel.stub(registry_pb2_grpc.RegistryServiceStub)
-    message = pb.Base(base_id=base.base_id, geometry=geometry_to_proto(base.geometry))
-    await client._channel.call(stub.RegisterBase, pb.RegisterBaseRequest(base=message))
 
 
 class Sentineled:
@@ -134,7 +116,7 @@ class Sentineled:
 @pytest.fixture
 async def sentineled(tmp_path: Path) -> AsyncIterator[Sentineled]:
     binary = str(find_binary())
-    primary, replica, watcher = (_free_port() for _ in range(3))
+    primary, replica, watcher = (free_port() for _ in range(3))
     plain = ("--save", "", "--bind", "127.0.0.1", "--port")
     config = tmp_path / "sentinel.conf"
     config.write_text(
@@ -181,7 +163,7 @@ async def test_the_registry_follows_a_failover_and_loses_nothing(
     await registry.start()
     try:
         async with RegistryClient(registry.address, Credentials()) as client:
-            await _register(client)
+            await register_base(client)
             numbers = [await _publish(client, tmp_path / str(seed), seed) for seed in (1, 2)]
             assert numbers == [1, 2]
             sentineled.primary.kill()

@@ -11,14 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loraplex.convert import geometry_to_proto
 from loraplex.errors import AdapterNotFound
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
-from tests.adapter_format.builders import tiny_geometry
-from tests.registry.house import adapter_files, write_folder
+from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
 
 pytestmark = pytest.mark.e2e
@@ -35,18 +33,13 @@ def _client(process: RegistryProcess) -> RegistryClient:
     return RegistryClient(process.address, Credentials())
 
 
-async def _register_base(client: RegistryClient) -> None:
-    base = pb.Base(base_id="example/tiny", geometry=geometry_to_proto(tiny_geometry()))
-    await client._stub.RegisterBase(pb.RegisterBaseRequest(base=base))
-
-
 async def test_everything_is_there_after_a_kill_and_a_restart(
     process: RegistryProcess, tmp_path: Path
 ) -> None:
     await process.start()
     folder = write_folder(tmp_path / "adapter", adapter_files(1))
     async with _client(process) as client:
-        await _register_base(client)
+        await register_base(client)
         published = await client.upload(folder, Publication("sql", tags=["prod"]))
     await process.kill()
     await process.start()
@@ -151,7 +144,7 @@ async def test_flushing_redis_under_load_changes_no_answer(
             await asyncio.sleep(0.7)
 
     async with _client(process) as client:
-        await _register_base(client)
+        await register_base(client)
         others = [asyncio.create_task(read(client)), asyncio.create_task(flush())]
         try:
             await write(client)

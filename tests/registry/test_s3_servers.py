@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.convert import geometry_to_proto
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from loraplex.v1 import registry_pb2 as pb
 from services.common.objects import open_store
 from services.common.objects.probe import probe
 from services.registry.gc import Collector
 from services.registry.snapshots import Snapshots
-from tests.adapter_format.builders import tiny_geometry
-from tests.registry.house import ANY_AGE_S, BASE_ID, orphans_of, upload
+from tests.registry.house import ANY_AGE_S, orphans_of, register_base, upload
 from tests.registry.process import RegistryProcess
 from tests.s3_servers import need_real_server, new_bucket
 
@@ -76,8 +73,7 @@ async def test_killed_amid_uploads_it_serves_all_that_was_acknowledged_from_a_ne
     store = open_store(objects_url)
     await process.start()
     async with RegistryClient(process.address, Credentials()) as client:
-        base = pb.Base(base_id=BASE_ID, geometry=geometry_to_proto(tiny_geometry()))
-        await client._stub.RegisterBase(pb.RegisterBaseRequest(base=base))
+        await register_base(client)
         early = [await upload(client, tmp_path, "sql", seed) for seed in range(3)]
         await client.delete("sql:v1", purge=True)
         await Snapshots(store).write()

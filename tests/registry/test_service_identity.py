@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from services.registry.assembly import Registry
 from services.registry.auth import KeyAuth
 from services.registry.config import from_env
 from tests.certificates import Authority, Pair
+from tests.servers import free_port
 
 
 @pytest.fixture
@@ -168,8 +168,6 @@ def test_half_a_certificate_and_a_door_without_a_ca_are_refused_by_name(
         tls_files({"LORAPLEX_CERT": str(own.cert)})
     with pytest.raises(InvalidRequest, match="LORAPLEX_CA"):
         tls_files({"LORAPLEX_CA": str(tmp_path / "missing.pem")})
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{holder.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     with pytest.raises(InvalidRequest, match="LORAPLEX_REGISTRY_SERVICE_LISTEN"):
         from_env({"LORAPLEX_REGISTRY_SERVICE_LISTEN": listen, "LORAPLEX_STATE_DIR": str(tmp_path)})

@@ -162,3 +162,18 @@ def _part(upload_id: str, path: str, offset: int, data: bytes) -> pb.UploadPartR
     return pb.UploadPartRequest(
         upload_id=upload_id, path=path, offset=offset, data=data, crc32=zlib.crc32(data)
     )
+
+
+@pytest.mark.parametrize("name", [TENSORS, CONFIG])
+async def test_the_same_upload_again_mends_what_was_damaged_in_the_store(
+    door: Door, objects_folder: Path, tmp_path: Path, name: str
+) -> None:
+    published = await upload(door.client, tmp_path, "sql", 1)
+    file = next(file for file in published.version.files if file.path == name)
+    path = objects_folder / layout.blob(file.sha256)
+    intact = path.read_bytes()
+    path.write_bytes(b"x" * len(intact))
+    again = await upload(door.client, tmp_path, "sql", 1)
+    assert (again.created, again.version.digest) == (False, published.version.digest)
+    assert path.read_bytes() == intact
+    await door.client.pull("sql", tmp_path / "pulled")

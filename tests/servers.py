@@ -1,0 +1,37 @@
+"""What tests of several services need to start servers: free ports, a metadata server."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.registry.metadata_server import find_binary
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_metadata() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """An empty metadata server that keeps nothing on disk: its URL and process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/metadata.sock"
+        command = [str(find_binary()), "--port", "0", "--unixsocket", path, "--save", ""]
+        process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL)
+        while not Path(path).exists():
+            assert process.poll() is None, "the metadata server must start"
+            time.sleep(0.01)
+        try:
+            yield f"unix://{path}", process
+        finally:
+            process.kill()
+            process.wait()
