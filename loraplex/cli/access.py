@@ -15,8 +15,6 @@ from loraplex.cli.publish import client_of
 if TYPE_CHECKING:
     from loraplex.types import ApiKey
 
-_KEY_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
-
 
 def add(commands: Any) -> None:
     """Add the commands."""
@@ -113,10 +111,10 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
 
 
 def _print_drawn_key(as_json: bool) -> None:
-    import secrets
+    from loraplex.api_keys import draw_key, token_of
 
-    key_id = "".join(secrets.choice(_KEY_ID_ALPHABET) for _ in range(12))
-    token = f"lpx_{key_id}_{secrets.token_hex(24)}"
+    key_id, secret = draw_key()
+    token = token_of(key_id, secret)
     if as_json:
         print_json({"key_id": key_id, "token": token})
         return

@@ -7,17 +7,16 @@ when last asked about stays good: serving survives its neighbours.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from services.common.callers import Caller
 from services.gateway.clock import now_s
 
 FRESH_S = 2.0
 MAX_REMEMBERED = 100_000
-_TOKEN = re.compile(r"lpx_[a-z0-9]{4,32}_[A-Za-z0-9]{16,128}")
 _SCOPES_THAT_RUN = frozenset({"reader", "publisher", "admin", "root"})
 _OPERATOR_METHODS = "/loraplex.v1.AdminService/"
 
@@ -52,7 +51,7 @@ class KeyRing:
     async def caller(self, authorization: str) -> Caller:
         """The caller behind an authorization header. Raises: Unauthenticated, PermissionDenied."""
         kind, _, token = authorization.partition(" ")
-        if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
+        if kind.lower() != "bearer" or not TOKEN.fullmatch(token.strip()):
             raise Unauthenticated(
                 "send an API key as 'Authorization: Bearer lpx_...'", reason="INVALID_API_KEY"
             )

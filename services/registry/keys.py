@@ -6,12 +6,11 @@ import asyncio
 import dataclasses
 import hashlib
 import hmac
-import re
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from loraplex.api_keys import TOKEN, draw_key, token_of
 from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
 from loraplex.refs import DEFAULT_TENANT
 from services.common.callers import Caller
@@ -26,8 +25,6 @@ CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
-_TOKEN = re.compile(r"lpx_([a-z0-9]{4,32})_([A-Za-z0-9]{16,128})")
-_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
 class Keys:
@@ -66,8 +63,7 @@ class Keys:
         self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
     ) -> tuple[KeyRecord, str]:
         created_s = now_s()
-        key_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(12))
-        secret = secrets.token_hex(24)
+        key_id, secret = draw_key()
         record = KeyRecord(
             key_id=key_id,
             tenant=tenant,
@@ -78,7 +74,7 @@ class Keys:
             description=description,
         )
         await documents.create(self._store, layout.key(key_id), record)
-        return record, f"lpx_{key_id}_{secret}"
+        return record, token_of(key_id, secret)
 
     async def list(self, tenant: str) -> list[KeyRecord]:
         """Keys of one tenant, or of all where `tenant` is empty, ordered by id."""
@@ -117,7 +113,7 @@ class Keys:
         Raises:
             Unauthenticated: it is malformed, unknown, expired or revoked.
         """
-        match = _TOKEN.fullmatch(token)
+        match = TOKEN.fullmatch(token)
         record = await self._cached(match[1]) if match else None
         if match is None or record is None:
             raise Unauthenticated("the API key is unknown; check LORAPLEX_API_KEY")
@@ -141,7 +137,7 @@ class Keys:
             raise InvalidRequest.field(
                 "LORAPLEX_ADMIN_KEY_FILE", str(path), f"cannot be read: {error.strerror}"
             ) from None
-        match = _TOKEN.fullmatch(token)
+        match = TOKEN.fullmatch(token)
         if match is None:
             description = "holds no key of the form lpx_<id>_<secret>, secret of 16 characters up"
             raise InvalidRequest.field("LORAPLEX_ADMIN_KEY_FILE", str(path), description)
