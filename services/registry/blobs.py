@@ -57,7 +57,8 @@ class Blobs:
 
     async def known_files(self, session: Session, files: Sequence[File]) -> set[File]:
         """Files whose bytes this tenant has already: they need not be sent again."""
-        candidates = [file for file in files if file.sha256 in session.known]
+        usable = {*session.known} - {*session.damaged}
+        candidates = [file for file in files if file.sha256 in usable]
         known = set()
         for file in candidates:
             info = await self._store.head(layout.blob(file.sha256))
@@ -65,13 +66,18 @@ class Blobs:
                 known.add(file)
         return known
 
-    async def keep(self, sources: Sequence[Source], inspected: Inspected) -> None:
+    async def keep(
+        self, sources: Sequence[Source], inspected: Inspected, damaged: Sequence[str]
+    ) -> None:
         """Make every byte durable under its content's name, then look once more that it is.
 
-        The files go together: what costs is waiting for the disk.
+        The files go together: what costs is waiting for the disk. Those of `damaged` sha256 are
+        written over.
         """
         now = await self._store.clock_s()
-        await asyncio.gather(*(self._keep_one(source, now) for source in sources))
+        await asyncio.gather(
+            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources)
+        )
         manifest = layout.blob(inspected.digest)
         if not await self._is_fresh(manifest, len(inspected.manifest), now):
             await self._store.put(manifest, inspected.manifest)
@@ -80,9 +86,9 @@ class Blobs:
             if await self._store.head(key) is None:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
 
-    async def _keep_one(self, source: Source, now: float) -> None:
+    async def _keep_one(self, source: Source, now: float, is_damaged: bool) -> None:
         key = layout.blob(source.file.sha256)
-        if not await self._is_fresh(key, source.file.size, now):
+        if is_damaged or not await self._is_fresh(key, source.file.size, now):
             await self._store.compose(key, source.segments)
         failpoint("publish.blob")
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
-from loraplex.errors import AdapterNotFound, Conflict, InvalidAdapter
+from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.audit import Audit
@@ -72,7 +72,7 @@ class Publisher:
         """Publish a session whose files are complete. Safe to repeat, also after a crash.
 
         Raises:
-            Blocked: bytes are missing.
+            Blocked: bytes are missing, or damaged in the store.
             InvalidAdapter: validation refused it; nothing was published.
             DataLoss: a file is not what was declared; its bytes must be sent again.
             ResourceExhausted: the tenant's quota is full.
@@ -94,7 +94,7 @@ class Publisher:
                 strict=options.strict,
             )
         except DamagedFile as error:
-            await self._uploads.reopen(session.upload_id, error.path)
+            await self._send_again(session, sources, error)
             raise
         except InvalidAdapter as error:
             await self._uploads.refuse(session, error.violations)
@@ -102,7 +102,7 @@ class Publisher:
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
         failpoint("publish.pending")
-        await self._blobs.keep(sources, inspected)
+        await self._blobs.keep(sources, inspected, session.damaged)
         for _ in range(_MAX_TRIES):
             version, created = await self._claim(session, inspected, sources)
             failpoint("publish.version")
@@ -110,6 +110,19 @@ class Publisher:
             if finished is not None:
                 return finished
         raise Conflict("the version is deleted again and again while it is published; try later")
+
+    async def _send_again(
+        self, session: Session, sources: Sequence[Source], damage: DamagedFile
+    ) -> None:
+        """Let go of bytes that are not what was declared. Raises Blocked where they had not to be
+        sent, so that clients open the session again and send them."""
+        [source] = [source for source in sources if source.file.path == damage.path]
+        sha256 = source.file.sha256
+        if [segment.key for segment in source.segments] != [layout.blob(sha256)]:
+            return await self._uploads.reopen(session.upload_id, damage.path)
+        await self._uploads.want_in_place_of(session, sha256)
+        message = f"{damage.path} is damaged in the store; send it again"
+        raise Blocked(message, reason="UPLOAD_INCOMPLETE") from damage
 
     async def recover(self, upload_id: str) -> bool:
         """Roll a publication forward that died after its version record; say whether there was one.

@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.adapter_format import TENSOR_FILE, File
 from loraplex.errors import InvalidRequest, NotFound, Violation
@@ -58,6 +58,9 @@ class Session:
     known: tuple[str, ...] = ()
     """sha256 of files that the tenant referred to already when the session opened. Kept here, so
     that what the client was told not to send stays known when the index is lost meanwhile."""
+    damaged: tuple[str, ...] = ()
+    """sha256 of files whose stored bytes turned out to be others: sent all the same, and put in
+    their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +266,11 @@ class Uploads:
         index, _ = await self._file_state(await self.get(upload_id), path)
         async for info in self._store.list_objects(f"{layout.upload_parts(upload_id)}{index:03d}/"):
             await self._store.delete(info.key)
+
+    async def want_in_place_of(self, session: Session, sha256: str) -> None:
+        """Have a file sent although the store has one of its name, whose bytes are damaged."""
+        wanting = replace(session, damaged=(*session.damaged, sha256))
+        await self._store.put(layout.upload_session(session.upload_id), encode(wanting))
 
     async def unfinished(self) -> list[str]:
         """Ids of sessions that intended to publish and were not acknowledged."""
