@@ -111,8 +111,7 @@ class VirtualCounters:
 
     def charge(self, name: Hashable, cost: float) -> None:
         """Count service received."""
-        self.served[name] += cost
-        self.departed = self.served[name]
+        self.served[name] = self.departed = self.served[name] + cost
 
     def is_least_served(self, name: Hashable, now: float) -> bool:
         """Whether nobody present, or expected back, was served less than `name`."""
@@ -171,7 +170,7 @@ def kept_places(max_running: int) -> int:
     stand empty only while that tenant asks for less than its part; a handful is enough, as they
     come free again as fast as others end.
     """
-    return math.isqrt(max_running) // 2
+    return math.isqrt(max_running // 3)
 
 
 def fair(counters: ServiceCounters) -> Policy:
