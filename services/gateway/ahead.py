@@ -20,8 +20,8 @@ TARGET_STEPS = 3.0
 """But for so many steps where they are long: first tokens come in steps, and a bound below a step's
 worth would shrink on its own account."""
 LEAST_TOKENS_PER_WORKER, MOST_TOKENS_PER_WORKER = 256.0, 8192.0
-_SMOOTHING = 0.5
-_MOST_ROOMS = 2.0
+_SMOOTHING = 0.1
+_MOST_ROOMS = 3.0
 """For all tenants together, each of which may have one."""
 
 

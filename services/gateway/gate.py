@@ -143,7 +143,7 @@ class Gate:
     def _learn(self, place: Place) -> None:
         token_s = place.token_s()
         if token_s > 0:
-            self._run_times.observe_pace(place.first_token_s(), token_s)
+            self._run_times.observe_pace(place.first_token_s(), token_s, place.num_tokens)
             self._adaptive = updated(self._adaptive, token_s, self._queue.num_running)
             self._queue.max_running = self._adaptive.whole
 

@@ -62,8 +62,10 @@ def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> 
     for number in (2, 3):
         assert ahead.fit("polite", 128, room, finds_place=False)
         ahead.add(number, "polite", 128)
-    for tenant in ("polite", "third"):
-        assert not ahead.fit(tenant, 128, room, finds_place=False)
+    assert not ahead.fit("polite", 128, room, finds_place=False)
+    assert ahead.fit("third", 256, room, finds_place=False)
+    ahead.add(4, "third", 256)
+    assert not ahead.fit("fourth", 128, room, finds_place=False)
 
 
 @given(
@@ -71,7 +73,7 @@ def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> 
     room=st.integers(1, 3000),
     moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2000)), max_size=80),
 )
-def test_all_tenants_together_have_at_most_two_rooms_ahead(
+def test_all_tenants_together_have_at_most_three_rooms_ahead(
     seed: int, room: int, moves: list[tuple[str, int]]
 ) -> None:
     """But for one request that is larger by itself."""
@@ -87,7 +89,7 @@ def test_all_tenants_together_have_at_most_two_rooms_ahead(
             sent[number] = tenant, tokens
         total = sum(each for _, each in sent.values())
         largest = max((each for _, each in sent.values()), default=0)
-        assert total <= 2 * room or total == largest
+        assert total <= 3 * room or total == largest
         by_tenant = Counter[str]()
         for name, each in sent.values():
             by_tenant[name] += each

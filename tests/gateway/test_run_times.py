@@ -13,25 +13,27 @@ def test_before_anything_was_seen_only_what_a_request_insists_on_is_counted() ->
     times = RunTimes()
     assert times.run_s(0, 4000, step_s=0.0) == 0.0
     assert times.run_s(0, 4000, step_s=0.1) == 0.0
-    assert times.run_s(24, 24, step_s=0.1) == pytest.approx(2.4)
+    assert times.run_s(24, 24, step_s=0.1) == pytest.approx(1.15 * 2.4)
 
 
-def test_answers_of_one_length_are_foretold_with_a_margin_only() -> None:
+def test_answers_that_are_all_alike_are_foretold_as_they_are() -> None:
     times = RunTimes()
     for _ in range(50):
-        times.observe_pace(0.2, 0.1)
+        times.observe_pace(0.2, 0.1, 24)
         times.observe_length(24)
-    assert times.run_s(0, 4000, step_s=9.0) == pytest.approx(1.15 * 2.6)
-    assert times.run_s(0, 8, step_s=9.0) == pytest.approx(1.15 * 1.0)
-    assert times.run_s(40, 4000, step_s=9.0) == pytest.approx(1.15 * 4.2)
+    assert times.run_s(0, 4000, step_s=9.0) == pytest.approx(2.6, rel=0.01)
+    assert times.run_s(0, 8, step_s=9.0) == pytest.approx(1.0, rel=0.01)
+    assert times.run_s(40, 4000, step_s=9.0) == pytest.approx(4.2, rel=0.01)
 
 
-def test_most_answers_of_uneven_length_are_done_in_the_time_foretold() -> None:
+def test_most_answers_of_uneven_length_and_pace_are_done_in_the_time_foretold() -> None:
     rng, times = random.Random(0), RunTimes()
-    done = []
+    done, paced = [], []
     for _ in range(4000):
-        length = min(1 + rng.expovariate(1 / 100), 1000)
-        done.append(0.1 * length <= times.run_s(0, 1000, step_s=0.1))
-        times.observe_pace(0.0, 0.1)
+        length, token_s = min(1 + rng.expovariate(1 / 100), 1000), rng.gauss(0.1, 0.01)
+        done.append(token_s * length <= times.run_s(0, 1000, step_s=0.1))
+        paced.append(token_s * 50 <= times.run_s(50, 50, step_s=0.1))
+        times.observe_pace(0.0, token_s, length)
         times.observe_length(length)
     assert sum(done) / len(done) > 0.9
+    assert sum(paced) / len(paced) > 0.97
