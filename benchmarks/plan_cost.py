@@ -1,70 +1,97 @@
 """What planning costs beside the step: `python -m benchmarks.plan_cost [--step-ms 50]`.
 
-A full batch decodes while others wait, each with a deadline and one of many adapters. Times one
-`hopeless` + `plan` + taking in the tokens, without a model, and prints its share of a step.
+A full batch decodes while others wait, each with a deadline, one of a hundred adapters and one of a
+hundred tenants. Times one `hopeless` + `plan` + taking in the tokens, without a model, and prints
+its share of a step: where nobody comes or goes, and where in every step a request ends and another
+comes, which makes the scheduler look at its queue each time. With early abort requests give up
+after a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from pathlib import Path
 
 from benchmarks.machine import write_results
+from loraplex.cli.output import print_table
 from services.worker.adapters.cache import AdapterCache
 from services.worker.adapters.residency import Load
+from services.worker.engine import COUNTING_POLICIES, POLICIES
 from services.worker.memory.arena import Arena
 from services.worker.memory.kv_blocks import KvLayout
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
 from services.worker.request import AdapterSet, Request, SamplingParams
 from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import first_come
+from services.worker.scheduling.policies import ServiceCounters, kept_places
 from services.worker.scheduling.scheduler import Scheduler
 
-NUM_RUNNING, NUM_ADAPTERS, NUM_PROMPT, MAX_TOKENS = 256, 100, 64, 512
+NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512
 NUM_BLOCKS, TOKENS_PER_BLOCK, BLOCKS_PER_ADAPTER = 16_000, 16, 4
+NUM_ENDING = 1
+"""In a step: as of 256 that have 256 tokens to generate."""
+FIRST_TOKEN_S = 60.0
+STEP_S = 0.05
 
 
 class Engine:
     """The scheduler's surroundings, with tokens for free."""
 
-    def __init__(self, num_waiting: int, max_running: int) -> None:
+    def __init__(self, num_waiting: int, policy: str, first_token_s: float | None) -> None:
         self.arena = Arena(NUM_BLOCKS)
         reclaimer = Reclaimer(self.arena)
         self.cache = AdapterCache(
             self.arena, reclaimer, max_resident=512, max_adapter_blocks=64, max_pinned_blocks=64
         )
         layout = KvLayout(TOKENS_PER_BLOCK, (None,), 2 * NUM_RUNNING * NUM_PROMPT)
-        limits = SchedulerLimits(layout.max_step_tokens, max_running)
+        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING, first_token_s=first_token_s)
         prefixes = PrefixCache(self.arena, layout)
+        counters = ServiceCounters()
         self.scheduler = Scheduler(
-            limits, layout, self.arena, self.cache, prefixes, reclaimer, first_come
+            limits,
+            layout,
+            self.arena,
+            self.cache,
+            prefixes,
+            reclaimer,
+            POLICIES[policy](counters),
+            counters if policy in COUNTING_POLICIES else None,
         )
         self.now = 0.0
-        digests = [f"sha256:{index}" for index in range(NUM_ADAPTERS)]
-        for digest in digests:
+        self.numbers = itertools.count()
+        self.digests = [f"sha256:{index}" for index in range(NUM_ADAPTERS)]
+        for digest in self.digests:
             self.cache.fetched(digest, Path("/"), BLOCKS_PER_ADAPTER, max_rank=8)
-        for index in range(NUM_RUNNING + num_waiting):
-            adapters = AdapterSet(((digests[index % NUM_ADAPTERS], 1.0),))
-            self.scheduler.submit(
-                Request(
-                    f"{index}",
-                    [index] * NUM_PROMPT,
-                    SamplingParams(MAX_TOKENS, 0),
-                    adapters,
-                    deadline_s=1e6,
-                    arrival_s=index * 1e-6,
-                )
-            )
+        self.num_live = NUM_RUNNING + num_waiting
+        for index in range(self.num_live):
+            self.submit(0.9 * FIRST_TOKEN_S * (index / self.num_live - 1.0))
 
-    def step(self) -> float:
-        """One step; returns the processor seconds of planning and taking in."""
-        self.now += 0.05
+    def submit(self, arrival_s: float) -> None:
+        """One request more."""
+        number = next(self.numbers)
+        digest = self.digests[number % NUM_ADAPTERS]
+        request = Request(
+            f"{number}",
+            [number] * NUM_PROMPT,
+            SamplingParams(MAX_TOKENS, 0),
+            AdapterSet(((digest, 1.0),)),
+            tenant=f"tenant-{number // NUM_ADAPTERS % NUM_TENANTS}",
+            deadline_s=1e6,
+            arrival_s=arrival_s,
+        )
+        self.scheduler.submit(request)
+
+    def step(self, num_ending: int = 0) -> float:
+        """One step, after which so many requests end; returns the processor seconds of all that
+        the scheduler does."""
+        self.now += STEP_S
         begin_s = time.thread_time()
-        assert not self.scheduler.hopeless(self.now)
+        for request, _ in self.scheduler.hopeless(self.now):
+            self.scheduler.remove(request.request_id, self.now)
         plan = self.scheduler.plan(self.now)
         for action in self.cache.take_actions():
             if isinstance(action, Load):
@@ -76,34 +103,48 @@ class Engine:
             if row.needs_logits:
                 row.request.take(1)
                 self.scheduler.took(row.request)
+        for row in plan.rows[:num_ending]:
+            self.scheduler.remove(row.request.request_id, self.now)
         _ = self.scheduler.queued_tokens
-        return time.thread_time() - begin_s
+        elapsed_s = time.thread_time() - begin_s
+        while (
+            num_ending and self.scheduler.num_running + self.scheduler.num_waiting < self.num_live
+        ):
+            self.submit(self.now)
+        return elapsed_s
 
 
-def measure(num_waiting: int, num_steps: int, max_running: int) -> float:
-    """Median processor seconds of a step with `NUM_RUNNING` requests decoding."""
-    engine = Engine(num_waiting, max_running)
-    while engine.scheduler.num_running < NUM_RUNNING:
+def measure(engine: Engine, num_steps: int, num_ending: int) -> float:
+    """Median processor seconds of a step with a full batch."""
+    full = NUM_RUNNING - kept_places(NUM_RUNNING)
+    while engine.scheduler.num_running < full:
         engine.step()
-    engine.step()
+    engine.step(num_ending)
     gc.collect()
     gc.freeze()
-    return statistics.median(engine.step() for _ in range(num_steps))
+    return statistics.median(engine.step(num_ending) for _ in range(num_steps))
 
 
 def main() -> None:
     """Print a table and write `results/<machine>/plan_cost.json`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--step-ms", type=float, default=50.0, help="a step to compare with (50)")
     parser.add_argument("--steps", type=int, default=100, help="steps measured (100)")
     args = parser.parse_args()
-    rows = []
-    print(f"{'waiting':>8} {'ms':>8} {'of a step':>10}")
-    for num_waiting in (0, 1_000, 10_000):
-        plan_s = measure(num_waiting, args.steps, NUM_RUNNING)
-        share = plan_s * 1e3 / args.step_ms
-        rows.append({"num_waiting": num_waiting, "plan_s": plan_s, "share_of_step": share})
-        print(f"{num_waiting:>8} {plan_s * 1e3:>8.2f} {share:>10.2%}")
+    kinds = [("fcfs", None), ("fair", None), ("fair", FIRST_TOKEN_S), ("clustered", None)]
+    rows, lines = [], []
+    for (policy, first_token_s), num_ending in itertools.product(kinds, (0, NUM_ENDING)):
+        name = policy if first_token_s is None else f"{policy}, early abort"
+        line = [name, str(num_ending)]
+        for num_waiting in (0, 1_000, 10_000):
+            engine = Engine(num_waiting, policy, first_token_s)
+            plan_s = measure(engine, args.steps, num_ending)
+            share = plan_s * 1e3 / args.step_ms
+            row = {"policy": name, "num_ending": num_ending, "num_waiting": num_waiting}
+            rows.append({**row, "plan_s": plan_s, "share_of_step": share})
+            line.append(f"{plan_s * 1e3:.2f} ms {share:.2%}")
+        lines.append(line)
+    print_table(["POLICY", "END A STEP", "NONE WAIT", "1,000", "10,000"], lines)
     write_results("plan_cost", {"step_ms": args.step_ms, "num_running": NUM_RUNNING, "rows": rows})
 
 

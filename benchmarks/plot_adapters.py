@@ -69,22 +69,26 @@ def draw_first_token(axes: Any, folder: Path) -> None:
 
 def draw_plan(axes: Any, folder: Path) -> None:
     """Planning's share."""
-    rows = read(folder, "plan_cost")["rows"]
-    shares = [100 * row["share_of_step"] for row in rows]
-    bars(axes, [str(row["num_waiting"]) for row in rows], {"": shares})
+    rows = [row for row in read(folder, "plan_cost")["rows"] if row["policy"] == "fair"]
+    series = {
+        f"{num} end in a step": [100 * r["share_of_step"] for r in rows if r["num_ending"] == num]
+        for num in dict.fromkeys(row["num_ending"] for row in rows)
+    }
+    bars(axes, [str(num) for num in dict.fromkeys(row["num_waiting"] for row in rows)], series)
     axes.axhline(2.0, color="black", linewidth=0.8)
     axes.set_title("planning, % of a 50 ms step at 256 decoding, by requests waiting")
 
 
 def draw_agreement(axes: Any, folder: Path) -> None:
     """Simulated over measured."""
-    runs = read(folder, "simulated_engine")["runs"]
+    runs = read(folder, "simulated_and_measured")["runs"]
+    runs = [run for run in runs if run["run"].replace(".", "").isdigit()]
     names = list(runs[0]["ratios"])
-    series = {f"{run['rate']:g} requests/s": list(run["ratios"].values()) for run in runs}
+    series = {f"{run['run']} requests/s": list(run["ratios"].values()) for run in runs}
     bars(axes, [name.replace(" ", "\n") for name in names], series)
     axes.set_ylim(0, 1.8)
     axes.axhspan(0.85, 1.15, color="grey", alpha=0.2)
-    axes.set_title("simulated over measured, an engine alone")
+    axes.set_title("simulated over measured, through a whole stack")
 
 
 def draw_pool(axes: Any, folder: Path) -> None:
