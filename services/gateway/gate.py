@@ -19,7 +19,7 @@ from services.gateway.admission import (
 from services.gateway.ahead import AheadRoom, ReadyWorkers, Room
 from services.gateway.clock import now_s
 from services.gateway.metrics import REJECTIONS, RUNNING, RUNNING_LIMIT, WAITING
-from services.gateway.run_times import RunTimes
+from services.gateway.run_times import RunPace, RunTimes
 
 LEAST_RUNNING = 256
 """The adaptive limit never falls below so many sequences: one worker's batch."""
@@ -28,9 +28,10 @@ LEAST_RUNNING = 256
 class Place:
     """What a request holds while it runs; tells the queue how far it has come."""
 
-    def __init__(self, gate: Gate, ticket: Ticket) -> None:
+    def __init__(self, gate: Gate, ticket: Ticket, foretold: RunPace) -> None:
         self._gate = gate
         self._ticket = ticket
+        self.foretold = foretold
         self._start_s = now_s()
         self._first_s = 0.0
         self._num_tokens = 0
@@ -49,18 +50,17 @@ class Place:
         """Tokens of one of its sequences, in the mean."""
         return self._num_tokens / self._ticket.cost
 
-    def first_token_s(self) -> float:
-        """Seconds from its entry to the first token, once there is one."""
-        return self._first_s - self._start_s
-
     def held_s(self) -> float:
         """Seconds since it was entered."""
         return now_s() - self._start_s
 
-    def token_s(self) -> float:
-        """Mean seconds between the tokens of one of its sequences; 0 = too few to say."""
+    def pace(self) -> RunPace | None:
+        """Its first token's time, and the mean between the others of one of its sequences; None =
+        too few to say."""
         gaps = self.num_tokens - 1
-        return (now_s() - self._first_s) / gaps if gaps >= 8 else 0.0
+        if gaps < 8:
+            return None
+        return RunPace(self._first_s - self._start_s, (now_s() - self._first_s) / gaps)
 
 
 class Gate:
@@ -106,7 +106,7 @@ class Gate:
     async def place(self, ticket: Ticket) -> AsyncGenerator[Place]:
         """Wait for a place and hold it. Raises: ResourceExhausted, DeadlineExceeded."""
         await self._enter(ticket)
-        place = Place(self, ticket)
+        place = Place(self, ticket, self._run_times.pace)
         try:
             yield place
             if place.num_tokens:
@@ -141,10 +141,9 @@ class Gate:
         self._call_ready()
 
     def _learn(self, place: Place) -> None:
-        token_s = place.token_s()
-        if token_s > 0:
-            self._run_times.observe_pace(place.first_token_s(), token_s, place.num_tokens)
-            self._adaptive = updated(self._adaptive, token_s, self._queue.num_running)
+        if (pace := place.pace()) is not None:
+            self._run_times.observe_pace(pace, place.num_tokens, place.foretold)
+            self._adaptive = updated(self._adaptive, pace.token_s, self._queue.num_running)
             self._queue.max_running = self._adaptive.whole
 
     async def _enter(self, ticket: Ticket) -> None:
