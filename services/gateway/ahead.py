@@ -3,7 +3,8 @@
 Workers need a little more than they can start, so that a place that becomes free is taken at once;
 what is beyond that waits there, where this gateway can no longer order, refuse or move it. So the
 room is what gets its first token in a fraction of a second, by Little's law, and never so little
-that a worker runs dry.
+that a worker runs dry. What finds a place in a batch goes on beyond it, as far as workers compute
+prompts in that time: a batch that is filled in one step stands still for as long, and ends as one.
 
 A tenant does not wait for the first tokens of others who have filled the room: what it has ahead
 itself may fill another, and the workers' own fair order lets it overtake there.
@@ -34,6 +35,8 @@ class ReadyWorkers:
     """Of the slowest."""
     num_places: int = 0
     """Requests of this gateway that they take at once without a queue; 0 = not known."""
+    prefill_tokens_per_s: float = math.inf
+    """Of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,12 @@ class AheadRoom:
 
     def room(self, workers: ReadyWorkers) -> Room:
         """The room now."""
-        num = max(workers.num, 1)
-        most = MOST_TOKENS_PER_WORKER * num
-        learnt = max(self._rate * _target_s(workers), LEAST_TOKENS_PER_WORKER * num)
-        return Room(min(learnt, most), workers.num_places, most)
+        num, target_s = max(workers.num, 1), _target_s(workers)
+        least, most = LEAST_TOKENS_PER_WORKER * num, MOST_TOKENS_PER_WORKER * num
+        learnt, computed = self._rate * target_s, workers.prefill_tokens_per_s * target_s
+        return Room(
+            min(max(learnt, least), most), workers.num_places, min(max(computed, least), most)
+        )
 
 
 class TokensAhead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -87,7 +88,9 @@ class Fleet:
         """The workers that take requests."""
         views = [view for view in self.views() if view.takes_requests]
         step_s = max((view.load.step_s for view in views), default=0.0)
-        return ReadyWorkers(len(views), step_s, sum(view.num_places for view in views))
+        prefill_tokens_per_s = sum(view.load.prefill_tokens_per_s or math.inf for view in views)
+        num_places = sum(view.num_places for view in views)
+        return ReadyWorkers(len(views), step_s, num_places, prefill_tokens_per_s)
 
     def submit(self, address: str, job: Job) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""

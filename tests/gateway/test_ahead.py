@@ -35,6 +35,12 @@ def test_at_first_there_is_room_for_what_finds_a_place_and_little_more() -> None
     assert room == Room(2 * LEAST_TOKENS_PER_WORKER, 64, 2 * MOST_TOKENS_PER_WORKER)
 
 
+def test_places_are_filled_as_fast_as_prompts_can_be_computed() -> None:
+    slow, quick = (ReadyWorkers(1, 0.1, 32, per_s) for per_s in (2000.0, 50_000.0))
+    assert AheadRoom().room(slow).most_tokens == 600
+    assert AheadRoom().room(quick).most_tokens == MOST_TOKENS_PER_WORKER
+
+
 @pytest.mark.parametrize("step_s", [0.005, 0.02, 0.5, 3.0])
 def test_room_holds_what_few_steps_start(step_s: float) -> None:
     """It follows the workers and does not shrink on its own account where steps are long."""
