@@ -47,11 +47,11 @@ from services.worker.request import PlannedRow, Request, StepPlan
 from services.worker.runner_protocol import LaunchedStep, ModelInfo, Runner
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
+    FIRST_COME,
     Policy,
     ServiceCounters,
     clustered,
     fair,
-    first_come,
 )
 from services.worker.scheduling.scheduler import Scheduler
 
@@ -69,7 +69,7 @@ CLUSTERED_MIN_QUEUE = 0.5
 """Waiting requests for each that runs. See `benchmarks/clustering.py`."""
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
-    "fcfs": lambda counters: first_come,
+    "fcfs": lambda counters: FIRST_COME,
     "clustered": lambda counters: clustered(8, CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE),
     "fair": fair,
 }

@@ -74,7 +74,7 @@ class Bounds:
         for flow in self._seen_flows:
             flow.is_seen = False
             if flow.entries:
-                self._add(flow, policy(flow.entries[0][-1], view)[GROUP_PARTS:])
+                self._add(flow, policy.key(flow.entries[0][-1], view)[GROUP_PARTS:])
         for group in self._seen_groups:
             group.is_seen = False
             if (bound := self.bound_of(group, policy, view)) is not None:
@@ -107,7 +107,7 @@ class Bounds:
         """No more than any key of a flow in its heap; None = there is none."""
         for *_, flow in group.bounds:
             if flow.entries:  # whose key begins as all keys of the group do
-                return (*policy(flow.entries[0][-1], view)[:GROUP_PARTS], *group.bounds[0][0])
+                return (*policy.key(flow.entries[0][-1], view)[:GROUP_PARTS], *group.bounds[0][0])
         return None
 
     def _add(self, flow: Flow, own: SortKey) -> None:

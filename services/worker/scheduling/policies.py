@@ -1,11 +1,4 @@
-"""In which order waiting requests are tried. Pure functions; the scheduler injects one.
-
-A policy maps a request to a sort key, least first. It orders, it never drops: whatever comes
-first is admitted first if there is room. Within a tenant and adapter set the order is always by
-priority, then arrival, and keys must agree with that. The first two parts of a key, priority and
-another, are the same for all requests of a tenant and priority; while a request waits its key may
-rise, and falls only under a policy that says so (`keys_fall`).
-"""
+"""In which order waiting requests are tried. Pure functions; the scheduler is given one."""
 
 from __future__ import annotations
 
@@ -29,7 +22,22 @@ class QueueView:
 
 
 SortKey = tuple[float, ...]
-Policy = Callable[[Request, QueueView], SortKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An order of the queue: a sort key for each request, least first.
+
+    It orders, it never drops: whatever comes first is admitted first if there is room. Within a
+    tenant and adapter set the order is always by priority, then arrival, and keys must agree with
+    that. The first two parts of a key, priority and another, are the same for all requests of a
+    tenant and priority.
+    """
+
+    key: Callable[[Request, QueueView], SortKey]
+    keys_fall: bool = False
+    """While a request waits its key may fall, too; without this it only rises, and a step need not
+    look at what came late in the order before."""
 
 
 def arrival_key(request: Request) -> tuple[int, float]:
@@ -37,9 +45,8 @@ def arrival_key(request: Request) -> tuple[int, float]:
     return (request.priority, request.arrival_s)
 
 
-def first_come(request: Request, view: QueueView) -> SortKey:
-    """By priority, then by arrival."""
-    return (request.priority, 0, request.arrival_s)
+FIRST_COME = Policy(lambda request, view: (request.priority, 0, request.arrival_s))
+"""By priority, then by arrival."""
 
 
 def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Policy:
@@ -60,8 +67,7 @@ def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Po
         here = all(digest in view.in_use for digest in request.adapters.digests)
         return (request.priority, 0, 0 if aged else 1 if here else 2, request.arrival_s)
 
-    key.keys_fall = True  # type: ignore[attr-defined]
-    return key
+    return Policy(key, keys_fall=True)
 
 
 INPUT_TOKEN_COST = 1.0
@@ -179,4 +185,4 @@ def fair(counters: ServiceCounters) -> Policy:
     def key(request: Request, view: QueueView) -> SortKey:
         return (request.priority, *counters.served(request), request.arrival_s)
 
-    return key
+    return Policy(key)

@@ -103,7 +103,7 @@ class WaitingQueue:
                 group.bounds.clear()
             for flow in self._flows.values():
                 self._bounds.add(flow)
-        if getattr(policy, "keys_fall", False):
+        if policy.keys_fall:
             return Walk(Bounds(), policy, view, self._flows.values())
         return Walk(self._bounds, policy, view)
 
@@ -184,4 +184,4 @@ class Walk:
     def _place(self, flow: Flow, index: int) -> Place:
         """Sorts by the policy's key, then by who was pushed first."""
         *_, number, request = flow.entries[index]
-        return self._policy(request, self._view), number, index, flow
+        return self._policy.key(request, self._view), number, index, flow

@@ -22,11 +22,11 @@ from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.placement import Placement
 from services.worker.scheduling.policies import (
+    FIRST_COME,
     Policy,
     QueueView,
     ServiceCounters,
     arrival_key,
-    first_come,
     kept_places,
 )
 from services.worker.scheduling.queue import WaitingQueue
@@ -50,7 +50,7 @@ class Scheduler:
         cache: AdapterCache,
         prefixes: PrefixCache,
         reclaimer: Reclaimer,
-        policy: Policy = first_come,
+        policy: Policy = FIRST_COME,
         counters: ServiceCounters | None = None,
     ) -> None:
         self._limits = limits

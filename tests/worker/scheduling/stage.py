@@ -22,7 +22,7 @@ from services.worker.request import (
     batch_order,
 )
 from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import Policy, ServiceCounters, first_come
+from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from services.worker.scheduling.scheduler import Scheduler
 
 STEP_S = 1.0
@@ -70,7 +70,7 @@ class Stage:
         self,
         num_blocks: int = 24,
         windows: tuple[int | None, ...] = (None,),
-        policy: Policy = first_come,
+        policy: Policy = FIRST_COME,
         counters: ServiceCounters | None = None,
         prefix_cache: bool = True,
         overlaps: bool = False,

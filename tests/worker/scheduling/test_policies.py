@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.worker.request import AdapterSet, Request, SamplingParams
 from services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
+    FIRST_COME,
     MAX_ABSENT,
     Policy,
     QueueView,
@@ -15,7 +16,6 @@ from services.worker.scheduling.policies import (
     VirtualCounters,
     clustered,
     fair,
-    first_come,
 )
 
 
@@ -33,7 +33,7 @@ def in_order(
     sizes: tuple[int, int] = (0, 0),
 ) -> list[str]:
     view = QueueView(now, in_use, *sizes)
-    return [r.request_id for r in sorted(queue, key=lambda request: policy(request, view))]
+    return [r.request_id for r in sorted(queue, key=lambda request: policy.key(request, view))]
 
 
 def test_first_come_serves_priority_then_arrival() -> None:
@@ -42,7 +42,7 @@ def test_first_come_serves_priority_then_arrival() -> None:
         make_request("urgent", 9.0, priority=-1),
         make_request("early", 1.0),
     ]
-    assert in_order(first_come, queue, 10.0) == ["urgent", "early", "late"]
+    assert in_order(FIRST_COME, queue, 10.0) == ["urgent", "early", "late"]
 
 
 def test_clustering_prefers_running_adapters_only_when_there_are_enough() -> None:
@@ -74,7 +74,7 @@ def test_clustering_overtakes_nobody_while_few_wait(
     order = in_order(clustered(2, 5.0, min_queue=0.5), queue, 10.0, **view)
     unbounded = in_order(clustered(2, 5.0), queue, 10.0, **view)
     is_short = num_waiting < 0.5 * num_running
-    assert order == (in_order(first_come, queue, 10.0) if is_short else unbounded)
+    assert order == (in_order(FIRST_COME, queue, 10.0) if is_short else unbounded)
 
 
 def test_the_bare_base_counts_as_running() -> None:
@@ -158,7 +158,7 @@ def test_the_backlogged_are_served_in_proportion(
     bound = max(num_input + 2 * num_output for num_input, num_output, _ in sizes)
     left = queue.copy()
     while len({(request.tenant, request.adapters) for request in left}) == 2:
-        [chosen, *_] = sorted(left, key=lambda request: order(request, QueueView(0.0, ())))
+        [chosen, *_] = sorted(left, key=lambda request: order.key(request, QueueView(0.0, ())))
         left.remove(chosen)
         num_input, num_output, _ = sizes[int(chosen.request_id)]
         counters.charge(chosen, num_input, num_output)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.request import AdapterSet, Request, SamplingParams
-from services.worker.scheduling.policies import Policy, QueueView, first_come
+from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView
 from services.worker.scheduling.queue import WaitingQueue
 
 VIEW = QueueView(0.0, ())
@@ -36,7 +36,7 @@ class QueueMachine(RuleBasedStateMachine):
         return (request.priority, self.served[request.tenant], own, request.arrival_s)
 
     def in_order(self, policy: Policy) -> list[str]:
-        by_key = sorted(self.model.values(), key=lambda r: (policy(r, VIEW), int(r.request_id)))
+        by_key = sorted(self.model.values(), key=lambda r: (policy.key(r, VIEW), int(r.request_id)))
         return [request.request_id for request in by_key]
 
     @rule(
@@ -72,8 +72,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(taken=st.sets(st.integers(0, 20)), num_seen=st.integers(1, 30))
     def walk(self, taken: set[int], num_seen: int) -> None:
         """The order is seen, whatever is taken on the way and wherever the walk ends."""
-        expected, seen = self.in_order(self.rising), []
-        for index, request in enumerate(self.queue.walk(self.rising, VIEW)):
+        expected, seen = self.in_order(Policy(self.rising)), []
+        for index, request in enumerate(self.queue.walk(Policy(self.rising), VIEW)):
             seen.append(request.request_id)
             if index in taken:
                 self.queue.pop(request.request_id)
@@ -102,7 +102,7 @@ def test_a_skipped_flow_is_not_seen_again_in_the_walk() -> None:
     queue = WaitingQueue()
     for index in range(4):
         queue.push(make_request(f"{index}", "a" if index % 2 else "b", arrival_s=float(index)))
-    walk, seen = queue.walk(first_come, VIEW), []
+    walk, seen = queue.walk(FIRST_COME, VIEW), []
     for request in walk:
         seen.append(request.request_id)
         if request.adapters.digests == ("a",):
@@ -124,10 +124,10 @@ def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> Non
         num_keys += 1
         return (request.priority, served[request.tenant], request.arrival_s)
 
-    assert next(queue.walk(counting, VIEW)).request_id == "0"
+    assert next(queue.walk(Policy(counting), VIEW)).request_id == "0"
     num_keys = 0
     for number in range(100):  # all tenants are served alike
         served.update(f"{tenant}" for tenant in range(7))
-        assert next(queue.walk(counting, VIEW)).request_id == f"{number}"
+        assert next(queue.walk(Policy(counting), VIEW)).request_id == f"{number}"
         queue.pop(f"{number}")
     assert num_keys < 100 * 4 * 7

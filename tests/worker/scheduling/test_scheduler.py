@@ -15,10 +15,10 @@ from hypothesis.stateful import (
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from services.worker.request import RELEASED_BLOCK, Request
 from services.worker.scheduling.policies import (
+    FIRST_COME,
     ServiceCounters,
     clustered,
     fair,
-    first_come,
 )
 from tests.worker.scheduling.stage import SIZES, TOKEN, AnyToken, Stage, make_request
 
@@ -322,7 +322,7 @@ def test_no_stream_of_hot_requests_starves_a_cold_one(
     The longest drain: six running requests of 30 + 12 tokens at 16 tokens a step, then 12 decodes.
     """
     max_age_s, longest_drain, own_steps = 6.0, 6 * 30 // 16 + 1 + 12, 6
-    policy = clustered(max_loras, max_age_s) if clusters else first_come
+    policy = clustered(max_loras, max_age_s) if clusters else FIRST_COME
     stage = Stage(60, policy=policy, max_loras=max_loras, max_overtaking_s=max_age_s)
     stage.fetch(*SIZES)
     digests = sorted(SIZES)[:max_loras]
