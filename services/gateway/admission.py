@@ -54,6 +54,8 @@ class Ticket:
     """A tenant with weight 2 deserves twice the service of one with 1."""
     first_token_due_s: float | None = None
     """When its first token must be there, as `deadline_s`; None = whenever that allows."""
+    awaits_adapter: bool = False
+    """Its adapters are on no device yet."""
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -100,6 +102,8 @@ class AdmissionQueue:
         self._present: dict[str, int] = {}
         """Requests waiting or running."""
         self._ahead = TokensAhead()
+        self._loading = TokensAhead()
+        """The same of tickets that await adapters."""
         self._served = ServiceCounters()
         self._service_s = 0.0
         """Moving mean of how long one request holds its place."""
@@ -144,7 +148,7 @@ class AdmissionQueue:
 
     def first_token(self, ticket: Ticket) -> bool:
         """A running ticket has its first token: True when it was ahead; call `take_ready` next."""
-        return self._ahead.remove(ticket.number)
+        return self._ahead_of(ticket).remove(ticket.number)
 
     def charge(self, ticket: Ticket, num_tokens: int) -> None:
         """A running ticket generated tokens."""
@@ -220,11 +224,16 @@ class AdmissionQueue:
         """An idle door lets any ticket in, however large it is."""
         if self._running and self._running + ticket.cost > self.max_running:
             return False
-        finds_place = self._running + ticket.cost <= self.room.num_places
-        fits = self._ahead.fit(
-            ticket.tenant, ticket.ahead_tokens, self.room, finds_place=finds_place
+        room, finds_place = self.room, self._running + ticket.cost <= self.room.num_places
+        if ticket.awaits_adapter:
+            room, finds_place = Room(room.loading_tokens), False
+        fits = self._ahead_of(ticket).fit(
+            ticket.tenant, ticket.ahead_tokens, room, finds_place=finds_place
         )
         return fits and self._tenant_fits(ticket)
+
+    def _ahead_of(self, ticket: Ticket) -> TokensAhead:
+        return self._loading if ticket.awaits_adapter else self._ahead
 
     def _tenant_fits(self, ticket: Ticket) -> bool:
         mine = self.num_running_of(ticket.tenant)
@@ -246,7 +255,7 @@ class AdmissionQueue:
     def _start(self, ticket: Ticket) -> None:
         self._running += ticket.cost
         self._by_tenant[ticket.tenant] = self._by_tenant.get(ticket.tenant, 0) + ticket.cost
-        self._ahead.add(ticket.number, ticket.tenant, ticket.ahead_tokens)
+        self._ahead_of(ticket).add(ticket.number, ticket.tenant, ticket.ahead_tokens)
         self._served.charge(ticket.tenant, ticket.num_prompt_tokens, 0, ticket.weight)
 
     def _unqueue(self, ticket: Ticket) -> None:

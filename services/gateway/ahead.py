@@ -6,6 +6,9 @@ room is what gets its first token in a fraction of a second, by Little's law, an
 that a worker runs dry. What finds a place in a batch goes on beyond it, as far as workers compute
 prompts in that time: a batch that is filled in one step stands still for as long, and ends as one.
 
+Requests whose adapters are still to be loaded wait for that and not for steps: they have a wide
+room of their own, and whatever is ready passes them.
+
 A tenant does not wait for the first tokens of others who have filled the room: what it has ahead
 itself may fill another, and the workers' own fair order lets it overtake there.
 """
@@ -48,6 +51,8 @@ class Room:
     num_places: int = 0
     """While no more requests than this run, `most_tokens` may be ahead instead."""
     most_tokens: float = math.inf
+    loading_tokens: float = math.inf
+    """Of requests whose adapters are on no device yet, beside the others."""
 
 
 class AheadRoom:
@@ -78,9 +83,8 @@ class AheadRoom:
         num, target_s = max(workers.num, 1), _target_s(workers)
         least, most = LEAST_TOKENS_PER_WORKER * num, MOST_TOKENS_PER_WORKER * num
         learnt, computed = self._rate * target_s, workers.prefill_tokens_per_s * target_s
-        return Room(
-            min(max(learnt, least), most), workers.num_places, min(max(computed, least), most)
-        )
+        within = [min(max(tokens, least), most) for tokens in (learnt, computed)]
+        return Room(within[0], workers.num_places, within[1], most)
 
 
 class TokensAhead:

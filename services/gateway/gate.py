@@ -56,9 +56,9 @@ class Place:
 
     def pace(self) -> RunPace | None:
         """Its first token's time, and the mean between the others of one of its sequences; None =
-        too few to say."""
+        too few to say, or it waited for an adapter."""
         gaps = self.num_tokens - 1
-        if gaps < 8:
+        if gaps < 8 or self._ticket.awaits_adapter:
             return None
         return RunPace(self._first_s - self._start_s, (now_s() - self._first_s) / gaps)
 

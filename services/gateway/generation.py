@@ -12,7 +12,7 @@ from dataclasses import replace
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.gateway.adapter_text import AdapterText
-from services.gateway.admission import too_late
+from services.gateway.admission import Ticket, too_late
 from services.gateway.choice import ChoiceText
 from services.gateway.clock import now_s
 from services.gateway.concurrency import Concurrency
@@ -41,7 +41,7 @@ from services.gateway.request import (
     Usage,
 )
 from services.gateway.resolve import Resolver
-from services.gateway.routing import can_start_within
+from services.gateway.routing import are_on_a_device, can_start_within
 from services.gateway.sampling import resolve
 from services.gateway.tenants import TenantDirectory
 
@@ -170,8 +170,7 @@ class Generation:
             REJECTIONS.labels(error.reason).inc()
             raise
         try:
-            run_s = self._gate.run_s(prepared.least_output, prepared.most_output)
-            ticket = prepared.ticket(run_s)
+            ticket = self._ticket(prepared)
             await self._concurrency.enter(limits, ticket.cost)
             try:
                 async with self._gate.place(ticket) as place:
@@ -182,6 +181,12 @@ class Generation:
         finally:
             used = prepared.usage.prompt_tokens + prepared.usage.completion_tokens
             await self._rates.give_back(limits, prepared.most_tokens - used)
+
+    def _ticket(self, prepared: Prepared) -> Ticket:
+        views = self._fleet.views(prepared.base.base_id)
+        digests = [adapter.digest for adapter in prepared.target.adapters]
+        run_s = self._gate.run_s(prepared.least_output, prepared.most_output)
+        return prepared.ticket(run_s, awaits_adapter=not are_on_a_device(views, digests))
 
     def _check_deadline(self, prepared: Prepared) -> None:
         """Raises: DeadlineExceeded when its first token would come too late, before any work."""

@@ -79,7 +79,7 @@ class Prepared:
             first_token_due_s=self.first_token_due_s,
         )
 
-    def ticket(self, run_s: float) -> Ticket:
+    def ticket(self, run_s: float, *, awaits_adapter: bool) -> Ticket:
         """What it asks of admission."""
         return Ticket(
             self.call.tenant,
@@ -90,6 +90,7 @@ class Prepared:
             run_s=run_s,
             weight=self.limits.fairness_weight,
             first_token_due_s=self.first_token_due_s,
+            awaits_adapter=awaits_adapter,
         )
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.gateway.view import Tier, WorkerView
@@ -128,6 +128,14 @@ def can_start_within(views: Sequence[WorkerView], num_prompt_tokens: int, left_s
     if left_s <= 0:
         return False
     return not able or any(_prefill_s(view, num_prompt_tokens) <= left_s for view in able)
+
+
+def are_on_a_device(views: Sequence[WorkerView], digests: Collection[str]) -> bool:
+    """Whether some worker that takes requests has all these adapters ready; if there is one."""
+    able = [view for view in views if view.takes_requests]
+    return not able or any(
+        all(view.tier_of(digest) is Tier.DEVICE for digest in digests) for view in able
+    )
 
 
 def _prefill_s(view: WorkerView, num_prompt_tokens: int) -> float:

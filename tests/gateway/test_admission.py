@@ -79,6 +79,18 @@ def test_until_anything_has_ended_waits_are_told_by_what_a_request_should_take()
         queue.offer(Ticket("a", deadline_s=5.5, run_s=2.0), 0.0)
 
 
+def test_requests_that_await_adapters_keep_nobody_who_is_ready_waiting() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.room = Room(256, loading_tokens=1024)
+    loading = [Ticket("a", awaits_adapter=True) for _ in range(9)]
+    verdicts = [queue.offer(ticket, 0.0) for ticket in loading[:8]]
+    assert verdicts == [Verdict.RUN] * 8
+    assert queue.offer(Ticket("a"), 0.0) is Verdict.RUN
+    assert queue.offer(loading[8], 0.0) is Verdict.WAIT
+    assert queue.first_token(loading[0])
+    assert queue.take_ready() == [loading[8]]
+
+
 def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
     """Its own requests it does not pass, even when there would be room for it."""
     queue = AdmissionQueue(AdmissionLimits())

@@ -16,6 +16,7 @@ from services.gateway.routing import (
     SPARE_HOMES,
     HomeSizes,
     Placement,
+    are_on_a_device,
     choose,
     home_count,
     load_cap,
@@ -34,6 +35,15 @@ def _view(name: str, in_flight: int = 0, **fields: object) -> WorkerView:
 
 def _placement(key: str, homes: int = 1) -> Placement:
     return Placement(key, (key,), num_prompt_tokens=10, homes=homes)
+
+
+def test_adapters_are_ready_where_one_worker_that_takes_requests_has_them_all() -> None:
+    on, off = Residency("a", Tier.DEVICE), Residency("b", Tier.DISK)
+    views = [_view("w0", adapters={"a": on, "b": off}), _view("w1")]
+    assert are_on_a_device(views, ["a"]) and are_on_a_device(views, [])
+    assert not are_on_a_device(views, ["a", "b"])
+    assert not are_on_a_device([replace(views[0], draining=True), views[1]], ["a"])
+    assert are_on_a_device([], ["a"])
 
 
 @given(workers=WORKERS, key=KEYS)
