@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -304,6 +305,7 @@ class RegistryClient:
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
         """A snapshot, or what came after `resume_token`, then every change as it happens."""
         request = pb.WatchAdaptersRequest(resume_token=resume_token)
-        async for message in self._channel.stream(self._stub.WatchAdapters, request):
-            for change in decoding.changes(message):
-                yield change
+        async with aclosing(self._channel.stream(self._stub.WatchAdapters, request)) as messages:
+            async for message in messages:
+                for change in decoding.changes(message):
+                    yield change
