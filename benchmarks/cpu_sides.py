@@ -56,7 +56,9 @@ class TimedRunner:
 class OurEngine:
     """Scheduler, cache and runner; no door, no wire."""
 
-    def __init__(self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int) -> None:
+    def __init__(
+        self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int, max_running: int = 64
+    ) -> None:
         config = EngineConfig(
             model_dir=str(base),
             device="cpu",
@@ -65,7 +67,7 @@ class OurEngine:
             max_lora_rank=64,
             max_resident=64,
             max_step_tokens=2048,
-            max_running=64,
+            max_running=max_running,
         )
         runner = build_runner(
             base, device="cpu", dtype=dtype, arena_bytes=arena_bytes, cpu_isa=cpu_isa
