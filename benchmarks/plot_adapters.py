@@ -76,7 +76,7 @@ def draw_plan(axes: Any, folder: Path) -> None:
     }
     bars(axes, [str(num) for num in dict.fromkeys(row["num_waiting"] for row in rows)], series)
     axes.axhline(2.0, color="black", linewidth=0.8)
-    axes.set_title("planning, % of a 50 ms step at 256 decoding, by requests waiting")
+    axes.set_title("planning, % of a step of 256 rows, by requests waiting")
 
 
 def draw_agreement(axes: Any, folder: Path) -> None:
