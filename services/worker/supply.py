@@ -94,7 +94,9 @@ class Supply:
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
         """Another engine, which holds nothing yet."""
-        self._source.pack_with(Packers(ready.info.geometry, ready.layout))
+        packers = Packers(ready.info.geometry, ready.layout)
+        self._source.pack_with(packers)
+        self._spawn(packers.warm_up())
         self._status.new_epoch(epoch, self._disk.adapters())
         for digest in self._pins | self._status.awaited():
             self._spawn(self._load_again(digest))

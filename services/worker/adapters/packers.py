@@ -1,8 +1,9 @@
-"""The door's pool of packing processes; started when they are first needed."""
+"""The door's pool of packing processes: one is there, others start when they are first needed."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ from services.common.piped_process import ask_line, start_module
 from services.worker.adapters.layout import AdapterLayout
 from services.worker.adapters.pack_messages import Job, Prepared, Setup
 from services.worker.cores import usable_cores
+
+logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 4
 """At most; two cores for each leave the engine its own."""
@@ -33,6 +36,16 @@ class Packers:
             self._idle.put_nowait(None)
         self._processes: set[asyncio.subprocess.Process] = set()
         self._is_closed = False
+
+    async def warm_up(self) -> None:
+        """Start a first process, so that the first adapter need not wait for it."""
+        process = await self._idle.get()
+        try:
+            process = process or await self._start()
+        except (EOFError, OSError):
+            logger.warning("no packing process yet", exc_info=not self._is_closed)
+        finally:
+            self._idle.put_nowait(process)
 
     async def prepare(self, folder: Path, sha256: str) -> int:
         """The blocks of the folder's verified image; 0 = the engine has to make it.
@@ -78,6 +91,9 @@ class Packers:
             shows_errors=True,
         )
         self._processes.add(process)
+        if self._is_closed:  # meanwhile
+            self._end(process)
+            raise EOFError
         assert process.stdin is not None
         process.stdin.write(self._setup)
         return process

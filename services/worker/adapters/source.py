@@ -25,6 +25,7 @@ from loraplex.refs import check_digest
 from services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
 from services.worker.adapters.backoff import Backoff
 from services.worker.adapters.disk import DiskAdapter, DiskCache
+from services.worker.adapters.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class AdapterSource:
         self._clock = clock
         self._backoff = Backoff()
         self._flights: dict[str, asyncio.Task[DiskAdapter]] = {}
-        self._limit = asyncio.Semaphore(MAX_FETCHES)
+        self._turns = Turns(MAX_FETCHES, disk.is_leased)
         self._closing: list[asyncio.Task[None]] = []
 
     def pack_with(self, packers: Preparing) -> None:
@@ -112,7 +113,7 @@ class AdapterSource:
         """One fetch; failures are remembered and paused upon."""
         begin_s = self._clock()
         try:
-            async with self._limit:
+            async with self._turns.of(digest):
                 adapter = await self._on_disk(digest) or await self._fetch(digest)
         except Exception as failure:
             error = _typed(failure, digest)

@@ -218,6 +218,8 @@ async def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
 
 async def test_processes_prepare_survive_a_kill_and_answer_the_right_caller(stage: Stage) -> None:
     stage.source.pack_with(packers := Packers(stage.geometry, stage.layout))
+    await packers.warm_up()
+    assert len(packers._processes) == 1
     digests = [await stage.publish(name) for name in ("one", "three", "seventh")]
     impatient = asyncio.create_task(stage.source.ensure(digests[0]))
     await asyncio.sleep(0)

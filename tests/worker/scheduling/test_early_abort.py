@@ -43,7 +43,8 @@ def test_fetch_and_copy_come_on_top_of_the_prefill() -> None:
     times = ServiceTimes()
     times.prefilled(10, 1.0)
     times.copies.add(0.5)
-    times.fetches.add(4.0)
+    for seconds in (6.0, 4.0):  # of which the faster may be hoped for: it costs nobody a step
+        times.fetches.add(seconds)
     here = latest_start_s(20.0, Outlook(10), times, is_contended=True)
     on_disk = latest_start_s(20.0, Outlook(10, 1), times, is_contended=True)
     away = latest_start_s(20.0, Outlook(10, 1, fetched_for_s=1.0), times, is_contended=True)
