@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
@@ -78,6 +77,16 @@ EXPECTED_BACK_S = 10.0
 """Who had a request within so many seconds will probably have another."""
 
 
+@dataclass(slots=True, eq=False)
+class Account:
+    """One name among others."""
+
+    served: float
+    """Weighted service received."""
+    num_live: int = 0
+    """Live requests."""
+
+
 @dataclass(slots=True)
 class VirtualCounters:
     """Weighted service received, by name; only differences mean something.
@@ -85,54 +94,60 @@ class VirtualCounters:
     Source: Sheng et al., Fairness in Serving Large Language Models (VTC), algorithm 2.
     """
 
-    served: dict[Hashable, float] = field(default_factory=dict)
-    present: Counter[Hashable] = field(default_factory=Counter)
-    """Live requests by name."""
-    departed: float = 0.0
-    """Counter of the name that was last served when nobody was left."""
+    accounts: dict[Hashable, Account] = field(default_factory=dict)
+    present: dict[Hashable, Account] = field(default_factory=dict)
+    """Those that have live requests."""
+    last_served: Account = field(default_factory=lambda: Account(0.0))
     left_s: dict[Hashable, float] = field(default_factory=dict)
     """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""
 
-    def arrive(self, name: Hashable) -> None:
-        """A request comes. A name that had none is lifted to the least-served present one.
+    def arrive(self, name: Hashable) -> Account:
+        """A request comes. A name that had none is lifted to the least-served present one, or to
+        the one that was last served when nobody was left.
 
         Idle time earns no credit.
         """
-        if name not in self.present:
-            floor = min((self.served[other] for other in self.present), default=self.departed)
-            self.served[name] = max(self.served.get(name, 0.0), floor)
-        self.present[name] += 1
-        self.left_s.pop(name, None)
+        account = self.present.get(name)
+        if account is None:
+            served = (other.served for other in self.present.values())
+            floor = min(served, default=self.last_served.served)
+            account = self.present[name] = self.accounts.setdefault(name, Account(floor))
+            account.served = max(account.served, floor)
+            self.left_s.pop(name, None)
+        account.num_live += 1
+        return account
 
     def leave(self, name: Hashable, now: float = 0.0) -> None:
         """A request has ended."""
-        self.present[name] -= 1
-        if not self.present[name]:
+        self.present[name].num_live -= 1
+        if not self.present[name].num_live:
             del self.present[name]
             self.left_s[name] = now
             if len(self.left_s) > MAX_ABSENT:
                 del self.left_s[next(iter(self.left_s))]
-            if len(self.served) > len(self.present) + MAX_ABSENT:
+            if len(self.accounts) > len(self.present) + MAX_ABSENT:
                 self._forget()
 
-    def charge(self, name: Hashable, cost: float) -> None:
+    def charge(self, account: Account, cost: float) -> None:
         """Count service received."""
-        self.served[name] = self.departed = self.served[name] + cost
+        account.served += cost
+        self.last_served = account
 
     def is_least_served(self, name: Hashable, now: float) -> bool:
         """Whether nobody present, or expected back, was served less than `name`."""
         while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
             del self.left_s[next(iter(self.left_s))]
-        others = (self.served.get(other, math.inf) for other in (*self.present, *self.left_s))
-        return self.served[name] <= min(others)
+        served = self.accounts[name].served
+        expected = (self.accounts[other] for other in self.left_s if other in self.accounts)
+        return not any(other.served < served for other in (*self.present.values(), *expected))
 
     def _forget(self) -> None:
         """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""
-        floor = min((self.served[name] for name in self.present), default=float("inf"))
-        self.served = {
-            name: value
-            for name, value in self.served.items()
-            if name in self.present or value > floor
+        floor = min((other.served for other in self.present.values()), default=math.inf)
+        self.accounts = {
+            name: account
+            for name, account in self.accounts.items()
+            if name in self.present or account.served > floor
         }
 
 
@@ -142,31 +157,35 @@ class ServiceCounters:
     def __init__(self) -> None:
         self.tenants = VirtualCounters()
         self._adapters: dict[str, VirtualCounters] = {}
+        self._accounts: dict[Request, tuple[Account, Account]] = {}
+        """Of live requests: their tenant's, and in it their adapter set's."""
 
     def arrive(self, request: Request) -> None:
         """A live request more."""
-        self.tenants.arrive(request.tenant)
-        of_tenant = self._adapters.setdefault(request.tenant, VirtualCounters())
-        of_tenant.arrive(request.adapters)
+        adapters = self._adapters.setdefault(request.tenant, VirtualCounters())
+        of_tenant = self.tenants.arrive(request.tenant)
+        self._accounts[request] = of_tenant, adapters.arrive(request.adapters)
 
     def leave(self, request: Request, now: float) -> None:
         """A live request less."""
+        del self._accounts[request]
         self.tenants.leave(request.tenant, now)
         self._adapters[request.tenant].leave(request.adapters)
         if request.tenant not in self.tenants.present:
             del self._adapters[request.tenant]
 
     def charge(self, request: Request, num_input: int, num_output: int) -> None:
-        """Count tokens computed for `request`, divided by its weight."""
+        """Count tokens computed for a live `request`, divided by its weight."""
         cost = num_input * INPUT_TOKEN_COST + num_output * OUTPUT_TOKEN_COST
         cost /= request.fairness_weight
-        self.tenants.charge(request.tenant, cost)
-        self._adapters[request.tenant].charge(request.adapters, cost)
+        of_tenant, of_adapters = self._accounts[request]
+        self.tenants.charge(of_tenant, cost)
+        of_adapters.served += cost
 
     def served(self, request: Request) -> tuple[float, float]:
         """What its tenant has received, and inside the tenant its adapter set."""
-        of_tenant = self._adapters[request.tenant]
-        return self.tenants.served[request.tenant], of_tenant.served[request.adapters]
+        of_tenant, of_adapters = self._accounts[request]
+        return of_tenant.served, of_adapters.served
 
 
 def kept_places(max_running: int) -> int:

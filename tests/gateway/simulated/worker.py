@@ -291,7 +291,7 @@ class SimulatedWorker:
         ready = {row: self._adapters_at(row) for row in self._waiting}
         able = [row for row, at_s in ready.items() if at_s <= now_s]
         while able and (num_free := self.speed.batch - len(self._running)) > 0:
-            row = min(able, key=lambda row: self._served.served[row.request.tenant])
+            row = min(able, key=lambda row: self._served.present[row.request.tenant].served)
             is_least = self._served.is_least_served(row.request.tenant, now_s)
             if num_free <= kept_places(self.speed.batch) and not is_least:
                 break
@@ -299,7 +299,8 @@ class SimulatedWorker:
             self._waiting.remove(row)
             self._running.append(row)
             num_tokens = len(row.request.prompt_ids) + len(row.request.output_ids)
-            self._served.charge(row.request.tenant, num_tokens * INPUT_TOKEN_COST)
+            account = self._served.present[row.request.tenant]
+            self._served.charge(account, num_tokens * INPUT_TOKEN_COST)
             prefill += num_tokens
         if not self._running:
             self._timer = None
@@ -330,7 +331,7 @@ class SimulatedWorker:
         client = row.request.request_id.partition(".")[0]
         self.num_overrun += self._now() - self.gone.get(client, math.inf) > LATE_S
         token_id, is_eos = row.answer.next()
-        self._served.charge(row.request.tenant, OUTPUT_TOKEN_COST)
+        self._served.charge(self._served.present[row.request.tenant], OUTPUT_TOKEN_COST)
         event = worker_pb2.TokenEvent(
             request_id=row.request.request_id,
             token_ids=[token_id],

@@ -109,18 +109,16 @@ def test_one_tenants_adapters_share_its_service() -> None:
 def test_the_counters_of_the_absent_do_not_pile_up() -> None:
     counters = VirtualCounters()
     for index in range(5000):
-        counters.arrive(f"{index}")
-        counters.charge(f"{index}", 1.0)
+        counters.charge(counters.arrive(f"{index}"), 1.0)
         counters.leave(f"{index}")
-    assert len(counters.served) <= MAX_ABSENT + 1
+    assert len(counters.accounts) <= MAX_ABSENT + 1
     assert len(counters.left_s) <= MAX_ABSENT
 
 
 def test_who_left_a_moment_ago_still_counts_as_served_less() -> None:
     counters = VirtualCounters()
-    for name in ("busy", "gone"):
-        counters.arrive(name)
-    counters.charge("busy", 10.0)
+    busy, _ = (counters.arrive(name) for name in ("busy", "gone"))
+    counters.charge(busy, 10.0)
     assert counters.is_least_served("gone", 0.0) and not counters.is_least_served("busy", 0.0)
     counters.leave("gone", 5.0)
     assert not counters.is_least_served("busy", 5.0 + EXPECTED_BACK_S)
