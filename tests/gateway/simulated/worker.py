@@ -20,6 +20,7 @@ from loraplex.wire_errors import to_detail
 from services.worker.scheduling.policies import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
+    Account,
     VirtualCounters,
     kept_places,
 )
@@ -106,6 +107,7 @@ class _Row:
     session: _Session
     request: worker_pb2.WorkerRequest
     answer: Answer
+    account: Account
     holds: bool = False
     """Its adapters stay on the device: it runs, or is the next that will."""
 
@@ -263,10 +265,9 @@ class SimulatedWorker:
             return self._refuse(session, request, "the worker is full")
         self.num_submitted += 1
         self.num_hits += all(a.digest in self._slots for a in request.adapters)
-        row = _Row(session, request, Answer(request))
+        row = _Row(session, request, Answer(request), self._served.arrive(request.tenant))
         session.rows[request.request_id] = row
         self._waiting.append(row)
-        self._served.arrive(request.tenant)
         if self._timer is None:
             self._plan()
 
@@ -291,7 +292,7 @@ class SimulatedWorker:
         ready = {row: self._adapters_at(row) for row in self._waiting}
         able = [row for row, at_s in ready.items() if at_s <= now_s]
         while able and (num_free := self.speed.batch - len(self._running)) > 0:
-            row = min(able, key=lambda row: self._served.present[row.request.tenant].served)
+            row = min(able, key=lambda row: row.account.served)
             is_least = self._served.is_least_served(row.request.tenant, now_s)
             if num_free <= kept_places(self.speed.batch) and not is_least:
                 break
@@ -299,8 +300,7 @@ class SimulatedWorker:
             self._waiting.remove(row)
             self._running.append(row)
             num_tokens = len(row.request.prompt_ids) + len(row.request.output_ids)
-            account = self._served.present[row.request.tenant]
-            self._served.charge(account, num_tokens * INPUT_TOKEN_COST)
+            self._served.charge(row.account, num_tokens * INPUT_TOKEN_COST)
             prefill += num_tokens
         if not self._running:
             self._timer = None
@@ -331,7 +331,7 @@ class SimulatedWorker:
         client = row.request.request_id.partition(".")[0]
         self.num_overrun += self._now() - self.gone.get(client, math.inf) > LATE_S
         token_id, is_eos = row.answer.next()
-        self._served.charge(self._served.present[row.request.tenant], OUTPUT_TOKEN_COST)
+        self._served.charge(row.account, OUTPUT_TOKEN_COST)
         event = worker_pb2.TokenEvent(
             request_id=row.request.request_id,
             token_ids=[token_id],
