@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from benchmarks.machine import write_results
 from services.gateway.admission import AdmissionLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen
-from tests.gateway.simulated.loop import run_virtually
 from tests.gateway.simulated.worker import BASE_ID, Speed
 
 NUM_WORKERS = 4

@@ -16,7 +16,10 @@ itself may fill another, and the workers' own fair order lets it overtake there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from services.gateway.view import WorkerView
 
 TARGET_S = 0.05
 """A request waits at a worker about so long while others wait here."""
@@ -40,6 +43,17 @@ class ReadyWorkers:
     """Requests of this gateway that they take at once without a queue; 0 = not known."""
     prefill_tokens_per_s: float = math.inf
     """Of all of them."""
+
+
+def ready_workers(views: Iterable[WorkerView]) -> ReadyWorkers:
+    """Those of the views that take requests."""
+    ready = [view for view in views if view.takes_requests]
+    return ReadyWorkers(
+        len(ready),
+        max((view.load.step_s for view in ready), default=0.0),
+        sum(view.num_places for view in ready),
+        sum(view.load.prefill_tokens_per_s or math.inf for view in ready),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
-from services.gateway.ahead import ReadyWorkers
+from services.gateway.ahead import ReadyWorkers, ready_workers
 from services.gateway.channels import OpenChannel, open_channel
 from services.gateway.convert import base_from_wire
 from services.gateway.request import BaseModel, Job
@@ -86,11 +85,7 @@ class Fleet:
 
     def ready(self) -> ReadyWorkers:
         """The workers that take requests."""
-        views = [view for view in self.views() if view.takes_requests]
-        step_s = max((view.load.step_s for view in views), default=0.0)
-        prefill_tokens_per_s = sum(view.load.prefill_tokens_per_s or math.inf for view in views)
-        num_places = sum(view.num_places for view in views)
-        return ReadyWorkers(len(views), step_s, num_places, prefill_tokens_per_s)
+        return ready_workers(self.views())
 
     def submit(self, address: str, job: Job) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""

@@ -10,7 +10,7 @@ from services.gateway.concurrency import Concurrency
 from services.gateway.gate import Gate
 from services.gateway.reservoir import LocalReservoir, RedisReservoir, Reservoir
 from services.gateway.tenants import TenantLimits
-from tests.gateway.simulated.loop import run_virtually
+from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.shared import SimulatedRedis
 
 LIMITS = TenantLimits("t", max_concurrent=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.overload_sim import capacity, fairness, overload
-from tests.gateway.simulated.loop import run_virtually
+from services.simulate.virtual_loop import run_virtually
 
 SECONDS = 4.0
 

@@ -24,8 +24,8 @@ from services.gateway.request import (
 )
 from services.gateway.token_stream import Pace, TokenStream
 from services.gateway.view import WorkerView
+from services.simulate.virtual_loop import run_virtually
 from tests.gateway.conftest import eventually
-from tests.gateway.simulated.loop import run_virtually
 
 OUTPUT = tuple(range(100, 110))
 LATE_S = 5.0

@@ -14,9 +14,9 @@ from services.gateway.admission import AdmissionLimits
 from services.gateway.hedging import BUDGET_SHARE
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
 from services.gateway.worker_link import SILENT_CHECKS
+from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
 from tests.gateway.simulated.house import House, Seen, undisturbed
-from tests.gateway.simulated.loop import run_virtually
 from tests.gateway.simulated.worker import BASE_ID, Speed
 
 
