@@ -309,8 +309,7 @@ class SimulatedWorker:
                 self._timer = asyncio.get_running_loop().call_at(at_s, self._plan)
             return
         step_s = self.speed.step_s + self.speed.row_s * len(self._running)
-        step_s += prefill / self.speed.prefill_tokens_per_s
-        step_s *= self.slow
+        step_s = self.slow * (step_s + prefill / self.speed.prefill_tokens_per_s)
         self._step_s += (step_s - self._step_s) * (0.1 if self._step_s else 1.0)
         self._timer = asyncio.get_running_loop().call_later(step_s, self._compute)
 
