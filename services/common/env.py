@@ -275,6 +275,13 @@ MAX_RESIDENT: Knob[int] = Knob(
 MAX_NUM_TOKENS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_TOKENS", whole(1), 2048, "worker", "Token budget of one step."
 )
+MAX_STEP_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_STEP_S",
+    parse_seconds,
+    0.2,
+    "worker",
+    "Prompts are cut so that steps in which others decode take no longer; 0 = as long as it takes.",
+)
 MAX_BATCH: Knob[int] = Knob(
     "LORAPLEX_MAX_BATCH", whole(1), 256, "worker", "Requests computed in one step."
 )

@@ -44,6 +44,7 @@ class WorkerConfig:
     max_resident: int
     max_loras: int | None
     max_step_tokens: int
+    max_step_s: float
     max_running: int
     policy: str
     first_token_s: float | None
@@ -63,6 +64,7 @@ class WorkerConfig:
             max_lora_rank=self.max_lora_rank,
             max_resident=self.max_resident,
             max_step_tokens=self.max_step_tokens,
+            max_step_s=self.max_step_s,
             max_running=self.max_running,
             max_loras=self.max_loras,
             policy=self.policy,
@@ -123,6 +125,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         max_resident=env.MAX_RESIDENT.read(environ),
         max_loras=env.MAX_LORAS.read(environ) or None,
         max_step_tokens=max_step_tokens,
+        max_step_s=env.MAX_STEP_S.read(environ),
         max_running=min(env.MAX_BATCH.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
         first_token_s=env.FIRST_TOKEN_S.read(environ) or None,

@@ -109,6 +109,7 @@ class Engine:
             config.max_loras,
             rope_switch_len=self._info.rope_switch_len,
             first_token_s=config.first_token_s,
+            max_step_s=config.max_step_s,
         )
         layout = KvLayout(
             runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
@@ -220,7 +221,9 @@ class Engine:
         now = self._clock()
         self.scheduler.landed(plan)
         tokens = self._outcomes.take_in(plan, rows, now)
-        self._gauges.measure(plan, now - max(begin_s, self._collected_s))
+        elapsed_s = now - max(begin_s, self._collected_s)
+        self._gauges.measure(plan, elapsed_s)
+        self.scheduler.budget.measure(plan, elapsed_s)
         self._collected_s = now
         self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
         return tokens

@@ -42,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int
     max_resident: int
     max_step_tokens: int
+    max_step_s: float = 0.0
+    """Of steps in which requests decode; see `SchedulerLimits`."""
     max_running: int
     max_loras: int | None = None
     policy: str = "fair"

@@ -25,9 +25,10 @@ CONTENDED_QUANTILE = 0.99
 
 
 class Samples:
-    """The last `NUM_SAMPLES` durations, in seconds."""
+    """The last durations, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self._num_samples = num_samples
         self._in_order: deque[float] = deque()
         self._sorted: list[float] = []
 
@@ -35,7 +36,7 @@ class Samples:
         """One measurement more; the oldest goes."""
         self._in_order.append(seconds)
         insort(self._sorted, seconds)
-        if len(self._in_order) > NUM_SAMPLES:
+        if len(self._in_order) > self._num_samples:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
 
     def quantile(self, share: float) -> float:

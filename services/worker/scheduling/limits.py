@@ -22,6 +22,8 @@ class SchedulerLimits:
     first_token_s: float | None = None
     """A request whose first token would take longer from its arrival is given up; None = only
     what cannot make its own deadline is."""
+    max_step_s: float = 0.0
+    """Prompts are cut so that steps in which requests decode take no longer; 0 = as it comes."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

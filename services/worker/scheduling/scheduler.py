@@ -18,6 +18,7 @@ from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
 from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
 from services.worker.scheduling.admission import peak_kv_blocks
+from services.worker.scheduling.budget import TokenBudget
 from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.placement import Placement
@@ -75,6 +76,7 @@ class Scheduler:
         self._in_flight: deque[bool] = deque()
         """Of each step launched and not landed: whether no other can be planned without it."""
         self.times = self._deadlines.times
+        self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
@@ -153,7 +155,7 @@ class Scheduler:
             return self._number(())
         for request in must_go:
             self._preempt(request, now)
-        shares, budget = self._share_budget()
+        shares, budget = self.budget.share(self._running)
         wanted = self._placement.wanted(shares)
         has_preempted = False
         if not self._placement.grow_all(wanted, now):
@@ -244,19 +246,6 @@ class Scheduler:
             else:
                 self._preempt(queue.pop().request, now)
         return len(queue) < num_before
-
-    def _share_budget(self) -> tuple[dict[str, int], int]:
-        """Tokens of each running request that does not decode, and what the step has left for
-        others: decodes come first, then prompts by arrival, those about to end before others."""
-        budget = self._limits.max_step_tokens
-        budget -= sum(not member.request.is_held for member in self._running.decoding)
-        shares = {}
-        prompts = [member.request for member in self._running.prompts.values()]
-        for request in sorted(prompts, key=lambda r: (r.num_pending > 1, *arrival_key(r))):
-            num_wanted = 0 if request.is_held else request.num_pending
-            shares[request.request_id] = min(num_wanted, budget)
-            budget -= shares[request.request_id]
-        return shares, budget
 
     def _preempt(self, request: Request, now: float) -> None:
         """Back to the queue; everything but its output is computed again later."""

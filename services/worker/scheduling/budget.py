@@ -1,0 +1,68 @@
+"""How many tokens a step computes, and whose.
+
+Requests that decode come first, a token each. Prompts have the rest, but beside requests that
+decode only so much that these do not wait long for their next token: a prompt of thousands of
+tokens would hold up every stream of the worker for as long as it takes.
+
+Source: Agrawal et al., Sarathi-Serve (stall-free batching); the size of a part comes from the
+steps that were measured here instead of a profile.
+"""
+
+from __future__ import annotations
+
+from services.worker.request import StepPlan
+from services.worker.scheduling.early_abort import Samples
+from services.worker.scheduling.policies import arrival_key
+from services.worker.scheduling.running import RunningBatch
+
+MIN_PROMPT_TOKENS = 64
+"""Of prompts in a step, where they wait: fewer would hardly be faster."""
+MAX_STRETCH = 4.0
+"""Prompts may make a step so many times as long as without them, where that alone is long."""
+NUM_RECENT = 15
+"""Steps of each kind of which the median counts."""
+
+
+class TokenBudget:
+    """Shares the positions of a step out; learns from steps how long they take."""
+
+    def __init__(self, max_tokens: int, max_step_s: float) -> None:
+        """`max_tokens` of a step; `max_step_s`: of one in which requests decode, 0 = any."""
+        self._max_tokens = max_tokens
+        self._max_step_s = max_step_s
+        self._decodes = Samples(NUM_RECENT)
+        """Steps without prompts."""
+        self._tokens = Samples(NUM_RECENT)
+        """What a token of a prompt adds to a step."""
+
+    def measure(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step of `plan` took that long."""
+        num_prompt = sum(row.num_tokens for row in plan.rows if row.is_context)
+        if not num_prompt:
+            self._decodes.add(elapsed_s)
+        elif num_prompt >= MIN_PROMPT_TOKENS:
+            self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)
+
+    def max_prompt_tokens(self) -> int:
+        """Of prompts, in a step in which requests decode."""
+        token_s = self._tokens.quantile(0.5)
+        if not self._max_step_s or not token_s:
+            return self._max_tokens
+        decode_s = self._decodes.quantile(0.5)
+        spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
+        return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
+
+    def share(self, running: RunningBatch) -> tuple[dict[str, int], int]:
+        """Tokens of each running request that does not decode, and what the step has left for
+        others: prompts by arrival, those about to end before others."""
+        num_decoding = sum(not member.request.is_held for member in running.decoding)
+        left = self._max_tokens - num_decoding
+        if num_decoding:
+            left = min(left, self.max_prompt_tokens())
+        shares = {}
+        prompts = [member.request for member in running.prompts.values()]
+        for request in sorted(prompts, key=lambda r: (r.num_pending > 1, *arrival_key(r))):
+            num_wanted = 0 if request.is_held else request.num_pending
+            shares[request.request_id] = min(num_wanted, left)
+            left -= shares[request.request_id]
+        return shares, left

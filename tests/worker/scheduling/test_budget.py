@@ -1,0 +1,65 @@
+"""How many tokens of prompts a step takes beside requests that decode."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.request import StepPlan
+from services.worker.scheduling.budget import MAX_STRETCH, MIN_PROMPT_TOKENS, TokenBudget
+from services.worker.scheduling.running import RunningBatch
+from tests.worker.scheduling.stage import make_request
+
+MAX_TOKENS = 2048
+
+
+def plan_of(num_prompt: int, num_decoding: int) -> StepPlan:
+    running = RunningBatch()
+    decoding = [running.add(make_request(f"{i}", 1), ()) for i in range(num_decoding)]
+    for member in decoding:
+        member.request.num_computed, member.request.output_ids = 1, [7]
+    prompt = running.add(make_request("prompt", num_prompt + 1), ())
+    rows = [*(m.row(1) for m in decoding), *([prompt.row(num_prompt)] if num_prompt else [])]
+    return StepPlan(0, tuple(rows))
+
+
+def taught(decode_s: float, token_s: float, max_step_s: float = 0.2) -> TokenBudget:
+    budget = TokenBudget(MAX_TOKENS, max_step_s)
+    for _ in range(3):
+        budget.measure(plan_of(0, 4), decode_s)
+        budget.measure(plan_of(500, 4), decode_s + 500 * token_s)
+    return budget
+
+
+@given(st.floats(0.001, 10.0), st.floats(1e-6, 1.0))
+def test_prompts_fit_into_the_time_that_others_may_wait(decode_s: float, token_s: float) -> None:
+    num_tokens = taught(decode_s, token_s).max_prompt_tokens()
+    longest_s = max(0.2, MAX_STRETCH * decode_s)
+    assert MIN_PROMPT_TOKENS <= num_tokens <= MAX_TOKENS
+    if num_tokens > MIN_PROMPT_TOKENS:
+        assert decode_s + num_tokens * token_s <= longest_s * (1 + 1e-6)
+    if num_tokens < MAX_TOKENS:
+        assert decode_s + (num_tokens + 1) * token_s >= longest_s * (1 - 1e-6)
+
+
+def test_one_slow_step_does_not_cut_the_next_prompts() -> None:
+    budget = taught(0.02, 0.0005)
+    before = budget.max_prompt_tokens()
+    budget.measure(plan_of(100, 4), 5.0)
+    assert budget.max_prompt_tokens() == before == 360
+
+
+def test_where_nobody_decodes_a_prompt_has_the_whole_step() -> None:
+    budget = taught(0.02, 0.0005)
+    running = RunningBatch()
+    running.add(make_request("long", 2000), ())
+    assert budget.share(running) == ({"long": 2000}, 48)
+    member = running.add(make_request("stream", 1), ())
+    member.request.num_computed, member.request.output_ids = 1, [7]
+    running.caught_up(member.request)
+    assert budget.share(running) == ({"long": 360}, 0)
+
+
+def test_before_anything_is_measured_and_without_a_bound_only_the_token_budget_counts() -> None:
+    assert TokenBudget(MAX_TOKENS, 0.2).max_prompt_tokens() == MAX_TOKENS
+    assert taught(0.02, 0.01, max_step_s=0.0).max_prompt_tokens() == MAX_TOKENS
