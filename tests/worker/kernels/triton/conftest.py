@@ -5,6 +5,7 @@ Triton decides when it is imported, so a plain CPU run of the suite leaves these
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,27 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "worker/kernels/triton/" in str(item.path):
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    """Half of the interpreter's time goes into what changes nothing here: it puts its functions
+    into `triton.language` anew for each call of a device function, and computes, for each sum and
+    product, whether it overflows, to drop the answer unless kernels run with `debug`."""
+    if not INTERPRETING:
+        return
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(kernel):
+        if id(kernel.__globals__) not in patched:
+            patch(kernel)
+            patched.add(id(kernel.__globals__))
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 @pytest.fixture
