@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -73,6 +73,10 @@ class AdapterSet:
     def digests(self) -> tuple[str, ...]:
         """Digests in order."""
         return tuple(digest for digest, _ in self.adapters)
+
+    def within(self, digests: Collection[str]) -> bool:
+        """Whether all of them are among `digests`."""
+        return all(digest in digests for digest, _ in self.adapters)
 
     def key(self) -> str:
         """Hash that keys the prefix cache and accounting."""

@@ -29,14 +29,23 @@ class Policy:
 
     It orders, it never drops: whatever comes first is admitted first if there is room. Within a
     tenant and adapter set the order is always by priority, then arrival, and keys must agree with
-    that. The first two parts of a key, priority and another, are the same for all requests of a
-    tenant and priority.
+    that.
+
+    A key has two parts, so that a step need not look at all that wait. Requests of one priority
+    and tenant form a group, in which they stand by their own part of the key; while a request
+    waits, both parts only rise.
     """
 
-    key: Callable[[Request, QueueView], SortKey]
-    keys_fall: bool = False
-    """While a request waits its key may fall, too; without this it only rises, and a step need not
-    look at what came late in the order before."""
+    group_key: Callable[[Request, QueueView], SortKey]
+    """Of a group, which the first of its requests stands for."""
+    own_key: Callable[[Request, QueueView], SortKey]
+    clusters: bool = False
+    """A group is instead all requests of one priority whose adapters are in use, or all others;
+    its key may fall."""
+
+    def key(self, request: Request, view: QueueView) -> SortKey:
+        """Both parts."""
+        return (*self.group_key(request, view), *self.own_key(request, view))
 
 
 def arrival_key(request: Request) -> tuple[int, float]:
@@ -44,7 +53,9 @@ def arrival_key(request: Request) -> tuple[int, float]:
     return (request.priority, request.arrival_s)
 
 
-FIRST_COME = Policy(lambda request, view: (request.priority, 0, request.arrival_s))
+FIRST_COME = Policy(
+    lambda request, view: (request.priority,), lambda request, view: (request.arrival_s,)
+)
 """By priority, then by arrival."""
 
 
@@ -59,14 +70,13 @@ def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Po
     Source: S-LoRA section 4.2 (adapter clustering), with both bounds added.
     """
 
-    def key(request: Request, view: QueueView) -> SortKey:
+    def group_key(request: Request, view: QueueView) -> SortKey:
         if len(view.in_use) < max_distinct or view.num_waiting < min_queue * view.num_running:
-            return (request.priority, 0, 0, request.arrival_s)
+            return (request.priority, 0)
         aged = view.now - request.arrival_s >= max_age_s
-        here = all(digest in view.in_use for digest in request.adapters.digests)
-        return (request.priority, 0, 0 if aged else 1 if here else 2, request.arrival_s)
+        return (request.priority, 0 if aged else 1 if request.adapters.within(view.in_use) else 2)
 
-    return Policy(key, keys_fall=True)
+    return Policy(group_key, FIRST_COME.own_key, clusters=True)
 
 
 INPUT_TOKEN_COST = 1.0
@@ -182,10 +192,9 @@ class ServiceCounters:
         self.tenants.charge(of_tenant, cost)
         of_adapters.served += cost
 
-    def served(self, request: Request) -> tuple[float, float]:
-        """What its tenant has received, and inside the tenant its adapter set."""
-        of_tenant, of_adapters = self._accounts[request]
-        return of_tenant.served, of_adapters.served
+    def accounts(self, request: Request) -> tuple[Account, Account]:
+        """Of a live request: its tenant's, and inside the tenant its adapter set's."""
+        return self._accounts[request]
 
 
 def kept_places(max_running: int) -> int:
@@ -201,7 +210,10 @@ def kept_places(max_running: int) -> int:
 def fair(counters: ServiceCounters) -> Policy:
     """The least-served tenant first, then its least-served adapter set, then by arrival."""
 
-    def key(request: Request, view: QueueView) -> SortKey:
-        return (request.priority, *counters.served(request), request.arrival_s)
+    def group_key(request: Request, view: QueueView) -> SortKey:
+        return (request.priority, counters.accounts(request)[0].served)
 
-    return Policy(key)
+    def own_key(request: Request, view: QueueView) -> SortKey:
+        return (counters.accounts(request)[1].served, request.arrival_s)
+
+    return Policy(group_key, own_key)

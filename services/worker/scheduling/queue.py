@@ -2,34 +2,56 @@
 
 Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
 them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
-first request of a flow, and further only into those that it takes from; `flows.py` says which.
+first request of a flow, and further only into those that it takes from. Flows stand in a heap of
+their group, as the policy groups them, and groups in a heap of their own.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, field
 
 from services.worker.request import AdapterSet, Request
-from services.worker.scheduling.flows import Bounds, Entry, Flow, Group
-from services.worker.scheduling.policies import Policy, QueueView, SortKey
+from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
+from services.worker.scheduling.rising_heap import RisingHeap
 
-Place = tuple[SortKey, int, int, Flow | Group]
-"""In a walk: key and number of a request, its index in its flow, and that flow; or what no key of
-the flows left in a group is below, and that group."""
+Entry = tuple[float, int, Request]
+"""Arrival, number: sorts a flow, and never compares requests."""
+PASSED: SortKey = (math.inf,)
+"""Key of a flow, or a group, that the latest walk has passed."""
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """Requests of one tenant and priority for one adapter set, the first to be served first."""
+
+    tenant: str
+    priority: int
+    adapters: AdapterSet
+    group: Hashable
+    """Its group's name."""
+    entries: list[Entry] = field(default_factory=list)
+    num_passed: int = 0
+    """Of these, by the latest walk."""
 
 
 class WaitingQueue:
     """All waiting requests, by id and by flow."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy = FIRST_COME) -> None:
+        self._policy = policy
         self._entries: dict[str, Entry] = {}
         self._flows: dict[tuple[str, int, AdapterSet], Flow] = {}
-        self._groups: dict[tuple[str, int], Group] = {}
-        self._bounds = Bounds()
-        self._adapters: Counter[str] = Counter()
+        self._by_digest: dict[str, dict[Flow, None]] = {}
+        self._groups: dict[Hashable, RisingHeap[Flow]] = {}
+        self._order: RisingHeap[RisingHeap[Flow]] = RisingHeap()
+        self._in_use: Collection[str] = frozenset()
+        """Digests of adapters, as the groups know them."""
+        self._passed: list[Flow] = []
+        """Flows of which the latest walk has passed a request."""
         self._num_pushed = 0
         self.num_tokens = 0
         """Known tokens of all requests; none of them is computed."""
@@ -51,10 +73,7 @@ class WaitingQueue:
 
     def needing(self, digest: str) -> list[Request]:
         """Requests that use this adapter."""
-        if digest not in self._adapters:
-            return []
-        flows = [f for (*_, adapters), f in self._flows.items() if digest in adapters.digests]
-        return [entry[-1] for flow in flows for entry in flow.entries]
+        return [entry[-1] for flow in self._by_digest.get(digest, ()) for entry in flow.entries]
 
     def push(self, request: Request) -> None:
         """Queue a request; its place follows from its priority and arrival."""
@@ -62,16 +81,16 @@ class WaitingQueue:
         self._num_pushed += 1
         entry = (request.arrival_s, self._num_pushed, request)
         self._entries[request.request_id] = entry
-        self._adapters.update(request.adapters.digests)
         self.num_tokens += request.num_tokens
         key = (request.tenant, request.priority, request.adapters)
-        if (flow := self._flows.get(key)) is None:
-            group = self._groups.setdefault(key[:2], Group())
-            group.num_flows += 1
-            flow = self._flows[key] = Flow(group)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(*key, group=None)
+            for digest in request.adapters.digests:
+                self._by_digest.setdefault(digest, {})[flow] = None
         insort(flow.entries, entry)
         if flow.entries[0] is entry:
-            self._bounds.add(flow)
+            self._enter(flow)
 
     def pop(self, request_id: str) -> Request | None:
         """Take a request out; None when it does not wait."""
@@ -79,109 +98,125 @@ class WaitingQueue:
         if entry is None:
             return None
         request = entry[-1]
-        self._adapters.subtract(request.adapters.digests)
-        for digest in request.adapters.digests:
-            if not self._adapters[digest]:
-                del self._adapters[digest]
         self.num_tokens -= request.num_tokens
         key = (request.tenant, request.priority, request.adapters)
         flow = self._flows[key]
         del flow.entries[bisect_left(flow.entries, entry)]
         if not flow.entries:
             del self._flows[key]
-            flow.group.num_flows -= 1
-            if not flow.group.num_flows:
-                del self._groups[key[:2]]
+            self._leave_group(flow)
+            for digest in request.adapters.digests:
+                del self._by_digest[digest][flow]
+                if not self._by_digest[digest]:
+                    del self._by_digest[digest]
         return request
 
-    def walk(self, policy: Policy, view: QueueView) -> Walk:
-        """The requests in the order of `policy`. Ends the walk before it."""
-        self._bounds.look_back(policy, view)
-        if self._bounds.is_crowded(len(self._flows)):
-            self._bounds = Bounds()
+    def walk(self, view: QueueView) -> Walk:
+        """The requests in the policy's order. Ends the walk before it."""
+        for flow in self._passed:
+            flow.num_passed = 0
+            if flow.entries:
+                self._enter(flow)
+        self._passed = []
+        if self._policy.clusters:
+            changed = frozenset(view.in_use).symmetric_difference(self._in_use)
+            self._in_use = view.in_use
+            for flow in {f: None for digest in changed for f in self._by_digest.get(digest, ())}:
+                self._leave_group(flow)
+                self._enter(flow)
             for group in self._groups.values():
-                group.bounds.clear()
-            for flow in self._flows.values():
-                self._bounds.add(flow)
-        if policy.keys_fall:
-            return Walk(Bounds(), policy, view, self._flows.values())
-        return Walk(self._bounds, policy, view)
+                self._order.push(group)
+        return Walk(self._order, self._policy, view, self._passed)
 
     def check_integrity(self) -> None:
         """Assert that counters and flows agree with the requests."""
-        in_flows = [entry for flow in self._flows.values() for entry in flow.entries]
+        flows = self._flows.values()
+        in_flows = [entry for flow in flows for entry in flow.entries]
         assert sorted(in_flows) == sorted(self._entries.values()), "flows and requests differ"
         assert self.num_tokens == sum(request.num_tokens for request in self)
-        assert self._adapters == Counter(d for r in self for d in r.adapters.digests)
-        assert all(flow.entries == sorted(flow.entries) for flow in self._flows.values())
-        for flow in self._flows.values():
-            group = flow.group
-            assert flow.is_seen or any(flow is other for *_, other in group.bounds), "flow lost"
-            assert group.is_seen or group in self._bounds, "group lost"
-        flows = Counter(key[:2] for key in self._flows)
-        assert flows == {key: group.num_flows for key, group in self._groups.items()}
+        by_digest = Counter((d, f) for d, of_digest in self._by_digest.items() for f in of_digest)
+        assert by_digest == Counter((d, f) for f in flows for d in f.adapters.digests)
+        assert all(flow.entries == sorted(flow.entries) for flow in flows)
+        assert all(flow in self._groups[flow.group] for flow in flows), "flow lost"
+        assert all(group in self._order for group in self._groups.values()), "group lost"
+        assert len(self._order) == len(self._groups)
+        sizes = {name: len(group) for name, group in self._groups.items()}
+        assert sizes == Counter(flow.group for flow in flows)
+
+    def _enter(self, flow: Flow) -> None:
+        """Stand in the heaps, by a key that may have fallen."""
+        clusters = self._policy.clusters
+        flow.group = flow.priority, flow.adapters.within(self._in_use) if clusters else flow.tenant
+        group = self._groups.setdefault(flow.group, RisingHeap())
+        group.push(flow)
+        self._order.push(group)
+
+    def _leave_group(self, flow: Flow) -> None:
+        group = self._groups[flow.group]
+        group.discard(flow)
+        if not group:
+            del self._groups[flow.group]
+            self._order.discard(group)
 
 
 class Walk:
     """One pass over the queue. The request it stands at may be popped meanwhile."""
 
     def __init__(
-        self, bounds: Bounds, policy: Policy, view: QueueView, flows: Collection[Flow] = ()
+        self,
+        order: RisingHeap[RisingHeap[Flow]],
+        policy: Policy,
+        view: QueueView,
+        passed: list[Flow],
     ) -> None:
-        """`flows`: those to look at anyway."""
-        self._bounds = bounds
+        self._order = order
         self._policy = policy
         self._view = view
-        self._heap: list[Place] = [self._place(flow, 0) for flow in flows]
-        heapq.heapify(self._heap)
-        self._num_groups = 0
-        self._last: tuple[Flow, int, Entry] | None = None
+        self._passed = passed
+        self._last: tuple[Flow, Entry] | None = None
 
     def skip_flow(self) -> None:
         """Whatever holds up the current request holds up its whole flow."""
-        self._last = None
+        if self._last is not None:
+            flow, _ = self._last
+            flow.num_passed = len(flow.entries)
+            self._passed.append(flow)
+            self._last = None
 
     def __iter__(self) -> Iterator[Request]:
         return self
 
     def __next__(self) -> Request:
         self._advance()
-        while True:
-            while group := self._bounds.next_group(self._heap[0][0] if self._heap else None):
-                self._line_up(group)
-            if not self._heap:
-                raise StopIteration
-            key, _, index, stop = heapq.heappop(self._heap)
-            if isinstance(stop, Group):
-                if (flow := self._bounds.next_flow(stop)) is not None:
-                    heapq.heappush(self._heap, self._place(flow, 0))
-                    self._line_up(stop)
-                continue
-            place = self._place(stop, index)
-            if place[0] > key:
-                heapq.heappush(self._heap, place)
-                continue
-            entry = stop.entries[index]
-            self._last = (stop, index, entry)
-            return entry[-1]
-
-    def _line_up(self, group: Group) -> None:
-        """What is left of a group; before all requests that have the same key."""
-        if (bound := self._bounds.bound_of(group, self._policy, self._view)) is not None:
-            self._num_groups += 1
-            heapq.heappush(self._heap, (bound, -1, self._num_groups, group))
+        found = self._order.first(self._group_key)
+        if found is None or found[0] is PASSED:
+            raise StopIteration
+        first = found[1].first(self._own_key)
+        assert first is not None, "a group without flows"
+        flow = first[1]
+        entry = flow.entries[flow.num_passed]
+        self._last = flow, entry
+        return entry[-1]
 
     def _advance(self) -> None:
-        """Line up the next request of the flow that the last one came from."""
-        if self._last is None:
-            return
-        (flow, index, entry), self._last = self._last, None
-        was_taken = index >= len(flow.entries) or flow.entries[index] is not entry
-        index += not was_taken
-        if index < len(flow.entries):
-            heapq.heappush(self._heap, self._place(flow, index))
+        """Pass the last request, if it is still there."""
+        if self._last is not None:
+            flow, entry = self._last
+            if flow.num_passed < len(flow.entries) and flow.entries[flow.num_passed] is entry:
+                flow.num_passed += 1
+                self._passed.append(flow)
 
-    def _place(self, flow: Flow, index: int) -> Place:
-        """Sorts by the policy's key, then by who was pushed first."""
-        *_, number, request = flow.entries[index]
-        return self._policy.key(request, self._view), number, index, flow
+    def _group_key(self, group: RisingHeap[Flow]) -> SortKey:
+        first = group.first(self._own_key)
+        if first is None or first[0] is PASSED:
+            return PASSED
+        own_key, flow = first
+        request = flow.entries[flow.num_passed][-1]
+        return (*self._policy.group_key(request, self._view), *own_key)
+
+    def _own_key(self, flow: Flow) -> SortKey:
+        """By the policy, then by who was pushed first."""
+        if flow.num_passed >= len(flow.entries):
+            return PASSED
+        _, number, request = flow.entries[flow.num_passed]
+        return (*self._policy.own_key(request, self._view), number)

@@ -60,9 +60,8 @@ class Scheduler:
         self._cache = cache
         self._prefixes = prefixes
         reclaimer.add(prefixes)
-        self._policy = policy
         self._counters = counters
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(policy)
         self._running = RunningBatch()
         self._placement = Placement(layout, arena, prefixes, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
@@ -287,7 +286,7 @@ class Scheduler:
         may_repeat = budget <= 0
         self.is_full = False
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
-        walk = self._waiting.walk(self._policy, view)
+        walk = self._waiting.walk(view)
         while (request := next(walk, None)) is not None:
             if not self._has_place(request, now):
                 break

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.request import AdapterSet, Request, SamplingParams
-from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView
+from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from services.worker.scheduling.queue import WaitingQueue
 
 VIEW = QueueView(0.0, ())
 
 
-def make_request(name: str, digest: str = "", **fields: object) -> Request:
-    adapters = AdapterSet(((digest, 1.0),)) if digest else AdapterSet()
+def own(request: Request) -> str:
+    return ",".join(request.adapters.digests)
+
+
+def make_request(name: str, *digests: str, **fields: object) -> Request:
+    adapters = AdapterSet(tuple((digest, 1.0) for digest in digests))
     return Request(name, [1, 2], SamplingParams(4, 0), adapters, **fields)
 
 
@@ -25,31 +30,42 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue()
+        self.served: Counter[str] = Counter()
+        self.now = 0.0
+        self.in_use: set[str] = set()
+        self.policy = self.make_policy()
+        self.queue = WaitingQueue(self.policy)
         self.model: dict[str, Request] = {}
         self.count = 0
-        self.served: Counter[str] = Counter()
 
-    def rising(self, request: Request, view: QueueView) -> tuple[float, ...]:
+    def make_policy(self) -> Policy:
         """Like `fair`: by what the tenant was served, then the adapter."""
-        own = self.served[request.tenant + request.adapters.digests[0]]
-        return (request.priority, self.served[request.tenant], own, request.arrival_s)
+        return Policy(
+            lambda request, view: (request.priority, self.served[request.tenant]),
+            lambda request, view: (self.served[request.tenant + own(request)], request.arrival_s),
+        )
 
-    def in_order(self, policy: Policy) -> list[str]:
-        by_key = sorted(self.model.values(), key=lambda r: (policy.key(r, VIEW), int(r.request_id)))
+    def view(self) -> QueueView:
+        return QueueView(self.now, frozenset(self.in_use), len(self.model), num_running=8)
+
+    def in_order(self) -> list[str]:
+        view = self.view()
+        by_key = sorted(
+            self.model.values(), key=lambda r: (self.policy.key(r, view), int(r.request_id))
+        )
         return [request.request_id for request in by_key]
 
     @rule(
-        digest=st.sampled_from(["a", "b", "c"]),
+        digests=st.sets(st.sampled_from("abc"), max_size=2),
         tenant=st.sampled_from("tu"),
         priority=st.integers(0, 1),
         delay_s=st.sampled_from([0.0, 1.0]),
     )
-    def push(self, digest: str, tenant: str, priority: int, delay_s: float) -> None:
+    def push(self, digests: set[str], tenant: str, priority: int, delay_s: float) -> None:
         self.count += 1
         request = make_request(
             f"{self.count}",
-            digest,
+            *sorted(digests),
             tenant=tenant,
             priority=priority,
             arrival_s=self.count // 4 + delay_s,
@@ -72,8 +88,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(taken=st.sets(st.integers(0, 20)), num_seen=st.integers(1, 30))
     def walk(self, taken: set[int], num_seen: int) -> None:
         """The order is seen, whatever is taken on the way and wherever the walk ends."""
-        expected, seen = self.in_order(Policy(self.rising)), []
-        for index, request in enumerate(self.queue.walk(Policy(self.rising), VIEW)):
+        expected, seen = self.in_order(), []
+        for index, request in enumerate(self.queue.walk(self.view())):
             seen.append(request.request_id)
             if index in taken:
                 self.queue.pop(request.request_id)
@@ -81,6 +97,11 @@ class QueueMachine(RuleBasedStateMachine):
             if len(seen) == num_seen:
                 break
         assert seen == expected[: len(seen)] and len(seen) == min(num_seen, len(expected))
+
+    @rule(in_use=st.sets(st.sampled_from("abc")), passed_s=st.integers(0, 4))
+    def go_on(self, in_use: set[str], passed_s: int) -> None:
+        self.in_use = in_use
+        self.now += passed_s
 
     @rule(digest=st.sampled_from(["a", "b"]))
     def needing(self, digest: str) -> None:
@@ -94,15 +115,32 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.num_tokens == 2 * len(self.model)
 
 
-QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+class ClusteredQueueMachine(QueueMachine):
+    """The same by what is in use, where keys fall too."""
+
+    def make_policy(self) -> Policy:
+        return clustered(max_distinct=1, max_age_s=3.0, min_queue=0.5)
+
+
+class FirstComeQueueMachine(QueueMachine):
+    """The same by arrival."""
+
+    def make_policy(self) -> Policy:
+        return FIRST_COME
+
+
+for machine in (QueueMachine, ClusteredQueueMachine, FirstComeQueueMachine):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestQueue = QueueMachine.TestCase
+TestClusteredQueue = ClusteredQueueMachine.TestCase
+TestFirstComeQueue = FirstComeQueueMachine.TestCase
 
 
 def test_a_skipped_flow_is_not_seen_again_in_the_walk() -> None:
     queue = WaitingQueue()
     for index in range(4):
         queue.push(make_request(f"{index}", "a" if index % 2 else "b", arrival_s=float(index)))
-    walk, seen = queue.walk(FIRST_COME, VIEW), []
+    walk, seen = queue.walk(VIEW), []
     for request in walk:
         seen.append(request.request_id)
         if request.adapters.digests == ("a",):
@@ -110,24 +148,60 @@ def test_a_skipped_flow_is_not_seen_again_in_the_walk() -> None:
     assert seen == ["0", "1", "2"]
 
 
+def counting(policy: Policy, counts: Counter[str]) -> Policy:
+    """The same order; counts keys by what they were asked of."""
+
+    def own_key(request: Request, view: QueueView) -> tuple[float, ...]:
+        counts["keys"] += 1
+        return policy.own_key(request, view)
+
+    return Policy(policy.group_key, own_key, policy.clusters)
+
+
 def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> None:
-    queue = WaitingQueue()
-    for index in range(1000):
-        request = make_request(f"{index}", f"{index % 50}", tenant=f"{index % 7}")
-        request.arrival_s = float(index)
-        queue.push(request)
     served: Counter[str] = Counter()
-    num_keys = 0
-
-    def counting(request: Request, view: QueueView) -> tuple[float, ...]:
-        nonlocal num_keys
-        num_keys += 1
-        return (request.priority, served[request.tenant], request.arrival_s)
-
-    assert next(queue.walk(Policy(counting), VIEW)).request_id == "0"
-    num_keys = 0
+    counts: Counter[str] = Counter()
+    by_tenant = Policy(
+        lambda request, view: (request.priority, served[request.tenant]), FIRST_COME.own_key
+    )
+    queue = WaitingQueue(counting(by_tenant, counts))
+    for index in range(1000):
+        arrival_s = float(index)
+        queue.push(
+            make_request(f"{index}", f"{index % 50}", tenant=f"{index % 7}", arrival_s=arrival_s)
+        )
+    assert next(queue.walk(VIEW)).request_id == "0"
+    counts.clear()
     for number in range(100):  # all tenants are served alike
         served.update(f"{tenant}" for tenant in range(7))
-        assert next(queue.walk(Policy(counting), VIEW)).request_id == f"{number}"
+        assert next(queue.walk(VIEW)).request_id == f"{number}"
         queue.pop(f"{number}")
-    assert num_keys < 100 * 4 * 7
+    assert counts["keys"] < 100 * 5 * 7
+
+
+def test_clustering_looks_at_flows_whose_adapters_come_into_use_and_at_no_others() -> None:
+    counts: Counter[str] = Counter()
+    queue = WaitingQueue(counting(clustered(max_distinct=1, max_age_s=1e6), counts))
+    for index in range(1000):
+        queue.push(make_request(f"{index}", f"{index}", arrival_s=float(index)))
+    assert next(queue.walk(VIEW)).request_id == "0"
+    counts.clear()
+    for number in range(999, 899, -1):
+        view = QueueView(0.0, frozenset({f"{number}"}), 1000)
+        assert next(queue.walk(view)).request_id == f"{number}"
+    assert counts["keys"] < 100 * 10
+
+
+@pytest.mark.parametrize(
+    "view",
+    [QueueView(6.0, {"hot"}, 9, 9), QueueView(1.0, {"hot"}, 3, 9), QueueView(1.0, {"cold"}, 9, 9)],
+    ids=["aged", "a short queue", "in use"],
+)
+def test_a_request_passed_over_by_clustering_comes_first_when_its_key_falls(
+    view: QueueView,
+) -> None:
+    queue = WaitingQueue(clustered(max_distinct=1, max_age_s=5.0, min_queue=0.5))
+    queue.push(make_request("first", "cold", arrival_s=0.0))
+    queue.push(make_request("second", "hot", arrival_s=1.0))
+    assert next(queue.walk(QueueView(1.0, {"hot"}, 9, 9))).request_id == "second"
+    assert next(queue.walk(view)).request_id == "first"

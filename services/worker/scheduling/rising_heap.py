@@ -1,0 +1,58 @@
+"""A heap of items whose keys rise while they lie in it, and of which only the first are wanted."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from services.worker.scheduling.policies import SortKey
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class RisingHeap(Generic[Item]):
+    """Each item stands under the key that it had when it was last on top, which is no more than
+    its key of now. So a look costs as much as there are items whose old keys come before the least
+    key, and none of the others is touched."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[SortKey, int, Item]] = []
+        self._places: dict[Item, tuple[SortKey, int, Item]] = {}
+        """Of each item, its one place in the heap that counts; others are dropped on top."""
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._places
+
+    def push(self, item: Item) -> None:
+        """Take in an item, or one whose key may have fallen."""
+        self._num_pushed += 1
+        place = self._places[item] = ((), self._num_pushed, item)
+        heapq.heappush(self._heap, place)
+        if len(self._heap) > 2 * len(self._places) + 64:
+            self._heap = list(self._places.values())
+            heapq.heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        """Take an item out."""
+        self._places.pop(item, None)
+
+    def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item] | None:
+        """The item of the least key, and that key; None = the heap is empty."""
+        while self._heap:
+            place = self._heap[0]
+            old_key, number, item = place
+            if self._places.get(item) is not place:
+                heapq.heappop(self._heap)
+                continue
+            key = key_of(item)
+            if key > old_key:
+                place = self._places[item] = (key, number, item)
+                heapq.heapreplace(self._heap, place)
+            if self._heap[0] is place:
+                return key, item
+        return None
