@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 stamp=$venv/loraplex-setup
 log=$venv/setup.log
+kernels_log=$venv/kernels.log
 torch_version=2.13.0
 cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 cuda_size='2.6 GB to download'
@@ -87,14 +88,19 @@ stop_without_venv() { # $1: an interpreter without the venv module, or nothing
 
 # --- pip
 
-# pip's own words go to the log; they are shown where it fails.
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
+# pip's own words go to the log; they are shown where it fails. Python compiles what it imports:
+# to compile every module of every package takes longer than all else here.
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >>"$log" 2>&1
+}
 
 make_venv() { # $1: interpreter
     rm -rf "$venv"
     say "making $venv with Python $(describe "$1")"
     "$1" -m venv "$venv"
     : >"$log"
+    # Older ones need twice the time to find the packages, but do.
+    pip_install --retries 1 --timeout 15 'pip>=25' || true
 }
 
 # --- torch
@@ -186,9 +192,11 @@ write_stamp() { # $1: torch version or nothing, then the groups
 }
 
 # Compiled kernels make a CPU worker several times faster; the worker does without where it must.
-build_kernels() {
-    "$venv/bin/python" -m services.worker.native.build >>"$log" 2>&1 ||
-        say "no CPU kernels (no C++ compiler? see $log): workers compute with torch alone, slower"
+# Tests compare those of every instruction set that this machine has.
+build_kernels() { # $@: the groups
+    case " $* " in *" test "*) which=--host ;; *) which= ;; esac
+    "$venv/bin/python" -m services.worker.native.build $which >"$kernels_log" 2>&1 ||
+        say "no CPU kernels (no C++ compiler? see $kernels_log): workers compute with torch alone, slower"
 }
 
 [ $# -gt 0 ] || { say "name what to set up: run, test, dev or torch-free"; exit 2; }
@@ -210,8 +218,9 @@ torch=
 [ "$torch_free" ] || torch=$(installed_torch) || true
 write_constraints "$torch"
 say "installing packages for: $*"
+[ "$torch_free" ] || build_kernels "$@" & # which needs no package
 pip_install -c "$venv/constraints.txt" -e ".[${extras#,}]" || stop_with_log "the packages"
 [ "$torch_free" ] || torch=$(installed_torch) || stop_with_log torch
-[ "$torch_free" ] || build_kernels
+wait
 write_stamp "$torch" "$@"
 say "ready: Python $(describe "$venv/bin/python")${torch:+, torch $torch}, in $venv"

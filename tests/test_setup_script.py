@@ -21,6 +21,7 @@ here=$(dirname "$0")
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip")
+        case "$*" in *"pip>="*) exit 1 ;; esac # none to be had: the old one does
         echo "VERSION $*" >>"$CALLS"
         case "$*" in
             *"$REFUSE"*) exit 1 ;;
@@ -30,7 +31,7 @@ case "$1 $2" in
                 echo 2.13.0+cpu >"$here/torch" ;;
             *torch==2.13.0*) echo 2.13.0+cu130 >"$here/torch" ;;
         esac ;;
-    "-m services.worker.native.build") exit "${BUILD_STATUS:-0}" ;;
+    "-m services.worker.native.build") echo "$*" >"$here/built"; exit "${BUILD_STATUS:-0}" ;;
     "-c "*version_info*) echo VERSION ;;
     "-c "*ensurepip*) HAS_VENV ;;
     "-c "*torch*) cat "$here/torch" ;;
@@ -266,6 +267,15 @@ def test_kernels_that_cannot_be_built_are_said_and_stop_nothing(checkout: Checko
     assert done.returncode == 0
     assert "torch alone" in done.stderr
     assert "torch alone" not in checkout.setup("test").stderr
+
+
+@pytest.mark.parametrize(("groups", "asked"), [(["run"], ""), (["run", "test"], " --host")])
+def test_tests_get_the_kernels_of_every_instruction_set_here(
+    checkout: Checkout, groups: list[str], asked: str
+) -> None:
+    assert checkout.setup(*groups).returncode == 0
+    built = (checkout.folder / ".venv" / "bin" / "built").read_text()
+    assert built == f"-m services.worker.native.build{asked}\n"
 
 
 def test_torch_free_environment_builds_no_kernels(checkout: Checkout) -> None:

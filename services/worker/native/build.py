@@ -7,17 +7,26 @@ user's cache), named by a hash of the sources. No torch headers, so a build take
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from services.worker.native.isa import ISA_FLAGS, TORCH, choose_isa, family_isas
+from services.worker.native.isa import (
+    GENERIC,
+    ISA_FLAGS,
+    TORCH,
+    choose_isa,
+    family_isas,
+    host_isas,
+)
 
 SOURCE_DIR = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
@@ -55,7 +64,8 @@ def missing_library(wanted: str) -> str:
 def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None) -> Path:
     """Compile for one instruction set and return the library's path; keeps one that is there.
 
-    `tell` hears of each source that is compiled.
+    One process compiles at a time, and others wait for it. `tell` hears of each source that is
+    compiled.
 
     Raises:
         BuildFailed: without a compiler, without a place to write, or with the compiler's words.
@@ -68,7 +78,9 @@ def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None)
     target = _writable_dir() / f"loraplex-{isa}-{source_hash()}-{_version_hash(compiler)}.so"
     command = (compiler, *FLAGS, *ISA_FLAGS[isa])
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with _alone_in(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        if target.exists():
+            return target
         objects = [str(Path(folder, source.name).with_suffix(".o")) for source in sources]
         for number, (source, compiled) in enumerate(zip(sources, objects, strict=True), 1):
             _run(*command, "-c", str(source), "-o", compiled)
@@ -97,6 +109,18 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process, too."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: some compile twice
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
 def _run(*command: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
@@ -123,16 +147,22 @@ def _writable_dir() -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build what this machine uses by default, or what any of its family may use."""
+    """Build what this machine uses by default, or what it or any of its family may use."""
     parser = argparse.ArgumentParser(description="Compile the CPU kernels.")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--all",
         action="store_true",
         help="for every instruction set of this machine's family, not for its own best alone",
     )
-    parser.add_argument("--isa", default="auto", help="one instruction set, instead of the best")
+    which.add_argument("--host", action="store_true", help="for every one that this machine has")
+    which.add_argument("--isa", default="auto", help="one instruction set, instead of the best")
     args = parser.parse_args(argv)
-    isas = family_isas() if args.all else (choose_isa(args.isa),)
+    isas: Sequence[str] = (choose_isa(args.isa),)
+    if args.all:
+        isas = family_isas()
+    elif args.host:
+        isas = [isa for isa in host_isas() if isa != GENERIC]
     tell = partial(print, "native kernels:", flush=True)
     try:
         built = {isa: build_library(isa, tell) for isa in isas if isa != TORCH}
