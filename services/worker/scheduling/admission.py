@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from loraplex.errors import ResourceExhausted
 from services.worker.memory.kv_blocks import KvLayout
 from services.worker.request import Request
 
@@ -40,6 +41,21 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
             blocks += min(whole, count * cap)
         peak = max(peak, min(blocks, most))
     return peak
+
+
+def too_large(
+    request: Request, layout: KvLayout, adapter_blocks: int, num_blocks: int
+) -> ResourceExhausted | None:
+    """Why a request cannot be served though it had all of `num_blocks` for itself."""
+    kv_blocks = layout.max_blocks(request.max_num_tokens)
+    if kv_blocks + adapter_blocks <= num_blocks:
+        return None
+    return ResourceExhausted(
+        f"the request needs up to {kv_blocks} arena blocks for {request.max_num_tokens} tokens "
+        f"and {adapter_blocks} for its adapters, {num_blocks} are not pinned: lower max_tokens or "
+        "raise LORAPLEX_KV_MEMORY",
+        reason="REQUEST_TOO_LARGE",
+    )
 
 
 def _left(pair: tuple[int, Request]) -> int:

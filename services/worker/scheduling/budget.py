@@ -34,6 +34,8 @@ class TokenBudget:
         """Steps without prompts."""
         self._tokens = Samples(NUM_RECENT)
         """What a token of a prompt adds to a step."""
+        self.is_cutting = False
+        """Whether a running prompt goes on in the step after the one that was shared out last."""
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step of `plan` took that long."""
@@ -52,17 +54,25 @@ class TokenBudget:
         spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
         return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
 
-    def share(self, running: RunningBatch) -> tuple[dict[str, int], int]:
+    def share(self, running: RunningBatch, has_waiting: bool) -> tuple[dict[str, int], int]:
         """Tokens of each running request that does not decode, and what the step has left for
-        others: prompts by arrival, those about to end before others."""
+        others: prompts by arrival, those about to end before others.
+
+        Where requests wait, a prompt that the step cannot end takes no more than half: short ones
+        need not wait until a long one is through.
+        """
         num_decoding = sum(not member.request.is_held for member in running.decoding)
         left = self._max_tokens - num_decoding
         if num_decoding:
             left = min(left, self.max_prompt_tokens())
+        kept = left // 2 if has_waiting else 0
         shares = {}
+        self.is_cutting = False
         prompts = [member.request for member in running.prompts.values()]
         for request in sorted(prompts, key=lambda r: (r.num_pending > 1, *arrival_key(r))):
             num_wanted = 0 if request.is_held else request.num_pending
-            shares[request.request_id] = min(num_wanted, left)
-            left -= shares[request.request_id]
+            if num_wanted > left:
+                self.is_cutting, num_wanted = True, max(0, left - kept)
+            shares[request.request_id] = num_wanted
+            left -= num_wanted
         return shares, left

@@ -69,6 +69,17 @@ class Placement:
         member.num_placed = len(request.block_tables[0]) * self._layout.tokens_per_block
         return True
 
+    def grow_further(self, shares: dict[str, int], left: int, now: float) -> None:
+        """Let prompts that were cut have what others left of the step, if there are blocks.
+        Mutates: shares."""
+        for request_id, num_tokens in shares.items():
+            member = self._running.prompts[request_id]
+            request = member.request
+            more = 0 if request.is_held else min(request.num_pending - num_tokens, left)
+            if more and self.grow(member, request.num_computed + num_tokens + more, now):
+                shares[request_id] += more
+                left -= more
+
     def leave(self, request: Request, now: float) -> None:
         """Give back all that a request has. What was computed of it is known no more."""
         self._prefixes.give_back(request, release_tables(request), now)

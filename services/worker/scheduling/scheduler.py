@@ -17,7 +17,7 @@ from services.worker.memory.kv_blocks import KvLayout, kv_owner
 from services.worker.memory.prefix_cache import PrefixCache
 from services.worker.memory.reclaimer import Reclaimer
 from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
-from services.worker.scheduling.admission import peak_kv_blocks
+from services.worker.scheduling.admission import peak_kv_blocks, too_large
 from services.worker.scheduling.budget import TokenBudget
 from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
@@ -36,6 +36,8 @@ from services.worker.scheduling.running import Member, RunningBatch, in_batch_or
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
+MAX_PASSED_OVER = 16
+"""Long prompts that wait for another to end; short ones behind more of them are not looked for."""
 REWALK_S = 0.1
 """A walk over the queue is repeated so often though nothing has changed: ages and forecasts do."""
 
@@ -154,7 +156,7 @@ class Scheduler:
             return self._number(())
         for request in must_go:
             self._preempt(request, now)
-        shares, budget = self.budget.share(self._running)
+        shares, budget = self.budget.share(self._running, bool(self._waiting))
         wanted = self._placement.wanted(shares)
         has_preempted = False
         if not self._placement.grow_all(wanted, now):
@@ -162,14 +164,17 @@ class Scheduler:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
         decodes = self._running.decode_rows()
-        prompts = self._running.prompts.values()
-        others = [m.row(n) for m in prompts if (n := shares[m.request.request_id])]
+        started: list[PlannedRow] = []
         if not has_preempted:
             started = self._admit(now, budget)
-            if arrive is not None and arrive(len(decodes) + len(others) + len(started)):
+            num_others = sum(num_tokens > 0 for num_tokens in shares.values()) + len(started)
+            if arrive is not None and arrive(len(decodes) + num_others):
                 started += self._admit(now, budget - sum(row.num_tokens for row in started))
-            others += started
-        return self._number(in_batch_order(decodes, others))
+            left = budget - sum(row.num_tokens for row in started)
+            self._placement.grow_further(shares, left, now)
+        prompts = self._running.prompts
+        others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
+        return self._number(in_batch_order(decodes, others + started))
 
     def _number(self, rows: Sequence[PlannedRow]) -> StepPlan:
         plan = StepPlan(self._next_step, tuple(rows))
@@ -283,6 +288,7 @@ class Scheduler:
         rows: list[PlannedRow] = []
         ahead: set[str] = set()
         loads_left = MAX_LOADS_PER_STEP
+        num_passed_over = 0
         may_repeat = budget <= 0
         self.is_full = False
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
@@ -298,6 +304,12 @@ class Scheduler:
                 continue
             if request.is_held or self._is_lost(request, now):
                 may_repeat = True
+                continue
+            if is_ready and self._awaits_its_turn(request, budget):
+                may_repeat = True
+                num_passed_over += 1
+                if num_passed_over >= MAX_PASSED_OVER:
+                    walk.skip_flow()
                 continue
             if not self._has_room(request):
                 self.is_full = True
@@ -357,6 +369,12 @@ class Scheduler:
                 self._counters.charge(request, request.num_pending, 0)
         return member.row(num_tokens)
 
+    def _awaits_its_turn(self, request: Request, budget: int) -> bool:
+        """A prompt too long for this step, while another such is computed: one after the other."""
+        if not self.budget.is_cutting or not 0 < budget < request.num_pending:
+            return False
+        return request.num_pending - self._prefixes.match(request) > budget
+
     def _too_many_adapters(self, digests: tuple[str, ...]) -> bool:
         limit = self._limits.max_loras
         return limit is not None and len(self._cache.in_use.union(digests)) > limit
@@ -372,14 +390,5 @@ class Scheduler:
     def _too_large(self, request: Request) -> ResourceExhausted | None:
         """Refuses what would wait for ever; adapters not fetched yet count nothing."""
         known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
-        kv_blocks = self._layout.max_blocks(request.max_num_tokens)
-        adapter_blocks = self._cache.unpinned_blocks(known)
         left = self._arena.num_blocks - self._cache.pinned_blocks
-        if kv_blocks + adapter_blocks <= left:
-            return None
-        return ResourceExhausted(
-            f"the request needs up to {kv_blocks} arena blocks for {request.max_num_tokens} tokens "
-            f"and {adapter_blocks} for its adapters, {left} are not pinned: lower max_tokens or "
-            "raise LORAPLEX_KV_MEMORY",
-            reason="REQUEST_TOO_LARGE",
-        )
+        return too_large(request, self._layout, self._cache.unpinned_blocks(known), left)

@@ -53,11 +53,12 @@ def test_where_nobody_decodes_a_prompt_has_the_whole_step() -> None:
     budget = taught(0.02, 0.0005)
     running = RunningBatch()
     running.add(make_request("long", 2000), ())
-    assert budget.share(running) == ({"long": 2000}, 48)
+    assert budget.share(running, False) == ({"long": 2000}, 48)
     member = running.add(make_request("stream", 1), ())
     member.request.num_computed, member.request.output_ids = 1, [7]
     running.caught_up(member.request)
-    assert budget.share(running) == ({"long": 360}, 0)
+    assert budget.share(running, False) == ({"long": 360}, 0)
+    assert budget.share(running, True) == ({"long": 180}, 180)
 
 
 def test_before_anything_is_measured_and_without_a_bound_only_the_token_budget_counts() -> None:

@@ -199,6 +199,19 @@ def test_a_long_prompt_is_cut_by_the_token_budget_and_never_delays_decodes() -> 
     assert [plan.rows[0].needs_logits for plan in plans] == [False, False, True]
 
 
+def test_short_prompts_start_beside_a_long_one_and_other_long_ones_after_it() -> None:
+    stage = Stage(num_blocks=64)
+    stage.submit(make_request("long", 40))
+    stage.step()
+    stage.submit(make_request("next", prompt_ids=[2] * 40))
+    stage.submit(make_request("short", prompt_ids=[3] * 6))
+    plans = [stage.step() for _ in range(3)]
+    rows = [{row.request.request_id: row.num_tokens for row in plan.rows} for plan in plans]
+    assert rows[0] == {"long": 10, "short": 6}, "what the short one leaves is the long one's"
+    assert rows[1] == {"long": 14, "short": 1, "next": 1}
+    assert rows[2] == {"long": 1, "next": 14, "short": 1}
+
+
 def test_a_request_whose_adapter_is_not_here_does_not_block_its_neighbours() -> None:
     stage = Stage()
     stage.submit(make_request("cold", digests=("sha256:a",)), make_request("base"))
