@@ -88,8 +88,8 @@ stop_without_venv() { # $1: an interpreter without the venv module, or nothing
 
 # --- pip
 
-# pip's own words go to the log; they are shown where it fails. Python compiles what it imports:
-# to compile every module of every package takes longer than all else here.
+# pip's own words go to the log; they are shown where it fails. To compile every module of every
+# package would take longer than all else here: keep_bytecode is for those that are imported.
 pip_install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >>"$log" 2>&1
 }
@@ -199,6 +199,14 @@ build_kernels() { # $@: the groups
         say "no CPU kernels (no C++ compiler? see $kernels_log): workers compute with torch alone, slower"
 }
 
+# Import what services, and tests, import, so that later starts find it compiled.
+keep_bytecode() { # $@: the groups
+    modules=services.gateway.__main__,services.registry.__main__
+    [ "$torch_free" ] || modules=$modules,services.worker.building
+    case " $* " in *" test "*) modules=$modules,hypothesis,model_signing,moto.server,openai,peft ;; esac
+    "$venv/bin/python" -c "import $modules" >>"$log" 2>&1 || true
+}
+
 [ $# -gt 0 ] || { say "name what to set up: run, test, dev or torch-free"; exit 2; }
 torch_free= extras=
 for group in "$@"; do
@@ -213,6 +221,7 @@ done
 case ${TORCH:-} in '' | cpu | cuda) ;; *) say "TORCH=$TORCH is unknown; use cpu or cuda"; exit 2 ;; esac
 
 ! up_to_date "$@" || exit 0
+unset PYTHONDONTWRITEBYTECODE # the environment is ours; see keep_bytecode
 provide_venv
 torch=
 [ "$torch_free" ] || torch=$(installed_torch) || true
@@ -221,6 +230,7 @@ say "installing packages for: $*"
 [ "$torch_free" ] || build_kernels "$@" & # which needs no package
 pip_install -c "$venv/constraints.txt" -e ".[${extras#,}]" || stop_with_log "the packages"
 [ "$torch_free" ] || torch=$(installed_torch) || stop_with_log torch
+keep_bytecode "$@"
 wait
 write_stamp "$torch" "$@"
 say "ready: Python $(describe "$venv/bin/python")${torch:+, torch $torch}, in $venv"
