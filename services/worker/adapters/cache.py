@@ -51,6 +51,7 @@ class AdapterCache:
         self._copies = CopyTimes()
         self._actions: list[Load | Evict] = []
         self._changed: dict[str, None] = {}
+        self._moved: set[str] = set()
         self.num_changes = 0
         """Rises with everything that may let a waiting request start."""
         self.failures = Backoff()
@@ -78,6 +79,10 @@ class AdapterCache:
         """How far an adapter has come; GONE = not even on disk."""
         adapter = self._adapters.get(digest)
         return Tier.GONE if adapter is None else adapter.tier
+
+    def whereabouts(self, digest: str) -> tuple[Tier, bool]:
+        """The tier of an adapter, and whether running requests use it."""
+        return self.tier(digest), digest in self._in_use
 
     def adapters(self) -> Collection[CachedAdapter]:
         """Everything known, for snapshots."""
@@ -296,6 +301,11 @@ class AdapterCache:
         changed, self._changed = self._changed, {}
         return [(digest, self._adapters.get(digest)) for digest in changed]
 
+    def take_moved(self) -> Collection[str]:
+        """Digests of which `whereabouts` may have changed since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
+
     def check_integrity(self) -> None:
         """Assert that counters, slots and block ownership agree with the adapters."""
         adapters = self._adapters.values()
@@ -318,6 +328,7 @@ class AdapterCache:
 
     def _note(self, digest: str) -> None:
         self._changed[digest] = None
+        self._moved.add(digest)
         self.num_changes += 1
 
     def _evict_one(self, protected: Collection[str]) -> bool:

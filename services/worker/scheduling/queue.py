@@ -2,26 +2,34 @@
 
 Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
 them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
-first request of a flow, and further only into those that it takes from. Flows stand in a heap of
-their group, as the policy groups them, and groups in a heap of their own.
+first request of a flow, and further only into those that it takes from.
+
+Flows stand in a heap of their group, as the policy groups them, and groups in a heap of their own:
+one for those whose adapters are on the device, and one for those that wait for a copy, so that
+these can be left out once no more copies may begin. A flow whose adapters are not even on disk
+stands nowhere.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
+from services.worker.adapters.residency import Tier
 from services.worker.request import AdapterSet, Request
 from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
-from services.worker.scheduling.rising_heap import RisingHeap
+from services.worker.scheduling.rising_heap import LAST, RisingHeap
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
-PASSED: SortKey = (math.inf,)
-"""Key of a flow, or a group, that the latest walk has passed."""
+GroupName = tuple[bool, int, str | bool]
+"""Whether all adapters are on the device; priority; tenant, or whether all adapters are in use."""
+Groups = RisingHeap[RisingHeap["Flow"]]
+Whereabouts = tuple[Tier, bool]
+"""Of an adapter: its tier, and whether a running request uses it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,25 +39,36 @@ class Flow:
     tenant: str
     priority: int
     adapters: AdapterSet
-    group: Hashable
-    """Its group's name."""
+    group: GroupName | None = None
+    """Its group's name; None = it stands nowhere."""
     entries: list[Entry] = field(default_factory=list)
     num_passed: int = 0
     """Of these, by the latest walk."""
 
 
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """An adapter of requests that wait."""
+
+    where: Whereabouts
+    """As the groups of its flows know it."""
+    flows: dict[Flow, None] = field(default_factory=dict)
+
+
 class WaitingQueue:
     """All waiting requests, by id and by flow."""
 
-    def __init__(self, policy: Policy = FIRST_COME) -> None:
+    def __init__(self, where: Callable[[str], Whereabouts], policy: Policy = FIRST_COME) -> None:
+        """`where`: the adapter of a digest is."""
+        self._where = where
         self._policy = policy
         self._entries: dict[str, Entry] = {}
         self._flows: dict[tuple[str, int, AdapterSet], Flow] = {}
-        self._by_digest: dict[str, dict[Flow, None]] = {}
-        self._groups: dict[Hashable, RisingHeap[Flow]] = {}
-        self._order: RisingHeap[RisingHeap[Flow]] = RisingHeap()
-        self._in_use: Collection[str] = frozenset()
-        """Digests of adapters, as the groups know them."""
+        self._awaited: dict[str, Awaited] = {}
+        """By digest."""
+        self._groups: dict[GroupName, RisingHeap[Flow]] = {}
+        self._ready: Groups = RisingHeap()
+        self._absent: Groups = RisingHeap()
         self._passed: list[Flow] = []
         """Flows of which the latest walk has passed a request."""
         self._num_pushed = 0
@@ -73,7 +92,8 @@ class WaitingQueue:
 
     def needing(self, digest: str) -> list[Request]:
         """Requests that use this adapter."""
-        return [entry[-1] for flow in self._by_digest.get(digest, ()) for entry in flow.entries]
+        awaited = self._awaited.get(digest)
+        return [entry[-1] for flow in awaited.flows for entry in flow.entries] if awaited else []
 
     def push(self, request: Request) -> None:
         """Queue a request; its place follows from its priority and arrival."""
@@ -85,9 +105,11 @@ class WaitingQueue:
         key = (request.tenant, request.priority, request.adapters)
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = Flow(*key, group=None)
+            flow = self._flows[key] = Flow(*key)
             for digest in request.adapters.digests:
-                self._by_digest.setdefault(digest, {})[flow] = None
+                if digest not in self._awaited:
+                    self._awaited[digest] = Awaited(self._where(digest))
+                self._awaited[digest].flows[flow] = None
         insort(flow.entries, entry)
         if flow.entries[0] is entry:
             self._enter(flow)
@@ -106,27 +128,28 @@ class WaitingQueue:
             del self._flows[key]
             self._leave_group(flow)
             for digest in request.adapters.digests:
-                del self._by_digest[digest][flow]
-                if not self._by_digest[digest]:
-                    del self._by_digest[digest]
+                del self._awaited[digest].flows[flow]
+                if not self._awaited[digest].flows:
+                    del self._awaited[digest]
         return request
 
-    def walk(self, view: QueueView) -> Walk:
-        """The requests in the policy's order. Ends the walk before it."""
+    def walk(self, view: QueueView, moved: Collection[str]) -> Walk:
+        """The requests in the policy's order. Ends the walk before it.
+
+        Args:
+            moved: digests of adapters that may be elsewhere than at the last walk.
+        """
         for flow in self._passed:
             flow.num_passed = 0
             if flow.entries:
                 self._enter(flow)
         self._passed = []
+        for digest in moved:
+            self._look_again(digest)
         if self._policy.clusters:
-            changed = frozenset(view.in_use).symmetric_difference(self._in_use)
-            self._in_use = view.in_use
-            for flow in {f: None for digest in changed for f in self._by_digest.get(digest, ())}:
-                self._leave_group(flow)
-                self._enter(flow)
-            for group in self._groups.values():
-                self._order.push(group)
-        return Walk(self._order, self._policy, view, self._passed)
+            for name, group in self._groups.items():
+                self._order_of(name).push(group)
+        return Walk(self._ready, self._absent, self._policy, view, self._passed)
 
     def check_integrity(self) -> None:
         """Assert that counters and flows agree with the requests."""
@@ -134,46 +157,67 @@ class WaitingQueue:
         in_flows = [entry for flow in flows for entry in flow.entries]
         assert sorted(in_flows) == sorted(self._entries.values()), "flows and requests differ"
         assert self.num_tokens == sum(request.num_tokens for request in self)
-        by_digest = Counter((d, f) for d, of_digest in self._by_digest.items() for f in of_digest)
-        assert by_digest == Counter((d, f) for f in flows for d in f.adapters.digests)
+        awaited = Counter((d, f) for d, adapter in self._awaited.items() for f in adapter.flows)
+        assert awaited == Counter((d, f) for f in flows for d in f.adapters.digests)
         assert all(flow.entries == sorted(flow.entries) for flow in flows)
-        assert all(flow in self._groups[flow.group] for flow in flows), "flow lost"
-        assert all(group in self._order for group in self._groups.values()), "group lost"
-        assert len(self._order) == len(self._groups)
+        standing = [(name, flow) for flow in flows if (name := flow.group) is not None]
+        assert all(flow in self._groups[name] for name, flow in standing), "flow lost"
+        assert all(group in self._order_of(name) for name, group in self._groups.items()), "lost"
+        assert len(self._ready) + len(self._absent) == len(self._groups)
         sizes = {name: len(group) for name, group in self._groups.items()}
-        assert sizes == Counter(flow.group for flow in flows)
+        assert sizes == Counter(name for name, _ in standing)
+
+    def _look_again(self, digest: str) -> None:
+        """Move the flows of an adapter to the groups where they belong now."""
+        awaited = self._awaited.get(digest)
+        if awaited is None or (where := self._where(digest)) == awaited.where:
+            return
+        awaited.where = where
+        for flow in awaited.flows:
+            self._leave_group(flow)
+            self._enter(flow)
 
     def _enter(self, flow: Flow) -> None:
         """Stand in the heaps, by a key that may have fallen."""
-        clusters = self._policy.clusters
-        flow.group = flow.priority, flow.adapters.within(self._in_use) if clusters else flow.tenant
+        adapters = [self._awaited[digest].where for digest in flow.adapters.digests]
+        tier = min((tier for tier, _ in adapters), default=Tier.DEVICE)
+        if tier == Tier.GONE:
+            return
+        side = all(in_use for _, in_use in adapters) if self._policy.clusters else flow.tenant
+        flow.group = (tier == Tier.DEVICE, flow.priority, side)
         group = self._groups.setdefault(flow.group, RisingHeap())
         group.push(flow)
-        self._order.push(group)
+        self._order_of(flow.group).push(group)
 
     def _leave_group(self, flow: Flow) -> None:
+        if flow.group is None:
+            return
         group = self._groups[flow.group]
         group.discard(flow)
         if not group:
             del self._groups[flow.group]
-            self._order.discard(group)
+            self._order_of(flow.group).discard(group)
+        flow.group = None
+
+    def _order_of(self, name: GroupName) -> Groups:
+        is_ready, *_ = name
+        return self._ready if is_ready else self._absent
 
 
 class Walk:
     """One pass over the queue. The request it stands at may be popped meanwhile."""
 
     def __init__(
-        self,
-        order: RisingHeap[RisingHeap[Flow]],
-        policy: Policy,
-        view: QueueView,
-        passed: list[Flow],
+        self, ready: Groups, absent: Groups, policy: Policy, view: QueueView, passed: list[Flow]
     ) -> None:
-        self._order = order
+        self._ready = ready
+        self._absent = absent
         self._policy = policy
         self._view = view
         self._passed = passed
         self._last: tuple[Flow, Entry] | None = None
+        self.takes_absent = True
+        """Whether requests still come whose adapters are not on the device."""
 
     def skip_flow(self) -> None:
         """Whatever holds up the current request holds up its whole flow."""
@@ -188,12 +232,13 @@ class Walk:
 
     def __next__(self) -> Request:
         self._advance()
-        found = self._order.first(self._group_key)
-        if found is None or found[0] is PASSED:
+        orders = (self._ready, self._absent) if self.takes_absent else (self._ready,)
+        orders = (self._ready, self._absent) if self.takes_absent else (self._ready,)
+        key, group = min((order.first(self._group_key) for order in orders), key=itemgetter(0))
+        if group is None or key is LAST:
             raise StopIteration
-        first = found[1].first(self._own_key)
-        assert first is not None, "a group without flows"
-        flow = first[1]
+        _, flow = group.first(self._own_key)
+        assert flow is not None, "an empty group"
         entry = flow.entries[flow.num_passed]
         self._last = flow, entry
         return entry[-1]
@@ -207,16 +252,15 @@ class Walk:
                 self._passed.append(flow)
 
     def _group_key(self, group: RisingHeap[Flow]) -> SortKey:
-        first = group.first(self._own_key)
-        if first is None or first[0] is PASSED:
-            return PASSED
-        own_key, flow = first
+        own_key, flow = group.first(self._own_key)
+        if flow is None or own_key is LAST:
+            return LAST
         request = flow.entries[flow.num_passed][-1]
         return (*self._policy.group_key(request, self._view), *own_key)
 
     def _own_key(self, flow: Flow) -> SortKey:
         """By the policy, then by who was pushed first."""
         if flow.num_passed >= len(flow.entries):
-            return PASSED
+            return LAST
         _, number, request = flow.entries[flow.num_passed]
         return (*self._policy.own_key(request, self._view), number)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from services.worker.scheduling.policies import SortKey
 
 Item = TypeVar("Item", bound=Hashable)
+
+LAST: SortKey = (math.inf,)
+"""Key of what has nothing to offer."""
 
 
 class RisingHeap(Generic[Item]):
@@ -41,8 +45,8 @@ class RisingHeap(Generic[Item]):
         """Take an item out."""
         self._places.pop(item, None)
 
-    def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item] | None:
-        """The item of the least key, and that key; None = the heap is empty."""
+    def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
+        """The least key, and its item; `LAST` and None where the heap is empty."""
         while self._heap:
             place = self._heap[0]
             old_key, number, item = place
@@ -55,4 +59,4 @@ class RisingHeap(Generic[Item]):
                 heapq.heapreplace(self._heap, place)
             if self._heap[0] is place:
                 return key, item
-        return None
+        return LAST, None

@@ -63,7 +63,7 @@ class Scheduler:
         self._prefixes = prefixes
         reclaimer.add(prefixes)
         self._counters = counters
-        self._waiting = WaitingQueue(policy)
+        self._waiting = WaitingQueue(cache.whereabouts, policy)
         self._running = RunningBatch()
         self._placement = Placement(layout, arena, prefixes, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
@@ -292,7 +292,7 @@ class Scheduler:
         may_repeat = budget <= 0
         self.is_full = False
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
-        walk = self._waiting.walk(view)
+        walk = self._waiting.walk(view, self._cache.take_moved())
         while (request := next(walk, None)) is not None:
             if not self._has_place(request, now):
                 break
@@ -331,6 +331,8 @@ class Scheduler:
                 continue
             if not is_ready:
                 loads_left = loads_left - 1 if self._cache.load(digests, ahead, now) else 0
+                walk.takes_absent = loads_left > 0
+                may_repeat = may_repeat or not loads_left
             if now - request.arrival_s >= self._limits.max_overtaking_s:
                 break
             walk.skip_flow()

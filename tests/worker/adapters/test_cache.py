@@ -46,6 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reclaimer = Reclaimer(self.arena)
         self.cache = make_cache(self.reclaimer, self.arena)
         self.now = 0.0
+        self.whereabouts: dict[str, tuple[Tier, bool]] = {}
         self.table: dict[int, str] = {}
         self.users: dict[str, int] = {}
         self.kv: list[int] = []
@@ -141,6 +142,14 @@ class CacheMachine(RuleBasedStateMachine):
     def free_kv(self) -> None:
         self.arena.free("kv", self.kv)
         self.kv = []
+
+    @invariant()
+    def whatever_is_elsewhere_has_moved(self) -> None:
+        moved = self.cache.take_moved()
+        where = {digest: self.cache.whereabouts(digest) for digest in SIZES}
+        changed = {d for d in SIZES if where[d] != self.whereabouts.get(d, (Tier.GONE, False))}
+        assert changed <= set(moved)
+        self.whereabouts = where
 
     @invariant()
     def everything_agrees(self) -> None:

@@ -9,11 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.worker.adapters.residency import Tier
 from services.worker.request import AdapterSet, Request, SamplingParams
 from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from services.worker.scheduling.queue import WaitingQueue
 
 VIEW = QueueView(0.0, ())
+HERE = (Tier.DEVICE, False)
 
 
 def own(request: Request) -> str:
@@ -32,9 +34,10 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.served: Counter[str] = Counter()
         self.now = 0.0
-        self.in_use: set[str] = set()
+        self.adapters = dict.fromkeys("abc", HERE)
+        self.moved: set[str] = set()
         self.policy = self.make_policy()
-        self.queue = WaitingQueue(self.policy)
+        self.queue = WaitingQueue(self.adapters.__getitem__, self.policy)
         self.model: dict[str, Request] = {}
         self.count = 0
 
@@ -46,14 +49,17 @@ class QueueMachine(RuleBasedStateMachine):
         )
 
     def view(self) -> QueueView:
-        return QueueView(self.now, frozenset(self.in_use), len(self.model), num_running=8)
+        in_use = frozenset(digest for digest, (_, in_use) in self.adapters.items() if in_use)
+        return QueueView(self.now, in_use, len(self.model), num_running=8)
 
-    def in_order(self) -> list[str]:
+    def tier(self, request: Request) -> Tier:
+        tiers = (self.adapters[digest][0] for digest in request.adapters.digests)
+        return min(tiers, default=Tier.DEVICE)
+
+    def in_order(self) -> list[Request]:
         view = self.view()
-        by_key = sorted(
-            self.model.values(), key=lambda r: (self.policy.key(r, view), int(r.request_id))
-        )
-        return [request.request_id for request in by_key]
+        requests = (r for r in self.model.values() if self.tier(r) > Tier.GONE)
+        return sorted(requests, key=lambda r: (self.policy.key(r, view), int(r.request_id)))
 
     @rule(
         digests=st.sets(st.sampled_from("abc"), max_size=2),
@@ -85,12 +91,21 @@ class QueueMachine(RuleBasedStateMachine):
         self.served[tenant] += cost
         self.served[tenant + digest] += cost
 
-    @rule(taken=st.sets(st.integers(0, 20)), num_seen=st.integers(1, 30))
-    def walk(self, taken: set[int], num_seen: int) -> None:
-        """The order is seen, whatever is taken on the way and wherever the walk ends."""
-        expected, seen = self.in_order(), []
-        for index, request in enumerate(self.queue.walk(self.view())):
-            seen.append(request.request_id)
+    @rule(
+        taken=st.sets(st.integers(0, 20)), num_seen=st.integers(1, 30), num_any=st.integers(0, 40)
+    )
+    def walk(self, taken: set[int], num_seen: int, num_any: int) -> None:
+        """The order is seen, whatever is taken on the way and wherever the walk ends, and from some
+        place on without those whose adapters are not on the device."""
+        expected = self.in_order()
+        ready = [request for request in expected[num_any:] if self.tier(request) == Tier.DEVICE]
+        expected[num_any:] = ready
+        walk, seen = self.queue.walk(self.view(), self.moved), []
+        self.moved = set()
+        walk.takes_absent = num_any > 0
+        for index, request in enumerate(walk):
+            seen.append(request)
+            walk.takes_absent = index + 1 < num_any
             if index in taken:
                 self.queue.pop(request.request_id)
                 del self.model[request.request_id]
@@ -98,9 +113,17 @@ class QueueMachine(RuleBasedStateMachine):
                 break
         assert seen == expected[: len(seen)] and len(seen) == min(num_seen, len(expected))
 
-    @rule(in_use=st.sets(st.sampled_from("abc")), passed_s=st.integers(0, 4))
-    def go_on(self, in_use: set[str], passed_s: int) -> None:
-        self.in_use = in_use
+    @rule(
+        digest=st.sampled_from("abc"),
+        tier=st.sampled_from(Tier),
+        in_use=st.booleans(),
+    )
+    def move(self, digest: str, tier: Tier, in_use: bool) -> None:
+        self.adapters[digest] = (tier, in_use)
+        self.moved.add(digest)
+
+    @rule(passed_s=st.integers(0, 4))
+    def go_on(self, passed_s: int) -> None:
         self.now += passed_s
 
     @rule(digest=st.sampled_from(["a", "b"]))
@@ -137,10 +160,10 @@ TestFirstComeQueue = FirstComeQueueMachine.TestCase
 
 
 def test_a_skipped_flow_is_not_seen_again_in_the_walk() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(lambda digest: HERE)
     for index in range(4):
         queue.push(make_request(f"{index}", "a" if index % 2 else "b", arrival_s=float(index)))
-    walk, seen = queue.walk(VIEW), []
+    walk, seen = queue.walk(VIEW, ()), []
     for request in walk:
         seen.append(request.request_id)
         if request.adapters.digests == ("a",):
@@ -164,31 +187,36 @@ def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> Non
     by_tenant = Policy(
         lambda request, view: (request.priority, served[request.tenant]), FIRST_COME.own_key
     )
-    queue = WaitingQueue(counting(by_tenant, counts))
+    queue = WaitingQueue(lambda digest: HERE, counting(by_tenant, counts))
     for index in range(1000):
         arrival_s = float(index)
         queue.push(
             make_request(f"{index}", f"{index % 50}", tenant=f"{index % 7}", arrival_s=arrival_s)
         )
-    assert next(queue.walk(VIEW)).request_id == "0"
+    assert next(queue.walk(VIEW, ())).request_id == "0"
     counts.clear()
     for number in range(100):  # all tenants are served alike
         served.update(f"{tenant}" for tenant in range(7))
-        assert next(queue.walk(VIEW)).request_id == f"{number}"
+        assert next(queue.walk(VIEW, ())).request_id == f"{number}"
         queue.pop(f"{number}")
     assert counts["keys"] < 100 * 5 * 7
 
 
 def test_clustering_looks_at_flows_whose_adapters_come_into_use_and_at_no_others() -> None:
     counts: Counter[str] = Counter()
-    queue = WaitingQueue(counting(clustered(max_distinct=1, max_age_s=1e6), counts))
+    in_use: set[str] = set()
+    policy = counting(clustered(max_distinct=1, max_age_s=1e6), counts)
+    queue = WaitingQueue(lambda digest: (Tier.DEVICE, digest in in_use), policy)
     for index in range(1000):
         queue.push(make_request(f"{index}", f"{index}", arrival_s=float(index)))
-    assert next(queue.walk(VIEW)).request_id == "0"
+    assert next(queue.walk(VIEW, ())).request_id == "0"
     counts.clear()
     for number in range(999, 899, -1):
-        view = QueueView(0.0, frozenset({f"{number}"}), 1000)
-        assert next(queue.walk(view)).request_id == f"{number}"
+        moved = {f"{number}", *in_use}
+        in_use.clear()
+        in_use.add(f"{number}")
+        view = QueueView(0.0, in_use, 1000)
+        assert next(queue.walk(view, moved)).request_id == f"{number}"
     assert counts["keys"] < 100 * 10
 
 
@@ -200,8 +228,26 @@ def test_clustering_looks_at_flows_whose_adapters_come_into_use_and_at_no_others
 def test_a_request_passed_over_by_clustering_comes_first_when_its_key_falls(
     view: QueueView,
 ) -> None:
-    queue = WaitingQueue(clustered(max_distinct=1, max_age_s=5.0, min_queue=0.5))
+    before, adapters = QueueView(1.0, {"hot"}, 9, 9), ("hot", "cold")
+    in_use = before.in_use
+    policy = clustered(max_distinct=1, max_age_s=5.0, min_queue=0.5)
+    queue = WaitingQueue(lambda digest: (Tier.DEVICE, digest in in_use), policy)
     queue.push(make_request("first", "cold", arrival_s=0.0))
     queue.push(make_request("second", "hot", arrival_s=1.0))
-    assert next(queue.walk(QueueView(1.0, {"hot"}, 9, 9))).request_id == "second"
-    assert next(queue.walk(view)).request_id == "first"
+    assert next(queue.walk(before, adapters)).request_id == "second"
+    in_use = view.in_use
+    assert next(queue.walk(view, adapters)).request_id == "first"
+
+
+def test_a_walk_that_takes_nothing_absent_looks_at_none_of_it() -> None:
+    counts: Counter[str] = Counter()
+    queue = WaitingQueue(lambda digest: (Tier.DISK, False), counting(FIRST_COME, counts))
+    for index in range(1000):
+        queue.push(make_request(f"{index}", f"{index}", arrival_s=float(index)))
+    queue.push(make_request("base", arrival_s=1000.0))
+    walk = queue.walk(VIEW, ())
+    seen = [next(walk).request_id for _ in range(3)]
+    counts.clear()
+    walk.takes_absent = False
+    assert [*seen, *(r.request_id for r in walk)] == ["0", "1", "2", "base"]
+    assert counts["keys"] < 10
