@@ -43,6 +43,10 @@ class KvLayout:
             for window in self.windows
         )
 
+    def most_blocks(self, num_tokens: int, num_sequences: int) -> int:
+        """No fewer than so many sequences of together so many tokens can ever hold."""
+        return self.num_groups * (num_tokens // self.tokens_per_block + num_sequences)
+
     def first_live_block(self, window: int | None, start: int) -> int:
         """Index of the first block that a query at position `start` or later can see."""
         if window is None:

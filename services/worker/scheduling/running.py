@@ -50,6 +50,8 @@ class RunningBatch:
         """More than that, or just begun."""
         self.ending: dict[str, Member] = {}
         """Nothing: their last token is being chosen."""
+        self.max_num_tokens = 0
+        """Of all together, at their full lengths."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -78,6 +80,7 @@ class RunningBatch:
         order = (not slots, slots[0][0] if slots else 0, self._num_entered)
         member = Member(request, slots, order)
         self._members[request.request_id] = self.prompts[request.request_id] = member
+        self.max_num_tokens += request.max_num_tokens
         return member
 
     def pop(self, request_id: str) -> Request | None:
@@ -86,6 +89,7 @@ class RunningBatch:
         if member is None:
             return None
         self._leave_place(member)
+        self.max_num_tokens -= member.request.max_num_tokens
         return member.request
 
     def caught_up(self, request: Request) -> None:
@@ -130,6 +134,7 @@ class RunningBatch:
         assert all(member.is_decoding for member in self.decoding)
         assert not any(member.is_decoding for member in self.prompts.values())
         assert self.decoding == sorted(self.decoding, key=_ORDER)
+        assert self.max_num_tokens == sum(request.max_num_tokens for request in self)
         assert all(m.request.num_pending == 1 for m in self.decoding), "more than one token to do"
 
 

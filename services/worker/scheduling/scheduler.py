@@ -382,12 +382,16 @@ class Scheduler:
         return limit is not None and len(self._cache.in_use.union(digests)) > limit
 
     def _has_room(self, request: Request) -> bool:
-        """The peak test; always true when nothing else runs, as `_too_large` has been asked."""
+        """The peak test, for which all that run are looked at only where not all of them could
+        reach their full length; true when nothing runs, as `_too_large` has been asked."""
         if not self._running:
             return True
         adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
-        peak = peak_kv_blocks((*self._running, request), self._layout)
-        return peak + adapters <= self._arena.num_blocks
+        left = self._arena.num_blocks - adapters
+        num_tokens = self._running.max_num_tokens + request.max_num_tokens
+        if self._layout.most_blocks(num_tokens, len(self._running) + 1) <= left:
+            return True
+        return peak_kv_blocks((*self._running, request), self._layout) <= left
 
     def _too_large(self, request: Request) -> ResourceExhausted | None:
         """Refuses what would wait for ever; adapters not fetched yet count nothing."""

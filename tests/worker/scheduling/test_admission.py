@@ -44,6 +44,8 @@ def test_the_forecast_is_never_below_what_decoding_together_holds(
     requests, layout = make_requests(lengths), KvLayout(4, windows, 8)
     forecast, replayed = peak_kv_blocks(requests, layout), replayed_peak(requests, layout)
     assert replayed <= forecast <= replayed + len(requests) * len(windows)
+    num_tokens = sum(request.max_num_tokens for request in requests)
+    assert forecast <= layout.most_blocks(num_tokens, len(requests))
 
 
 def test_one_request_is_forecast_exactly() -> None:
