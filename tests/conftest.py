@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +26,24 @@ _SLOW_FIRST = (
     "gateway/test_overload.py",
     "common/test_objects_contract.py",
 )
+
+_STACKS_OF_THEIR_OWN = ("failover", "kills")
+"""Such files in e2e/ run anywhere; the others of `make test` share one."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files go to one process, and to one those that share what is slow to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            folder, _, name = file.rpartition("/test_")
+            is_shared = folder == "tests/e2e" and name[:-3] not in _STACKS_OF_THEIR_OWN
+            return folder if is_shared else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
