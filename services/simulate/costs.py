@@ -21,6 +21,8 @@ class Costs:
 
     step_s: float
     """Of every step."""
+    idle_s: float
+    """Of a step on a worker that had nothing to do: waking up, cold caches."""
     row_s: float
     """Of every request in the step."""
     prompt_s: float
@@ -31,6 +33,9 @@ class Costs:
     """Of every cached position read."""
     adapter_byte_s: float
     """Of every byte of the distinct adapters that the step reads."""
+    step_spread: float
+    """Steps take this and that: standard deviation of the logarithm of their time. What the costs
+    above say is the mean."""
     load_s: float
     """Of every copy of an adapter to the device."""
     load_byte_s: float
@@ -64,17 +69,30 @@ class Costs:
             )
 
     def step(
-        self, num_rows: int, num_prompts: int, num_tokens: int, kv_tokens: int, adapter_bytes: int
+        self,
+        idle: bool,
+        num_rows: int,
+        num_prompts: int,
+        num_tokens: int,
+        kv_tokens: int,
+        adapter_bytes: int,
     ) -> float:
-        """Seconds of one step."""
+        """Seconds of one step, in the mean."""
         return (
             self.step_s
+            + self.idle_s * idle
             + self.row_s * num_rows
             + self.prompt_s * num_prompts
             + self.token_s * num_tokens
             + self.kv_token_s * kv_tokens
             + self.adapter_byte_s * adapter_bytes
         )
+
+    def spread(self, rng: random.Random) -> float:
+        """What the mean of one step's time is multiplied with."""
+        if not self.step_spread:
+            return 1.0
+        return rng.lognormvariate(-(self.step_spread**2) / 2.0, self.step_spread)
 
     def load(self, num_bytes: int) -> float:
         """Seconds of one copy to the device."""

@@ -18,11 +18,13 @@ MIN_STEPS = 20
 """Fewer say nothing."""
 DEFAULTS = Costs(
     step_s=1e-3,
+    idle_s=0.0,
     row_s=0.0,
     prompt_s=0.0,
     token_s=1e-5,
     kv_token_s=0.0,
     adapter_byte_s=0.0,
+    step_spread=0.0,
     load_s=1e-3,
     load_byte_s=1e-10,
     fetch_s=0.02,
@@ -35,7 +37,7 @@ DEFAULTS = Costs(
 )
 """For what a step trace does not show: loads when there were none, fetches, the way in."""
 
-STEP_FIELDS = ("rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
+STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +84,29 @@ def fit_trace(path: Path) -> Fitted:
 def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
     rows = [[1.0, *(float(step[name]) for name in STEP_FIELDS)] for step in steps]
     found = fit(rows, [step["step_s"] for step in steps])
-    step_s, row_s, prompt_s, token_s, kv_token_s, byte_s = found
-    return dataclasses.replace(
+    step_s, idle_s, row_s, prompt_s, token_s, kv_token_s, byte_s = found
+    costs = dataclasses.replace(
         costs,
         step_s=step_s,
+        idle_s=idle_s,
         row_s=row_s,
         prompt_s=prompt_s,
         token_s=token_s,
         kv_token_s=kv_token_s,
         adapter_byte_s=byte_s,
     )
+    return dataclasses.replace(costs, step_spread=_spread(costs, steps))
+
+
+def _spread(costs: Costs, steps: list[dict[str, Any]]) -> float:
+    """Of steps around their costs; each counts as much as its time."""
+    means_s = [costs.step(*(step[name] for name in STEP_FIELDS)) for step in steps]
+    squares = [
+        mean_s * math.log(step["step_s"] / mean_s) ** 2
+        for step, mean_s in zip(steps, means_s, strict=True)
+        if mean_s and step["step_s"]
+    ]
+    return math.sqrt(math.fsum(squares) / math.fsum(means_s)) if squares else 0.0
 
 
 def _with_loads(costs: Costs, loads: list[dict[str, Any]]) -> Costs:

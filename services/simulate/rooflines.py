@@ -70,11 +70,13 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
     """The costs of `base` on `gpu`."""
     costs = Costs(
         step_s=base.weight_bytes / gpu.read_bytes_per_s,
+        idle_s=0.0,
         row_s=2e-5,
         prompt_s=0.0,
         token_s=base.weight_bytes / gpu.flops,
         kv_token_s=base.kv_token_bytes / gpu.read_bytes_per_s,
         adapter_byte_s=1 / gpu.read_bytes_per_s,
+        step_spread=0.0,
         load_s=1e-3,
         load_byte_s=1 / gpu.copy_bytes_per_s,
         fetch_s=0.02,

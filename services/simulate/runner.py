@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ class TimedRunner:
     overlaps = False
     stall_s = 0.0
 
-    def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock) -> None:
+    def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock, seed: int = 0) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
         self.block_bytes = costs.block_bytes
         self.tokens_per_block = costs.tokens_per_block
@@ -84,6 +85,8 @@ class TimedRunner:
         self._slot_bytes: dict[int, int] = {}
         self._copies: list[SimulatedCopy] = []
         self._copies_end_s = 0.0
+        self._step_end_s = 0.0
+        self._rng = random.Random(seed)
 
     @property
     def layout(self) -> AdapterLayout:
@@ -127,13 +130,15 @@ class TimedRunner:
         """Takes the time of the step; every token is 0."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
+            idle=self._clock.now_s > self._step_end_s,
             num_rows=len(plan.rows),
             num_prompts=plan.num_contexts,
             num_tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
         )
-        self._clock.advance(step_s)
+        self._clock.advance(step_s * self._costs.spread(self._rng))
+        self._step_end_s = self._clock.now_s
         return DoneStep(
             [SampledRow(r.request.request_id, 0 if r.needs_logits else None) for r in plan.rows]
         )

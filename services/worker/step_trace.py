@@ -112,10 +112,12 @@ class TracedRunner:
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)
         ready_s = min(_ready_s(row.request, begin_s) for row in plan.rows)
-        begin_s = self._last_end_s if is_next else max(ready_s, self._last_end_s)
+        is_idle = not is_next and ready_s > self._last_end_s
+        begin_s = ready_s if is_idle else self._last_end_s
         self._last_end_s, self._last_ids = self._clock(), ids
         self._write(
             step_s=self._last_end_s - begin_s,
+            idle=is_idle,
             rows=len(plan.rows),
             prompts=plan.num_contexts,
             tokens=plan.num_tokens,

@@ -11,11 +11,13 @@ from tests.worker.commands import make_config
 
 COSTS = Costs(
     step_s=0.010,
+    idle_s=0.0,
     row_s=0.0,
     prompt_s=0.0,
     token_s=0.001,
     kv_token_s=0.0,
     adapter_byte_s=0.0,
+    step_spread=0.0,
     load_s=0.005,
     load_byte_s=0.0,
     fetch_s=0.100,

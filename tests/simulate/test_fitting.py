@@ -24,16 +24,17 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def steps(count: int) -> list[dict[str, Any]]:
-    """Steps that take 2 ms, 0.5 ms a prompt, 0.1 ms a token and 1 ns an adapter byte."""
+    """2 ms a step, 3 more after idling, 0.5 ms a prompt, 0.1 ms a token, 1 ns an adapter byte."""
     rng = random.Random(0)
     lines = []
     for _ in range(count):
         rows, prompts = rng.randint(1, 8), rng.randint(0, 3)
         tokens = rows + prompts * rng.randint(0, 100)
         kv_tokens, adapter_bytes = tokens * rng.randint(1, 9), rng.randint(0, 4) * 1_000_000
-        step_s = 0.002 + prompts * 5e-4 + tokens * 1e-4 + adapter_bytes * 1e-9
+        idle = rng.random() < 0.2
+        step_s = 0.002 + idle * 0.003 + prompts * 5e-4 + tokens * 1e-4 + adapter_bytes * 1e-9
         sizes = {"rows": rows, "prompts": prompts, "tokens": tokens, "kv_tokens": kv_tokens}
-        lines.append({"step_s": step_s, **sizes, "adapter_bytes": adapter_bytes})
+        lines.append({"step_s": step_s, "idle": idle, **sizes, "adapter_bytes": adapter_bytes})
     return lines
 
 
@@ -42,6 +43,8 @@ def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
     fitted = fit_trace(write(tmp_path / "steps", [ARENA, *steps(50), *loads]))
     costs = fitted.costs
     assert (costs.step_s, costs.token_s) == pytest.approx((0.002, 1e-4), rel=1e-4)
+    assert costs.idle_s == pytest.approx(0.003, rel=1e-4)
+    assert costs.step_spread == pytest.approx(0.0, abs=1e-6)
     assert costs.prompt_s == pytest.approx(5e-4, rel=1e-4)
     assert costs.adapter_byte_s == pytest.approx(1e-9, rel=1e-4)
     assert costs.kv_token_s == pytest.approx(0.0, abs=1e-9)
@@ -49,6 +52,15 @@ def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
     assert (costs.block_bytes, costs.adapter_bytes_per_rank) == (4096, pytest.approx(1000))
     assert fitted.explained == pytest.approx(1.0)
     assert fitted.modelled_s == pytest.approx(fitted.measured_s)
+
+
+def test_how_far_steps_spread_is_found_and_drawn_again(tmp_path: Path) -> None:
+    rng, costs = random.Random(0), replace(COSTS, step_spread=0.3)
+    lines = [{**step, "step_s": step["step_s"] * costs.spread(rng)} for step in steps(2000)]
+    fitted = fit_trace(write(tmp_path / "steps", [ARENA, *lines]))
+    assert fitted.costs.step_spread == pytest.approx(0.3, rel=0.1)
+    assert fitted.costs.step_s == pytest.approx(0.002, rel=0.1)
+    assert COSTS.spread(rng) == 1.0
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ from tests.worker.commands import make_config, make_submit
 BLOCK_BYTES, NUM_BLOCKS = 64, 40
 COSTS = Costs(
     step_s=0.01,
+    idle_s=0.0,
     row_s=0.001,
     prompt_s=0.0,
     token_s=0.0001,
     kv_token_s=0.0,
     adapter_byte_s=0.0,
+    step_spread=0.0,
     load_s=0.0,
     load_byte_s=0.0,
     fetch_s=0.0,

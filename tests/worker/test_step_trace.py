@@ -69,8 +69,10 @@ def test_the_first_step_counts_from_when_its_request_could_begin(tmp_path: Path)
     clock.advance_to(1.25)
     runner.launch(StepPlan(0, (first,))).result()
     runner.launch(StepPlan(1, (first,))).result()
-    step_s = COSTS.step(1, 1, 5, 5, 0)
-    assert [line["step_s"] for line in lines(path)[1:]] == pytest.approx([0.25 + step_s, step_s])
+    step_s = COSTS.step(False, 1, 1, 5, 5, 0)
+    steps = lines(path)[1:]
+    assert [line["step_s"] for line in steps] == pytest.approx([0.25 + step_s, step_s])
+    assert [line["idle"] for line in steps] == [True, False]
 
 
 def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
