@@ -55,6 +55,8 @@ def _print(error: LoraplexError, as_json: bool) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """What a command's function returns is awaited, if it is anything."""
     import asyncio
 
-    asyncio.run(args.run(args))
+    if (running := args.run(args)) is not None:
+        asyncio.run(running)

@@ -10,7 +10,7 @@ from loraplex.errors import LoraplexError
 from services.simulate.flags import make_parser
 
 
-async def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> None:
     """Loads the worker's scheduler only now: `--help` does without."""
     try:
         from services.simulate.command import run
@@ -20,7 +20,7 @@ async def _run(args: argparse.Namespace) -> None:
             "pip install 'loraplex[worker-core]'",
             reason="NOT_INSTALLED",
         ) from None
-    await run(args)
+    run(args)
 
 
 def main() -> int:

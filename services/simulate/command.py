@@ -17,7 +17,7 @@ from services.simulate.rooflines import ROOFLINES
 from services.simulate.simulation import Simulation
 
 
-async def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Simulate what the flags describe and print it."""
     costs, arena_bytes = _costs(args)
     if args.outside is not None:

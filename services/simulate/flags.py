@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,6 +85,11 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--first-token", type=seconds, metavar="TIME", help="longest wait; later ones are given up"
     )
     group.add_argument(
+        "--direct",
+        action="store_true",
+        help="no gateway before the workers: requests queue at them, and none is refused",
+    )
+    group.add_argument(
         "--on-disk", action="store_true", help="adapters lie on every worker's disk already"
     )
 
@@ -93,6 +99,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
 
     Raises: InvalidRequest.
     """
+    from services.gateway.admission import AdmissionLimits
     from services.simulate.simulation import Fleet
     from services.worker.messages import EngineConfig
 
@@ -117,7 +124,12 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         policy=args.policy,
         first_token_s=args.first_token,
     )
-    return Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
+    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
+    if args.direct:
+        return fleet
+    # One gate stands for as many gateways as such a fleet has.
+    num_places = max(AdmissionLimits().max_running, args.workers * engine.max_running)
+    return dataclasses.replace(fleet, admission=AdmissionLimits(num_places, num_places))
 
 
 def median_and_p90(text: str) -> tuple[float, float]:

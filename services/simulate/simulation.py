@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import heapq
 import math
@@ -9,12 +10,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
-from services.gateway.routing import HomeSizes, Placement, choose
+from services.gateway.admission import AdmissionLimits
+from services.gateway.gate import Place
 from services.simulate.costs import Costs
+from services.simulate.gateway import Due, SimulatedGateway
+from services.simulate.virtual_loop import VirtualLoop
 from services.simulate.worker import SimulatedWorker
 from services.worker.messages import EngineConfig, StepOutput, Submit
 from services.worker.request import AdapterSet, SamplingParams
+
+_TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
+"""Shares of the time outside, as stamps showed; what is left is the way from gate to client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class Fleet:
     """Adapters lie on every worker's disk already."""
     deadline_s: float | None = None
     """Of every request, from its arrival; None = patient clients."""
+    admission: AdmissionLimits | None = None
+    """Of the gateway before the workers; None = none, requests queue at the workers."""
 
 
 @dataclass(slots=True)
@@ -40,13 +50,43 @@ class Tally:
     preemptions: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
-    request: TracedRequest
-    key: str
-    worker: SimulatedWorker
+    """A request at a worker."""
+
+    ended: asyncio.Future[str]
+    """When the gate hears of it; with the reason why it did not finish, if it did not."""
+    place: Place | None
+    """At the gate."""
+    back_s: float
+    """Of tokens, from the worker to the gate."""
     first_token_s: float | None = None
+    end_s: float = 0.0
     num_output: int = 0
+    num_told: int = 0
+    """Tokens that the gate knows of."""
+
+    def take(self, num_tokens: int, now_s: float) -> None:
+        """Tokens leave the worker."""
+        self.num_output += num_tokens
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self.ended.get_loop().call_at(now_s + self.back_s, self._tell)
+
+    def end(self, reason: str, now_s: float) -> None:
+        """Its last tokens, or its failure, leave the worker."""
+        self.end_s = now_s
+        self.ended.get_loop().call_at(now_s + self.back_s, self._finish, reason)
+
+    def _finish(self, reason: str) -> None:
+        self._tell()
+        self.ended.set_result(reason)
+
+    def _tell(self) -> None:
+        """At the first token and at the end: what comes between only one tenant is charged for."""
+        if self.place is not None:
+            self.place.served(self.num_output - self.num_told)
+        self.num_told = self.num_output
 
 
 class Simulation:
@@ -61,93 +101,132 @@ class Simulation:
             SimulatedWorker(i, fleet.costs, fleet.engine, on_disk=fleet.on_disk)
             for i in range(fleet.num_workers)
         ]
-        self._by_id = {worker.worker_id: worker for worker in self._workers}
-        self._turns: list[tuple[float, int]] = []
-        """When workers step next, soonest first; only `SimulatedWorker.next_step_s` is true."""
-        self._homes = HomeSizes()
+        self._gateway = SimulatedGateway(self._workers, fleet.admission)
         self._flights: dict[str, _Flight] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._rng = random.Random(0)
+        self._turns: list[tuple[float, int]] = []
+        """When workers begin or end a step, soonest first; only `next_turn_s` is true."""
+        self._timer: asyncio.TimerHandle | None = None
+        """For the first of them."""
         self.tally = Tally()
 
     def run(self, trace: Sequence[TracedRequest]) -> list[Outcome]:
         """Every request's outcome, in the order of the trace."""
-        for index, request in enumerate(trace):
-            self._run_until(request.arrival_s)
-            self._send(str(index), request)
-        self._run_until(None)
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, VirtualLoop)
+            self._loop = loop
+            runner.run(self._play(trace))
         assert not self._flights, "requests left over"
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
-        return [self._outcomes[str(index)] for index in range(len(trace))]
+        return [self._outcomes[number] for number in range(len(trace))]
 
     def check_integrity(self) -> None:
         """Assert that every worker's blocks and slots are accounted for."""
         for worker in self._workers:
             worker.engine.check_integrity()
 
-    def _run_until(self, moment_s: float | None) -> None:
-        """Steps that begin before `moment_s`; None = until nothing is to do."""
-        while self._turns and (moment_s is None or self._turns[0][0] < moment_s):
-            begin_s, index = heapq.heappop(self._turns)
-            worker = self._workers[index]
-            if begin_s != worker.next_step_s:
-                continue  # something came meanwhile, and with it another turn
-            self._take_in(worker.step(), worker)
-            self._line_up(worker)
+    async def _play(self, trace: Sequence[TracedRequest]) -> None:
+        loop = self._loop
+        async with asyncio.TaskGroup() as group:
+            for number, request in enumerate(trace):
+                await asyncio.sleep(request.arrival_s - loop.time())
+                outside_s = self._fleet.costs.outside(self._rng)
+                group.create_task(self._serve(number, request, outside_s))
 
-    def _line_up(self, worker: SimulatedWorker) -> None:
-        if (moment_s := worker.next_step_s) < math.inf:
-            heapq.heappush(self._turns, (moment_s, worker.index))
-
-    def _send(self, request_id: str, request: TracedRequest) -> None:
-        digests = () if request.adapter is None else (self._digests[request.adapter],)
-        key = digests[0] if digests else request_id
-        size = self._homes.start(key, len(self._workers))
-        placement = Placement(key, digests, request.num_input, homes=size if digests else 0)
-        view = choose([worker.view() for worker in self._workers], placement)
-        assert view is not None, "every simulated worker takes requests"
-        worker = self._by_id[view.worker_id]
-        self._flights[request_id] = _Flight(request, key, worker)
-        moment_s = request.arrival_s + self._fleet.costs.outside(self._rng)
-        worker.submit(moment_s, self._submit(request_id, request, digests), self._ranks)
-        self._line_up(worker)
-
-    def _submit(self, request_id: str, request: TracedRequest, digests: tuple[str, ...]) -> Submit:
-        """Prompts share no token, as random ones hardly do."""
-        start = int(request_id) << 13
-        return Submit(
-            request_id=request_id,
-            prompt_ids=list(range(start, start + request.num_input)),
-            sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
-            adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
-            remaining_s=self._fleet.deadline_s,
-        )
-
-    def _take_in(self, output: StepOutput, worker: SimulatedWorker) -> None:
-        now = worker.clock.now_s
-        self.tally.loads += len(output.copies_s)
-        for token in output.tokens:
-            flight = self._flights[token.request_id]
-            if flight.first_token_s is None:
-                flight.first_token_s = now
-            flight.num_output += len(token.token_ids)
-            if token.finish_reason:
-                self._end(token.request_id, now, "")
-        for failure in output.failures:
-            self._end(failure.request_id, now, failure.error.reason)
-
-    def _end(self, request_id: str, now: float, reason: str) -> None:
-        flight = self._flights.pop(request_id)
-        self._homes.end(flight.key)
-        self._outcomes[request_id] = Outcome(
-            arrival_s=flight.request.arrival_s,
-            first_token_s=flight.first_token_s,
-            end_s=now,
+    async def _serve(self, number: int, request: TracedRequest, outside_s: float) -> None:
+        """One request, from its client and back."""
+        loop = self._loop
+        await asyncio.sleep(_TO_GATE * outside_s)
+        flight = _Flight(loop.create_future(), None, _BACK_TO_GATE * outside_s)
+        try:
+            reason = await self._placed(number, request, flight, _TO_WORKER * outside_s)
+        except LoraplexError as error:
+            flight.end_s, reason = loop.time(), error.reason
+        back_s = (1.0 - _TO_GATE - _TO_WORKER) * outside_s
+        first_s = flight.first_token_s
+        self._outcomes[number] = Outcome(
+            arrival_s=request.arrival_s,
+            first_token_s=None if first_s is None else first_s + back_s,
+            end_s=flight.end_s + back_s,
             num_output=flight.num_output,
             finished=not reason,
             reason=reason,
         )
+
+    async def _placed(
+        self, number: int, request: TracedRequest, flight: _Flight, to_worker_s: float
+    ) -> str:
+        """From the gate to the last token; returns why it did not finish, if it did not.
+
+        Raises: ResourceExhausted, DeadlineExceeded.
+        """
+        now_s = self._loop.time
+        digests = () if request.adapter is None else (self._digests[request.adapter],)
+        key = digests[0] if digests else str(number)
+        due = Due(self._fleet.deadline_s, self._fleet.engine.first_token_s).shifted(now_s())
+        async with self._gateway.place(request, digests, due) as flight.place:
+            worker = self._gateway.start(key, digests, request.num_input)
+            self._flights[str(number)] = flight
+            submit = _submit(number, request, digests, due.shifted(-now_s()))
+            worker.submit(now_s() + to_worker_s, submit, self._ranks)
+            self._line_up(worker)
+            try:
+                return await flight.ended
+            finally:
+                self._gateway.end(key)
+
+    def _line_up(self, worker: SimulatedWorker) -> None:
+        if (moment_s := worker.next_turn_s) < math.inf:
+            heapq.heappush(self._turns, (moment_s, worker.index))
+            self._wake_at(self._turns[0][0])
+
+    def _wake_at(self, moment_s: float) -> None:
+        if self._timer is None or moment_s < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(moment_s, self._take_turns)
+
+    def _take_turns(self) -> None:
+        """All turns until something else is to happen."""
+        self._timer = None
+        while self._turns:
+            moment_s, index = self._turns[0]
+            if moment_s > self._loop.time() and not self._loop.pass_until(moment_s):
+                self._wake_at(moment_s)
+                return
+            heapq.heappop(self._turns)
+            worker = self._workers[index]
+            if moment_s == worker.next_turn_s:  # else something came meanwhile, with its own turn
+                if (output := worker.take_turn()) is not None:
+                    self._take_in(output, moment_s)
+                if (next_s := worker.next_turn_s) < math.inf:
+                    heapq.heappush(self._turns, (next_s, index))
+
+    def _take_in(self, output: StepOutput, now_s: float) -> None:
+        self.tally.loads += len(output.copies_s)
+        for token in output.tokens:
+            self._flights[token.request_id].take(len(token.token_ids), now_s)
+            if token.finish_reason:
+                self._flights.pop(token.request_id).end("", now_s)
+        for failure in output.failures:
+            self._flights.pop(failure.request_id).end(failure.error.reason, now_s)
+        self._gateway.step_ended()
+
+
+def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left: Due) -> Submit:
+    """Prompts share no token, as random ones hardly do."""
+    start = number << 13
+    return Submit(
+        request_id=str(number),
+        prompt_ids=list(range(start, start + request.num_input)),
+        sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
+        adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
+        remaining_s=left.end_s,
+        remaining_first_token_s=left.first_token_s,
+    )
 
 
 def _digest(index: int) -> str:

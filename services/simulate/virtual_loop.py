@@ -34,6 +34,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now_s
 
+    def pass_until(self, moment_s: float) -> bool:
+        """Let time pass within a callback; False = something else is to happen by `moment_s`.
+
+        Ten times as fast as a callback for each moment.
+        """
+        own: Any = self
+        if own._ready or (own._scheduled and own._scheduled[0]._when <= moment_s):
+            return False
+        self._jump.now_s = max(self._jump.now_s, moment_s)
+        return True
+
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:

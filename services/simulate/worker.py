@@ -28,30 +28,41 @@ class SimulatedWorker:
         self._costs = costs
         self._on_disk = on_disk
         self.clock = VirtualClock()
-        self._runner = TimedRunner(costs, config.arena_bytes, self.clock)
+        self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
         self.engine = Engine(self._runner, config, self.clock)
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
-        self._asked: set[str] = set()
+        self._fetched: set[str] = set()
         self._load = Load()
         self._residency: dict[str, Residency] = {}
         self._stalls = 0
-        self._in_flight = 0
-        """Requests sent here that have not ended."""
+        self._in_flight: dict[str, tuple[str, ...]] = {}
+        """Requests sent here that have not ended, and their adapters."""
+        self._unstarted: dict[str, int] = {}
+        """Prompt tokens of those without a first token."""
+        self._unstarted_tokens = 0
+        """Their sum."""
+        self._asked: frozenset[str] = frozenset()
+        """Adapters of those in flight."""
+        self._output: StepOutput | None = None
+        """Of the step under way."""
         self._view: WorkerView | None = None
 
     def submit(self, moment_s: float, request: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
-        self._in_flight += 1
+        self._in_flight[request.request_id] = request.adapters.digests
+        self._asked |= set(request.adapters.digests)
+        self._unstarted[request.request_id] = len(request.prompt_ids)
+        self._unstarted_tokens += len(request.prompt_ids)
         self._view = None
         for digest in request.adapters.digests:
             self._fetch(moment_s, digest, ranks[digest])
         self._deliver(moment_s, request)
 
     def _fetch(self, moment_s: float, digest: str, rank: int) -> None:
-        if digest in self._asked:
+        if digest in self._fetched:
             return
-        self._asked.add(digest)
+        self._fetched.add(digest)
         num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
         wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
         num_blocks = self._costs.adapter_blocks(rank)
@@ -70,21 +81,41 @@ class SimulatedWorker:
         patience_s = now + STALLED_WAIT_S if self.engine.has_requests else math.inf
         return max(now, min(arrival_s, patience_s, self._runner.next_copy_s))
 
-    def step(self) -> StepOutput:
-        """Run the step that begins at `next_step_s`."""
-        self.clock.advance_to(self.next_step_s)
+    @property
+    def next_turn_s(self) -> float:
+        """When the step under way ends or the next one begins."""
+        return self.next_step_s if self._output is None else self.clock.now_s
+
+    def take_turn(self) -> StepOutput | None:
+        """End the step under way, which gives its output, and begin the next one if it is time."""
+        output, now_s = self._output, self.next_turn_s
+        if output is not None:
+            self._take_in(output)
+            self._output = None
+        if self.next_step_s <= now_s:
+            self._output = self._step(now_s)
+        return output
+
+    def _step(self, now_s: float) -> StepOutput:
+        """Its output belongs to the moment at which the clock stands then."""
+        self.clock.advance_to(now_s)
         commands: list[Command] = []
-        while self._inbox and self._inbox[0][0] <= self.clock.now_s:
+        while self._inbox and self._inbox[0][0] <= now_s:
             commands.append(heapq.heappop(self._inbox)[2])
         output = self.engine.step(commands)
-        self._take_in(output)
         self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
         assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
         return output
 
     def _take_in(self, output: StepOutput) -> None:
+        """What a gateway hears of a step."""
         self._view = None
-        self._in_flight -= len(output.failures) + sum(bool(t.finish_reason) for t in output.tokens)
+        for token in output.tokens:
+            self._unstarted_tokens -= self._unstarted.pop(token.request_id, 0)
+            if token.finish_reason:
+                self._forget(token.request_id)
+        for failure in output.failures:
+            self._forget(failure.request_id)
         load = output.load
         self._load = Load(
             running_requests=load.running_requests,
@@ -95,6 +126,8 @@ class SimulatedWorker:
             step_s=load.step_s,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             steps=load.steps,
+            max_running_requests=load.max_running,
+            is_full=load.is_full,
         )
         for change in output.residency:
             if not change.tier:
@@ -107,6 +140,11 @@ class SimulatedWorker:
                 running_requests=change.running_requests,
             )
 
+    def _forget(self, request_id: str) -> None:
+        self._unstarted_tokens -= self._unstarted.pop(request_id, 0)
+        del self._in_flight[request_id]
+        self._asked = frozenset(itertools.chain.from_iterable(self._in_flight.values()))
+
     def view(self) -> WorkerView:
         """What a gateway that hears of every step at once sees."""
         if self._view is None:
@@ -118,6 +156,8 @@ class SimulatedWorker:
                 ready=True,
                 load=self._load,
                 adapters=self._residency,
-                in_flight=self._in_flight,
+                in_flight=len(self._in_flight),
+                in_flight_tokens=self._unstarted_tokens,
+                asked=self._asked,
             )
         return self._view

@@ -49,7 +49,7 @@ def test_a_roofline_is_named_instead_of_a_file_and_brings_its_memory() -> None:
 
 def test_time_outside_the_engine_comes_on_top(costs: str) -> None:
     done, added = (
-        json.loads(simulate("--costs", costs, *SHORT, "--json", *more).stdout)
+        json.loads(simulate("--costs", costs, *SHORT, "--direct", "--json", *more).stdout)
         for more in ((), ("--outside", "1s"))
     )
     more_s = added["first_token"]["mean_s"] - done["first_token"]["mean_s"]

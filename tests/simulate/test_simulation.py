@@ -17,6 +17,7 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
+from services.gateway.admission import AdmissionLimits
 from services.simulate.simulation import Simulation
 from tests.simulate.fleets import COSTS, engine_config, fleet
 
@@ -28,6 +29,30 @@ def test_one_request_of_the_base_takes_the_sum_of_its_steps() -> None:
     assert outcome.first_token_s == pytest.approx(1.0 + 0.010 + 20 * 0.001)
     assert outcome.end_s == pytest.approx(1.0 + 4 * 0.010 + (20 + 3) * 0.001)
     assert outcome.finished and outcome.num_output == 4
+
+
+def test_a_step_after_idling_takes_longer_and_the_next_one_does_not() -> None:
+    costs = replace(COSTS, idle_s=0.5)
+    (outcome,) = Simulation(fleet(costs=costs), []).run([TracedRequest(1.0, None, 20, 2)])
+    assert outcome.first_token_s == pytest.approx(1.0 + 0.5 + 0.030)
+    assert outcome.end_s == pytest.approx(1.0 + 0.5 + 0.030 + 0.011)
+
+
+def test_time_outside_the_worker_comes_on_top_and_passes_before_a_place_is_free_again() -> None:
+    costs = replace(COSTS, request_s=0.1, request_p90_s=0.1)
+    alone = fleet(costs=costs, admission=AdmissionLimits(max_running=1))
+    first, second = Simulation(alone, []).run([TracedRequest(0.0, None, 20, 1)] * 2)
+    assert first.end_s == pytest.approx(0.1 + 0.030)
+    assert first.end_s < second.end_s < 2 * first.end_s
+
+
+def test_the_gateway_keeps_requests_back_and_refuses_what_finds_no_place_to_wait() -> None:
+    trace = [TracedRequest(0.0, None, 20, 2)] * 3
+    narrow = fleet(admission=AdmissionLimits(max_running=1, max_waiting=1))
+    first, second, third = Simulation(narrow, []).run(trace)
+    assert first.end_s == pytest.approx(0.041)
+    assert second.first_token_latency_s == pytest.approx(0.041 + 0.030)
+    assert (third.finished, third.reason) == (False, "QUEUE_FULL")
 
 
 def test_a_first_use_waits_for_fetch_and_copy_and_a_second_for_neither() -> None:

@@ -1,0 +1,124 @@
+"""The gateway's own gate and router before simulated workers. On a virtual event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from loraplex.workload import TracedRequest
+from services.gateway.admission import AdmissionLimits, Ticket, too_late
+from services.gateway.ahead import ReadyWorkers, ready_workers
+from services.gateway.gate import Gate, Place
+from services.gateway.routing import (
+    HomeSizes,
+    Placement,
+    are_on_a_device,
+    can_start_within,
+    choose,
+)
+from services.gateway.view import WorkerView
+from services.simulate.worker import SimulatedWorker
+from services.worker.status import MIN_INTERVAL_S
+
+TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When a request must be done: moments by the loop's clock, None = whenever it is."""
+
+    end_s: float | None = None
+    first_token_s: float | None = None
+
+    def shifted(self, by_s: float) -> Due:
+        """So much later."""
+        return Due(*(None if s is None else s + by_s for s in (self.end_s, self.first_token_s)))
+
+
+class SimulatedGateway:
+    """Lets requests in and says where they run; stands for all gateways of a fleet."""
+
+    def __init__(self, workers: Sequence[SimulatedWorker], limits: AdmissionLimits | None) -> None:
+        """`limits` None: every request goes on to a worker at once, and queues there."""
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._gate = None if limits is None else Gate(limits, self._ready)
+        self._homes = HomeSizes()
+        self._shown: list[WorkerView] = []
+        self._shown_s = -math.inf
+        self._told = ReadyWorkers(0)
+        self._told_s = -math.inf
+
+    @asynccontextmanager
+    async def place(
+        self,
+        request: TracedRequest,
+        digests: Sequence[str],
+        due: Due,
+    ) -> AsyncGenerator[Place | None]:
+        """Wait for a place and hold it. Raises: ResourceExhausted, DeadlineExceeded."""
+        if self._gate is None:
+            yield None
+            return
+        now_s = asyncio.get_running_loop().time
+        arrival_s, views = now_s(), self._views()
+        _check(views, request, due)
+        ticket = Ticket(
+            TENANT,
+            deadline_s=math.inf if due.end_s is None else due.end_s,
+            num_prompt_tokens=request.num_input,
+            run_s=self._gate.run_s(request.num_output, request.num_output),
+            first_token_due_s=due.first_token_s,
+            awaits_adapter=not are_on_a_device(views, digests),
+        )
+        async with self._gate.place(ticket) as place:
+            if now_s() > arrival_s:
+                _check(self._views(), request, due)
+            yield place
+
+    def start(self, key: str, digests: tuple[str, ...], num_prompt_tokens: int) -> SimulatedWorker:
+        """Where a request runs; `end` must follow. `key`: of its home set."""
+        size = self._homes.start(key, len(self._workers))
+        placement = Placement(key, digests, num_prompt_tokens, homes=size if digests else 0)
+        view = choose(self._views(), placement)
+        self._shown_s = -math.inf  # the worker has one request more
+        assert view is not None, "every simulated worker takes requests"
+        return self._workers[view.worker_id]
+
+    def end(self, key: str) -> None:
+        """A request ended."""
+        self._homes.end(key)
+
+    def step_ended(self) -> None:
+        """Some worker has news. All tell theirs together, no more often than one does."""
+        if self._gate is not None and self._gate.num_waiting and self._is_due():
+            self._gate.room_changed()
+
+    def _ready(self) -> ReadyWorkers:
+        if self._is_due():
+            self._told = ready_workers(self._views())
+            self._told_s = asyncio.get_running_loop().time()
+        return self._told
+
+    def _is_due(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._told_s + MIN_INTERVAL_S
+
+    def _views(self) -> list[WorkerView]:
+        """Made once for all that is asked of them in one moment."""
+        now_s = asyncio.get_running_loop().time()
+        if self._shown_s < now_s:
+            self._shown = [worker.view() for worker in self._workers.values()]
+            self._shown_s = now_s
+        return self._shown
+
+
+def _check(views: Sequence[WorkerView], request: TracedRequest, due: Due) -> None:
+    """Raises: DeadlineExceeded."""
+    moments_s = [moment_s for moment_s in (due.end_s, due.first_token_s) if moment_s is not None]
+    if not moments_s:
+        return
+    left_s = min(moments_s) - asyncio.get_running_loop().time()
+    if not can_start_within(views, request.num_input, left_s):
+        raise too_late()
