@@ -1,21 +1,24 @@
 """What the simulator says of traces, beside what a stack did with them.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulated_and_measured --work-dir DIR [--rates 10,20,30]
+    OMP_NUM_THREADS=1 python -m benchmarks.simulated_and_measured --work-dir DIR [--rates 10,40,80]
 
 `loraplex up` serves the demo's base and a hundred copies of its adapters, and writes a step trace;
 the engine computes with one thread, so that gateway, doors and clients have a core of their own.
-`loraplex bench trace` first fetches the adapters, then plays short traces in rounds: a bursty one,
-on which the costs of steps and copies are fitted, an even one, whose times outside the worker say
-how long requests spend there, and one for each rate that is predicted; each has a seed of its own.
-A machine whose speed changes within seconds does so on both sides of the comparison: runs of one
-kind are pooled over the rounds. The simulator plays the same traces one after the other. Printed:
-simulated over measured.
+Every adapter is asked for once, so that the worker has it. Then `loraplex bench trace` plays short
+traces in rounds: a bursty and an even one, on which the costs of steps and copies are fitted and
+of which the even one says how long requests spend outside the worker, and one for each rate that is
+predicted; each has a seed of its own. A machine whose speed changes within seconds does so on both
+sides of the comparison: runs of one kind are pooled over the rounds. The simulator, with the
+gateway's admission before the worker, plays the same traces one after the other. Printed: simulated
+over measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -27,11 +30,15 @@ from typing import Any
 from benchmarks.machine import write_results
 from demo.stack import Stack, running_stack
 from loraplex.adapter_format import CONFIG_FILE
-from loraplex.adapter_variants import source_folders
+from loraplex.adapter_variants import NAME_PREFIX, publish_variants, source_folders
 from loraplex.cli.output import print_table
+from loraplex.inference_client import InferenceClient
+from loraplex.registry_client import RegistryClient
+from loraplex.trace_driving import drive, targets
 from loraplex.workload import (
     Outcome,
     Summary,
+    TracedRequest,
     UniformLengths,
     Workload,
     generate,
@@ -47,8 +54,10 @@ DEMO = Path(__file__).parents[1] / "demo"
 ARENA_BYTES = 64 << 20
 LENGTHS = UniformLengths((8, 128), (8, 64))
 NUM_ADAPTERS = 100
-FIRST, BURSTS, EVEN = "first", "bursts", "even"
-"""What is not predicted: the first asks for every adapter, the others are for fitting."""
+BURSTS, EVEN = "bursts", "even"
+"""What is for fitting."""
+FIRST = [TracedRequest(index / 20.0, index, 16, 4) for index in range(NUM_ADAPTERS)]
+"""Asks for every adapter."""
 FIT_CV = 4.0
 """Bursts, so that the runs on which costs are fitted have steps of every size."""
 PAUSE_S = 60.0
@@ -96,25 +105,34 @@ def planned(args: argparse.Namespace) -> list[Run]:
     usual = Workload(NUM_ADAPTERS, args.fit_rate, args.seconds, alpha=0.5, lengths=LENGTHS)
     bursts = Run(BURSTS, dataclasses.replace(usual, cv=FIT_CV))
     rates = [Run(r, dataclasses.replace(usual, rate_per_s=float(r))) for r in args.rates.split(",")]
-    first = Run(FIRST, dataclasses.replace(usual, alpha=1.0, duration_s=3 * args.seconds))
-    runs = [first, *([bursts, Run(EVEN, usual), *rates] * args.rounds)]
+    runs = [bursts, Run(EVEN, usual), *rates] * args.rounds
     return [
         dataclasses.replace(run, workload=dataclasses.replace(run.workload, seed=seed))
         for seed, run in enumerate(runs)
     ]
 
 
+async def ask_for_all(stack: Stack) -> None:
+    """Publish the adapters and play `FIRST`."""
+    async with RegistryClient(stack.registry) as registry:
+        await publish_variants(registry, DEMO / "adapters", NUM_ADAPTERS)
+    async with InferenceClient(stack.grpc) as client:
+        models = await targets(client, NUM_ADAPTERS, NAME_PREFIX)
+        outcomes = await drive(client, FIRST, models, seed=0)
+    assert all(outcome.finished for outcome in outcomes), outcomes
+
+
 def measure(stack: Stack, runs: Sequence[Run], steps: Path, part: Path) -> list[Run]:
-    """Every trace through the stack; the steps of the bursts go to `part`."""
-    publish = ("--registry", stack.registry, "--prepare-from", str(DEMO / "adapters"))
-    measured, parts = [], [steps.read_bytes()]  # of the arena
+    """Every trace through the stack; the steps to fit go to `part`."""
+    fetching = steps.read_bytes().splitlines(keepends=True)
+    measured, parts = [], [line for line in fetching if b"step_s" not in line]  # arena and loads
     for place, run in enumerate(runs):
         outcomes, begin = part.with_name(f"outcomes-{place}.jsonl"), steps.stat().st_size
         send = ("bench", "trace", "--gateway", stack.grpc, "--outcomes", str(outcomes))
-        loraplex(*send, *flags(run.workload), *(() if place else publish))
+        loraplex(*send, *flags(run.workload))
         lines = outcomes.read_text().splitlines()
         measured.append(dataclasses.replace(run, outcomes=[outcome_of(line) for line in lines]))
-        if run.name == BURSTS:
+        if run.name in (BURSTS, EVEN):
             parts.append(steps.read_bytes()[begin:])
     part.write_bytes(b"".join(parts))
     return measured
@@ -132,7 +150,7 @@ def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
     fleet = fleet_of(make_parser().parse_args(settings), costs, ARENA_BYTES)
     configs = [folder / CONFIG_FILE for folder in source_folders(DEMO / "adapters")]
     mix = [json.loads(path.read_bytes())["r"] for path in configs]
-    begins_s = [0.0]
+    begins_s = [PAUSE_S]
     for run in runs:
         begins_s.append(begins_s[-1] + run.workload.duration_s + PAUSE_S)
     traces = [
@@ -140,7 +158,8 @@ def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
         for run, begin_s in zip(runs, begins_s, strict=False)
     ]
     simulation = Simulation(fleet, ranks_of(mix, NUM_ADAPTERS))
-    outcomes = iter(simulation.run([request for trace in traces for request in trace]))
+    played = [*FIRST, *itertools.chain.from_iterable(traces)]
+    outcomes = iter(simulation.run(played)[len(FIRST) :])
     return [
         dataclasses.replace(run, outcomes=[shifted(next(outcomes), -begin_s) for _ in trace])
         for run, trace, begin_s in zip(runs, traces, begins_s, strict=False)
@@ -192,16 +211,17 @@ def main() -> None:
     """Measure, simulate, print, write `results/<machine>/simulated_and_measured.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for state and step trace")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each trace (4)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each trace (3)")
     parser.add_argument("--rounds", type=int, default=5, help="of all traces (5)")
     parser.add_argument("--fit-rate", type=float, default=20.0)
-    parser.add_argument("--rates", default="10,20,30")
+    parser.add_argument("--rates", default="10,20,30,40,80")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     steps, part = args.work_dir / "steps.jsonl", args.work_dir / "fitted.jsonl"
     steps.unlink(missing_ok=True)
     settings = {"LORAPLEX_STEP_TRACE": str(steps), "LORAPLEX_KV_MEMORY": str(ARENA_BYTES)}
     with running_stack(DEMO / "base", "loraplex-demo", args.work_dir / "state", settings) as stack:
+        asyncio.run(ask_for_all(stack))
         measured = measure(stack, planned(args), steps, part)
     fitted = fit_trace(part)
     outside = pooled(measured, EVEN).outside
