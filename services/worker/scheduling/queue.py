@@ -218,6 +218,8 @@ class Walk:
         self._last: tuple[Flow, Entry] | None = None
         self.takes_absent = True
         """Whether requests still come whose adapters are not on the device."""
+        self.takes_ready = True
+        """Whether the others still come."""
 
     def skip_flow(self) -> None:
         """Whatever holds up the current request holds up its whole flow."""
@@ -232,9 +234,9 @@ class Walk:
 
     def __next__(self) -> Request:
         self._advance()
-        orders = (self._ready, self._absent) if self.takes_absent else (self._ready,)
-        orders = (self._ready, self._absent) if self.takes_absent else (self._ready,)
-        key, group = min((order.first(self._group_key) for order in orders), key=itemgetter(0))
+        sides = ((self._ready, self.takes_ready), (self._absent, self.takes_absent))
+        firsts = (order.first(self._group_key) for order, is_taken in sides if is_taken)
+        key, group = min(firsts, key=itemgetter(0), default=(LAST, None))
         if group is None or key is LAST:
             raise StopIteration
         _, flow = group.first(self._own_key)

@@ -299,7 +299,6 @@ class Scheduler:
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
             if not self._cache.known(digests) or not (is_ready or loads_left):
-                may_repeat = may_repeat or not loads_left
                 walk.skip_flow()
                 continue
             if request.is_held or self._is_lost(request, now):
@@ -334,7 +333,7 @@ class Scheduler:
                 walk.takes_absent = loads_left > 0
                 may_repeat = may_repeat or not loads_left
             if now - request.arrival_s >= self._limits.max_overtaking_s:
-                break
+                walk.takes_ready = False  # nobody overtakes it; what comes behind may load
             walk.skip_flow()
         self._cache.load_wanted(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)

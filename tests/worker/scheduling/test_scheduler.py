@@ -353,3 +353,16 @@ def test_no_stream_of_hot_requests_starves_a_cold_one(
             break
     assert "cold" in stage.finished
     assert stage.now - came <= max_age_s + longest_drain + own_steps
+
+
+def test_behind_a_request_that_is_no_longer_overtaken_adapters_load_and_nobody_starts() -> None:
+    stage = Stage(max_overtaking_s=5)
+    digests = ("sha256:a", "sha256:b", "sha256:d")
+    stage.submit(*(make_request(digest, digests=(digest,)) for digest in digests))
+    for _ in range(5):
+        stage.step()
+    stage.fetch(*digests)
+    stage.submit(make_request("base"))
+    assert stage.step().rows == ()
+    assert stage.cache.ready(digests)
+    assert len(stage.step().rows) == 4
