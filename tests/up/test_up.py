@@ -1,4 +1,4 @@
-"""`loraplex up` as a user runs it: ready line, refusals, restarts, signals."""
+"""`loraplex up` as a user runs it: ready line, refusals, signals. It heals in test_kills.py."""
 
 from __future__ import annotations
 
@@ -54,12 +54,6 @@ class Up:
     def generate(self) -> subprocess.CompletedProcess[str]:
         return self.loraplex("generate", "loraplex-demo", "abc 12=", "--temperature", "0")
 
-    def child(self, module: str) -> psutil.Process:
-        for process in psutil.Process(self.process.pid).children():
-            if process.cmdline()[-1] == module:
-                return process
-        raise LookupError(module)
-
 
 @contextmanager
 def _up(state: Path, *flags: str) -> Iterator[Up]:
@@ -84,7 +78,7 @@ def _up(state: Path, *flags: str) -> Iterator[Up]:
         process.wait()
 
 
-def test_ready_stack_answers_refuses_a_second_owner_heals_and_drains(tmp_path: Path) -> None:
+def test_ready_stack_answers_refuses_a_second_owner_and_drains(tmp_path: Path) -> None:
     with _up(tmp_path / "s") as up:
         assert urllib.request.urlopen(f"{up.http}/readyz").status == 200
         assert up.generate().stdout.strip() == "abc 12"
@@ -100,44 +94,23 @@ def test_ready_stack_answers_refuses_a_second_owner_heals_and_drains(tmp_path: P
         assert taken.returncode == 4
         assert f"--http-port: port {port} is taken" in taken.stderr
 
-        for child in [up.child(f"services.{n}") for n in ("worker", "gateway", "registry")]:
-            child.kill()
-        while (healed := up.generate()).returncode != 0:
-            assert up.process.poll() is None, healed.stderr
-            time.sleep(0.3)
-        assert healed.stdout.strip() == "abc 12"
-
         os.kill(up.process.pid, signal.SIGTERM)
         assert up.process.wait(60) == 0
         assert up.process.stdout is not None
         assert up.process.stdout.read() == "", "the ready line is the only one"
 
 
-def test_children_die_when_the_supervisor_is_killed(tmp_path: Path) -> None:
-    with _up(tmp_path / "s") as up:
-        family = psutil.Process(up.process.pid).children(recursive=True)
-        assert len(family) >= 4
-        up.process.kill()
-        up.process.wait()
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert alive == []
+def _family(up: Up) -> list[psutil.Process]:
+    return psutil.Process(up.process.pid).children(recursive=True)
 
 
-def test_second_signal_kills_at_once(tmp_path: Path) -> None:
-    with _up(tmp_path / "s") as up:
-        family = psutil.Process(up.process.pid).children(recursive=True)
-        for child in family:
-            child.suspend()
-        up.process.terminate()
-        time.sleep(0.5)
-        assert up.process.poll() is None, "suspended children cannot drain"
-        up.process.terminate()
-        assert up.process.wait(30) == 128 + signal.SIGTERM
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert alive == []
+def _assert_all_ended(family: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
 
 
-def test_state_is_kept_and_two_workers_serve(tmp_path: Path) -> None:
+def test_children_die_with_a_killed_supervisor_and_state_is_kept(tmp_path: Path) -> None:
+    """Two workers serve it, and a second signal kills at once."""
     registry = [sys.executable, "-m", "loraplex.cli.registry"]
     with _up(tmp_path / "s") as up:
         adapter = str(REPO / "demo" / "adapters" / "mask")
@@ -145,8 +118,11 @@ def test_state_is_kept_and_two_workers_serve(tmp_path: Path) -> None:
         uploaded = subprocess.run(
             [*command, "--json"], check=True, capture_output=True, env=ENVIRON, cwd=REPO
         )
-        up.process.terminate()
-        assert up.process.wait(60) == 0
+        family = _family(up)
+        assert len(family) >= 4
+        up.process.kill()
+        up.process.wait()
+        _assert_all_ended(family)
     with _up(tmp_path / "s", "--workers", "2") as up:
         command = [*registry, "show", "mask", "--json", "--registry", up.registry]
         shown = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
@@ -155,6 +131,16 @@ def test_state_is_kept_and_two_workers_serve(tmp_path: Path) -> None:
         assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
         assert all(worker["ready"] for worker in workers)
         _check_commands(up)
+
+        family = _family(up)
+        for child in family:
+            child.suspend()
+        up.process.terminate()
+        time.sleep(0.5)
+        assert up.process.poll() is None, "suspended children cannot drain"
+        up.process.terminate()
+        assert up.process.wait(30) == 128 + signal.SIGTERM
+        _assert_all_ended(family)
 
 
 def _check_commands(up: Up) -> None:

@@ -54,16 +54,6 @@ def is_idle(message: worker_pb2.WatchStatusResponse) -> bool:
     return load.total_blocks > 0 and running == 0
 
 
-async def test_answers_not_serving_while_the_model_loads_then_serving() -> None:
-    with worker_folder() as fresh:
-        fresh.start()
-        async with grpc.aio.insecure_channel(fresh.address) as channel:
-            assert await until_health(channel, "liveness", SERVING) == [SERVING]
-            assert await until_health(channel, "readiness", SERVING) == [NOT_SERVING, SERVING]
-        code, log = fresh.stop()
-    assert code == 0, log
-
-
 async def test_streams_adapters_and_the_base_from_one_session(worker: WorkerProcess) -> None:
     names = ["one", "two", "three"]
     async with worker.connected() as stub:
@@ -275,10 +265,13 @@ async def test_a_request_that_crashes_two_engines_is_refused_and_others_go_on(
         session.close()
 
 
-async def test_sigterm_lets_running_requests_end_and_exits_cleanly() -> None:
+async def test_it_serves_from_the_moment_it_says_so_until_requests_ended_after_a_sigterm() -> None:
     with worker_folder() as fresh:
         await publish_adapters(fresh, ["one"])
         fresh.start(LORAPLEX_DRAIN_S="30")
+        async with grpc.aio.insecure_channel(fresh.address) as channel:
+            assert await until_health(channel, "liveness", SERVING) == [SERVING]
+            assert await until_health(channel, "readiness", SERVING) == [NOT_SERVING, SERVING]
         async with fresh.connected() as stub:
             session = await SessionCall(stub).open()
             await session.submit(request("r", fresh.digests["one"], max_tokens=200))
@@ -338,16 +331,6 @@ async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess
         await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
-async def test_the_engine_does_not_outlive_its_door() -> None:
-    with worker_folder() as fresh:
-        fresh.start()
-        async with fresh.connected():
-            engine = fresh.engine()
-        code, _ = fresh.stop(signal.SIGKILL)
-        assert code == -signal.SIGKILL
-        engine.wait(timeout=30)
-
-
 async def test_more_adapters_than_disk_cache_and_arena_hold_still_give_their_own_tokens() -> None:
     names = ["one", "two", "three", "four", "five"]
     with worker_folder() as fresh:
@@ -384,3 +367,12 @@ async def test_a_door_with_a_token_lets_in_only_who_shows_it() -> None:
             shown = (("authorization", "Bearer secret"),)
             model = await stub.GetModel(worker_pb2.GetModelRequest(), metadata=shown)
             assert model.base_id == "base"
+
+
+async def test_the_engine_does_not_outlive_its_door(worker: WorkerProcess) -> None:
+    """The last one, since it ends the worker of all the others."""
+    async with worker.connected():
+        engine = worker.engine()
+    code, _ = worker.stop(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    engine.wait(timeout=30)
