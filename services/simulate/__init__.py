@@ -1,1 +1,1 @@
-"""The worker's own engine and the gateway's own router under a virtual clock."""
+"""The worker's own engine and the gateway's own admission and router under a virtual clock."""
