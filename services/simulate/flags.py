@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser(
         prog="loraplex simulate",
-        description="Run the gateway's admission and router and the worker's engine under a virtual clock.",
+        description="Run the gateway's and the worker's own decisions under a virtual clock.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
