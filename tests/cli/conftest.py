@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.cli.nursery import Nursery
 from tests.servers import free_port
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
+MODULE = "loraplex.cli.registry"
 START_TIMEOUT_S = 30.0
 
 
@@ -33,20 +35,15 @@ class Command:
 
     module: str
     variables: Mapping[str, str] = field(default_factory=dict)
+    nursery: Nursery | None = None
 
     def argv(self, *args: str) -> list[str]:
+        """For a process that is not forked."""
         return [sys.executable, "-m", self.module, *args]
 
-    def __call__(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.argv(*args),
-            capture_output=True,
-            text=True,
-            env=environment(**self.variables),
-            timeout=60,
-            cwd=REPO,
-            **options,
-        )
+    def __call__(self, *args: str, input: str = "") -> subprocess.CompletedProcess[str]:
+        assert self.nursery is not None
+        return self.nursery.run(list(args), environment(**self.variables), input)
 
     def json(self, *args: str) -> Any:
         """The one object that a command which must succeed prints."""
@@ -63,14 +60,22 @@ class Command:
 
 
 @pytest.fixture(scope="session")
-def offline() -> Command:
-    """`registry` with nobody to talk to."""
-    address = f"127.0.0.1:{free_port()}"
-    return Command("loraplex.cli.registry", {"LORAPLEX_REGISTRY_ADDRESS": address})
+def nursery() -> Iterator[Nursery]:
+    """Of `registry` commands."""
+    made = Nursery(MODULE)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+def offline(nursery: Nursery) -> Command:
+    """`registry` with nobody to talk to."""
+    address = f"127.0.0.1:{free_port()}"
+    return Command(MODULE, {"LORAPLEX_REGISTRY_ADDRESS": address}, nursery)
+
+
+@pytest.fixture(scope="session")
+def registry(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """`registry` against a running registry that knows the demo base."""
     state = tmp_path_factory.mktemp("registry")
     address = f"127.0.0.1:{free_port()}"
@@ -82,7 +87,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
             stderr=log,
             cwd=REPO,
         )
-    command = Command("loraplex.cli.registry", {"LORAPLEX_REGISTRY_ADDRESS": address})
+    command = Command(MODULE, {"LORAPLEX_REGISTRY_ADDRESS": address}, nursery)
     base = ("base", "add", str(DEMO / "base"), "--id", "loraplex-demo")
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while command(*base).returncode != 0:
