@@ -3,9 +3,10 @@
     python -m benchmarks.long_prompts --work-dir DIR [--base 135m] [--bounds 0,0.1,0.2,0.5]
 
 Eight streams decode for eight adapters; for a ninth, long prompts come, each when the one before
-it has had its token and the streams a few more. Printed for each bound (0 = none): the time between
-two tokens of a stream, the time to the first token of a long prompt, and all tokens computed for
-each second, prompts included; medians of short turns in which every bound serves the same requests.
+it has had its token and the streams a few more, and just after it a short one. Printed for each
+bound (0 = none): the time between two tokens of a stream, the time from a long prompt's arrival to
+its own first token and to the short one's, and all tokens computed for each second, prompts
+included; medians of short turns in which every bound serves the same requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from services.worker.messages import Cancel, Submit, Unload
 
 NUM_STREAMS, PAUSE_STEPS = 8, 10
 RANK = 8
-FIGURES = ("gap_p50_s", "gap_p99_s", "gap_max_s", "first_token_s", "tokens_per_s")
+FIGURES = ("gap_p50_s", "gap_p99_s", "gap_max_s", "long_first_s", "short_first_s", "tokens_per_s")
 
 
 def long_prompt(bench: Bench, num_prompt: int) -> Submit:
@@ -56,27 +57,33 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
     bench.step([*(bench.fetched(adapter) for adapter in range(NUM_STREAMS + 1)), *streams])
     gaps_s: list[float] = []
     """Every step brings every stream a token."""
-    firsts_s: list[float] = []
+    firsts_s: list[list[float]] = []
+    """Of the long prompt and of the short one."""
     for number in range(-1, num_prompts):  # one to warm up
         if number == 0:
             gaps_s, firsts_s = [], []
-        submit = long_prompt(bench, num_prompt)
+        pair = [long_prompt(bench, num_prompt), bench.request(NUM_STREAMS, 1)]
+        awaited = {submit.request_id: place for place, submit in enumerate(pair)}
+        first_s = [0.0, 0.0]
         pause: list[list[Submit]] = [[] for _ in range(PAUSE_STEPS)]
-        ids: set[str] = set()
         sent = len(gaps_s) + PAUSE_STEPS
-        for commands in itertools.chain(pause, [[submit]], itertools.repeat([])):
+        for commands in itertools.chain(pause, ([s] for s in pair), itertools.repeat([])):
             with timed() as elapsed:
-                ids = {token.request_id for token in bench.step(commands).tokens}
+                tokens = bench.step(commands).tokens
             gaps_s += elapsed
-            if submit.request_id in ids:
+            for token in tokens:
+                if (place := awaited.pop(token.request_id, None)) is not None:
+                    first_s[place] = sum(gaps_s[sent:])
+            if not awaited:
                 break
-        firsts_s.append(sum(gaps_s[sent:]))
+        firsts_s.append(first_s)
     bench.step([Cancel(submit.request_id) for submit in streams])
     bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_STREAMS + 1)])
     num_tokens = num_prompts * num_prompt + NUM_STREAMS * len(gaps_s)
     p99 = statistics.quantiles(gaps_s, n=100)[-1]
     gaps = statistics.median(gaps_s), p99, max(gaps_s)
-    return [*gaps, statistics.median(firsts_s), num_tokens / sum(gaps_s)]
+    firsts = (statistics.median(column) for column in zip(*firsts_s, strict=True))
+    return [*gaps, *firsts, num_tokens / sum(gaps_s)]
 
 
 def main() -> None:

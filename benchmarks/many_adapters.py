@@ -170,9 +170,9 @@ def make_config(base: Path, arena_bytes: int) -> EngineConfig:
     )
 
 
-def make_bench(base: Path, folders: list[Path], arena_bytes: int) -> Bench:
+def make_bench(base: Path, folders: list[Path], arena_bytes: int, dtype: str = "float32") -> Bench:
     """Load the base; make sure of every image."""
-    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=arena_bytes)
+    runner = build_runner(base, device="cpu", dtype=dtype, arena_bytes=arena_bytes)
     runner.__class__ = Counting
     assert isinstance(runner, Counting)
     runner.steps, runner.slot_bytes = [], {}

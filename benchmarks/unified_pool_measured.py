@@ -1,9 +1,10 @@
 """Measured: one pool for KV cache and adapters beside fixed splits, an engine on this machine.
 
     OMP_NUM_THREADS=1 python -m benchmarks.unified_pool_measured --work-dir DIR [--ranks 1,2,4,8]
+        [--base 135m] [--dtype auto] [--blocks 128]
 
-A real engine (22M parameters, 400 real adapter files on every linear) with so little memory that
-its batch is what fits. All requests wait from the start, first come, first served, and the load
+A real engine (random base, 400 real adapter files on every linear) with so little memory that its
+batch is what fits. All requests wait from the start, first come, first served, and the load
 drifts: many adapters with short answers, then one adapter with long ones, and again. Printed, for
 one pool, for each share of the blocks kept for adapters and for S-LoRA's split (`unified_pool`):
 tokens a step, which other work on the machine hardly changes, and tokens for each second of the
@@ -23,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.cpu_model import make_base
+from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.machine import write_results
 from benchmarks.many_adapters import (
     SMALL,
@@ -94,15 +95,18 @@ def main() -> None:
     parser.add_argument("--ranks", default="8", help="dealt to the adapters (8)")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--base", choices=[SMALL.name, *SHAPES], default=SMALL.name)
+    parser.add_argument("--dtype", default="float32", help="the engine computes in (float32)")
     args = parser.parse_args()
     ranks = [int(text) for text in args.ranks.split(",")]
-    base = make_base(SMALL, args.work_dir)
+    shape = {SMALL.name: SMALL, **SHAPES}[args.base]
+    base = make_base(shape, args.work_dir)
     dealt = [ranks[i % len(ranks)] for i in range(NUM_ADAPTERS)]
     folders = [
-        make_adapter(SMALL, args.work_dir / f"rank-{rank}-{i:04d}", rank, seed=i)
+        make_adapter(shape, args.work_dir / f"{shape.name}-rank-{rank}-{i:04d}", rank, seed=i)
         for i, rank in enumerate(dealt)
     ]
-    bench = make_bench(base, folders, 512 << 20)
+    bench = make_bench(base, folders, 512 << 20, args.dtype)
     kinds = [None, *splits_of(args.shares)]
     measure(bench, None, args.blocks, -1)  # warm-up
     turns = [
@@ -124,7 +128,7 @@ def main() -> None:
         ratios = over_splits([run[figure] for run in runs])
         print(f"one pool over the others, {figure}: {rounded(ratios)}")
         results[figure] = ratios
-    name = f"unified_pool_measured_{args.ranks.replace(',', '_')}_{args.blocks}"
+    name = f"unified_pool_measured_{shape.name}_{args.ranks.replace(',', '_')}_{args.blocks}"
     print(f"wrote {write_results(name, results)}")
 
 
