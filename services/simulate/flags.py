@@ -70,6 +70,13 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
     group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
     group.add_argument(
+        "--max-step",
+        type=seconds,
+        default=0.2,
+        metavar="TIME",
+        help="of steps in which requests decode, beside long prompts; 0 = any (200ms)",
+    )
+    group.add_argument(
         "--max-loras", type=count, default=0, help="distinct in a step; 0 = no limit"
     )
     group.add_argument("--max-resident", type=count, default=4096, help="adapter slots (4096)")
@@ -119,6 +126,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         max_lora_rank=max(rank_mix(args.ranks)),
         max_resident=args.max_resident,
         max_step_tokens=args.max_step_tokens,
+        max_step_s=args.max_step,
         max_running=min(args.max_running, args.max_step_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
