@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-
 COMMANDS_IMPORT = (
     "loraplex.registry_client",
     "loraplex.adapter_format.validate",
