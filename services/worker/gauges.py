@@ -28,8 +28,7 @@ class Gauges:
         self._steps += 1
         self._step_s = _mean(self._step_s, elapsed_s)
         self._max_distinct_adapters = max(self._max_distinct_adapters, plan.num_distinct_adapters)
-        num_context_tokens = sum(row.num_tokens for row in plan.rows if row.is_context)
-        if num_context_tokens and elapsed_s > 0:
+        if elapsed_s > 0 and (num_context_tokens := plan.num_context_tokens):
             rate = num_context_tokens / elapsed_s
             self._prefill_tokens_per_s = _mean(self._prefill_tokens_per_s, rate)
 

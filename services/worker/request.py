@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -274,6 +275,12 @@ class StepPlan:
     def num_contexts(self) -> int:
         """Rows in the context phase; they come first."""
         return sum(row.is_context for row in self.rows)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Positions of the rows in the context phase."""
+        contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
+        return sum(row.num_tokens for row in contexts)
 
     @property
     def num_tokens(self) -> int:

@@ -39,7 +39,7 @@ class TokenBudget:
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step of `plan` took that long."""
-        num_prompt = sum(row.num_tokens for row in plan.rows if row.is_context)
+        num_prompt = plan.num_context_tokens
         if not num_prompt:
             self._decodes.add(elapsed_s)
         elif num_prompt >= MIN_PROMPT_TOKENS:

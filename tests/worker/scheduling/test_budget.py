@@ -19,7 +19,7 @@ def plan_of(num_prompt: int, num_decoding: int) -> StepPlan:
     for member in decoding:
         member.request.num_computed, member.request.output_ids = 1, [7]
     prompt = running.add(make_request("prompt", num_prompt + 1), ())
-    rows = [*(m.row(1) for m in decoding), *([prompt.row(num_prompt)] if num_prompt else [])]
+    rows = [*([prompt.row(num_prompt)] if num_prompt else []), *(m.row(1) for m in decoding)]
     return StepPlan(0, tuple(rows))
 
 
