@@ -6,8 +6,9 @@ A full batch decodes while others wait, each with a deadline, one of a hundred a
 hundred tenants. Times one `hopeless` + `plan` + taking in the tokens, without a model, and prints
 its share of a step: where nobody comes or goes, and where in every step a request ends and another
 comes, which makes the scheduler look at its queue each time. With early abort requests give up
-after a minute. The step is a real one of so many rows of a base of 22M parameters (made once), the
-smallest that is served in any benchmark.
+after a minute. Without copies nobody runs: each that waits wants an adapter of its own, and no copy
+to the device ever ends. The step is a real one of so many rows of a base of 22M parameters (made
+once), the smallest that is served in any benchmark.
 """
 
 from __future__ import annotations
@@ -42,12 +43,25 @@ NUM_ENDING = 1
 """In a step: as of 256 that have 256 tokens to generate."""
 FIRST_TOKEN_S = 60.0
 STEP_S = 0.05
+KINDS = {
+    "fcfs": ("fcfs", None, True),
+    "fair": ("fair", None, True),
+    "fair, early abort": ("fair", FIRST_TOKEN_S, True),
+    "clustered": ("clustered", None, True),
+    "fair, no copies": ("fair", None, False),
+}
+"""Policy, time for first tokens, whether copies end."""
 
 
 class Engine:
     """The scheduler's surroundings, with tokens for free."""
 
-    def __init__(self, num_waiting: int, policy: str, first_token_s: float | None) -> None:
+    def __init__(
+        self, num_waiting: int, policy: str, first_token_s: float | None, copies: bool = True
+    ) -> None:
+        """`copies`: of adapters end with the step that they begin in, else never."""
+        self.copies = copies
+        self.num_live = NUM_RUNNING + num_waiting
         self.arena = Arena(NUM_BLOCKS)
         reclaimer = Reclaimer(self.arena)
         self.cache = AdapterCache(
@@ -69,17 +83,17 @@ class Engine:
         )
         self.now = 0.0
         self.numbers = itertools.count()
-        self.digests = [f"sha256:{index}" for index in range(NUM_ADAPTERS)]
+        num_adapters = NUM_ADAPTERS if copies else self.num_live
+        self.digests = [f"sha256:{index}" for index in range(num_adapters)]
         for digest in self.digests:
             self.cache.fetched(digest, Path("/"), BLOCKS_PER_ADAPTER, max_rank=8)
-        self.num_live = NUM_RUNNING + num_waiting
         for index in range(self.num_live):
             self.submit(0.9 * FIRST_TOKEN_S * (index / self.num_live - 1.0))
 
     def submit(self, arrival_s: float) -> None:
         """One request more."""
         number = next(self.numbers)
-        digest = self.digests[number % NUM_ADAPTERS]
+        digest = self.digests[number % len(self.digests)]
         request = Request(
             f"{number}",
             [number] * NUM_PROMPT,
@@ -100,7 +114,7 @@ class Engine:
             self.scheduler.remove(request.request_id, self.now)
         plan = self.scheduler.plan(self.now)
         for action in self.cache.take_actions():
-            if isinstance(action, Load):
+            if isinstance(action, Load) and self.copies:
                 self.cache.loaded(action.digest)
         if plan.rows:
             self.scheduler.launched(plan)
@@ -121,8 +135,8 @@ class Engine:
 
 
 def measure(engine: Engine, num_steps: int, num_ending: int) -> float:
-    """Median processor seconds of a step with a full batch."""
-    full = NUM_RUNNING - kept_places(NUM_RUNNING)
+    """Median processor seconds of a step, with a full batch if adapters are copied."""
+    full = NUM_RUNNING - kept_places(NUM_RUNNING) if engine.copies else 0
     while engine.scheduler.num_running < full:
         engine.step()
     engine.step(num_ending)
@@ -145,13 +159,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps measured (100)")
     args = parser.parse_args()
     step_s = decode_step_s(args.work_dir)
-    kinds = [("fcfs", None), ("fair", None), ("fair", FIRST_TOKEN_S), ("clustered", None)]
     rows, lines = [], []
-    for (policy, first_token_s), num_ending in itertools.product(kinds, (0, NUM_ENDING)):
-        name = policy if first_token_s is None else f"{policy}, early abort"
+    for (name, kind), num_ending in itertools.product(KINDS.items(), (0, NUM_ENDING)):
         line = [name, str(num_ending)]
         for num_waiting in (0, 1_000, 10_000):
-            engine = Engine(num_waiting, policy, first_token_s)
+            engine = Engine(num_waiting, *kind)
             plan_s = measure(engine, args.steps, num_ending)
             share = plan_s / step_s
             row = {"policy": name, "num_ending": num_ending, "num_waiting": num_waiting}
