@@ -1,16 +1,16 @@
 """What the simulator says of traces, beside what a stack did with them.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulated_and_measured --work-dir DIR [--rates 10,40,80]
+    OMP_NUM_THREADS=1 python -m benchmarks.simulated_and_measured --work-dir DIR [--rates 10,80]
 
 `loraplex up` serves the demo's base and a hundred copies of its adapters, and writes a step trace;
 the engine computes with one thread, so that gateway, doors and clients have a core of their own.
 Every adapter is asked for once, so that the worker has it. Then `loraplex bench trace` plays short
-traces in rounds: a bursty and an even one, on which the costs of steps and copies are fitted and
-of which the even one says how long requests spend outside the worker, and one for each rate that is
-predicted; each has a seed of its own. A machine whose speed changes within seconds does so on both
-sides of the comparison: runs of one kind are pooled over the rounds. The simulator, with the
-gateway's admission before the worker, plays the same traces one after the other. Printed: simulated
-over measured.
+traces in rounds: a bursty one, an even one and one of more requests than the worker can serve, on
+which the costs of steps and copies are fitted, and one for each rate that is predicted; each has a
+seed of its own. The even one says how long requests spend outside the worker. A machine whose speed
+changes within seconds does so on both sides of the comparison: runs of one kind are pooled over the
+rounds. The simulator, with the gateway's admission before the worker, plays the same traces one
+after the other. Printed: simulated over measured.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ DEMO = Path(__file__).parents[1] / "demo"
 ARENA_BYTES = 64 << 20
 LENGTHS = UniformLengths((8, 128), (8, 64))
 NUM_ADAPTERS = 100
-BURSTS, EVEN = "bursts", "even"
+BURSTS, EVEN, CROWD = "bursts", "even", "crowd"
 """What is for fitting."""
 FIRST = [TracedRequest(index / 20.0, index, 16, 4) for index in range(NUM_ADAPTERS)]
 """Asks for every adapter."""
 FIT_CV = 4.0
 """Bursts, so that the runs on which costs are fitted have steps of every size."""
-PAUSE_S = 60.0
-"""Between traces, in virtual time."""
+PAUSE_S = 1.0
+"""Between a trace's end and the next one, in virtual time: `bench trace` takes about so long to
+start. Longer ones would let adapters be forgotten that the worker still holds."""
 FIGURES = (
     ("requests/s", ("requests_per_s",)),
     ("first token mean", ("first_token", "mean_s")),
@@ -105,7 +106,8 @@ def planned(args: argparse.Namespace) -> list[Run]:
     usual = Workload(NUM_ADAPTERS, args.fit_rate, args.seconds, alpha=0.5, lengths=LENGTHS)
     bursts = Run(BURSTS, dataclasses.replace(usual, cv=FIT_CV))
     rates = [Run(r, dataclasses.replace(usual, rate_per_s=float(r))) for r in args.rates.split(",")]
-    runs = [bursts, Run(EVEN, usual), *rates] * args.rounds
+    crowd = Run(CROWD, dataclasses.replace(usual, rate_per_s=args.crowd_rate))
+    runs = [bursts, Run(EVEN, usual), *rates, crowd] * args.rounds
     return [
         dataclasses.replace(run, workload=dataclasses.replace(run.workload, seed=seed))
         for seed, run in enumerate(runs)
@@ -132,7 +134,7 @@ def measure(stack: Stack, runs: Sequence[Run], steps: Path, part: Path) -> list[
         loraplex(*send, *flags(run.workload))
         lines = outcomes.read_text().splitlines()
         measured.append(dataclasses.replace(run, outcomes=[outcome_of(line) for line in lines]))
-        if run.name in (BURSTS, EVEN):
+        if run.name in (BURSTS, EVEN, CROWD):
             parts.append(steps.read_bytes()[begin:])
     part.write_bytes(b"".join(parts))
     return measured
@@ -150,9 +152,10 @@ def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
     fleet = fleet_of(make_parser().parse_args(settings), costs, ARENA_BYTES)
     configs = [folder / CONFIG_FILE for folder in source_folders(DEMO / "adapters")]
     mix = [json.loads(path.read_bytes())["r"] for path in configs]
-    begins_s = [PAUSE_S]
+    begins_s = [FIRST[-1].arrival_s + PAUSE_S]
     for run in runs:
-        begins_s.append(begins_s[-1] + run.workload.duration_s + PAUSE_S)
+        end_s = max(outcome.end_s for outcome in run.outcomes)
+        begins_s.append(begins_s[-1] + end_s + PAUSE_S)
     traces = [
         [dataclasses.replace(r, arrival_s=r.arrival_s + begin_s) for r in generate(run.workload)]
         for run, begin_s in zip(runs, begins_s, strict=False)
@@ -214,7 +217,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each trace (3)")
     parser.add_argument("--rounds", type=int, default=5, help="of all traces (5)")
     parser.add_argument("--fit-rate", type=float, default=20.0)
-    parser.add_argument("--rates", default="10,20,30,40,80")
+    parser.add_argument("--crowd-rate", type=float, default=100.0)
+    parser.add_argument("--rates", default="10,20,40,80")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     steps, part = args.work_dir / "steps.jsonl", args.work_dir / "fitted.jsonl"
