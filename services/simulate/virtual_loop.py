@@ -37,7 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def pass_until(self, moment_s: float) -> bool:
         """Let time pass within a callback; False = something else is to happen by `moment_s`.
 
-        Ten times as fast as a callback for each moment.
+        A callback of its own for each moment would take 14 us more.
         """
         own: Any = self
         if own._ready or (own._scheduled and own._scheduled[0]._when <= moment_s):
