@@ -108,7 +108,7 @@ class WaitingQueue:
             flow = self._flows[key] = Flow(*key)
             for digest in request.adapters.digests:
                 if digest not in self._awaited:
-                    self._awaited[digest] = Awaited(self._where(digest))
+                    self._awaited[digest] = Awaited(self._look(digest))
                 self._awaited[digest].flows[flow] = None
         insort(flow.entries, entry)
         if flow.entries[0] is entry:
@@ -167,10 +167,15 @@ class WaitingQueue:
         sizes = {name: len(group) for name, group in self._groups.items()}
         assert sizes == Counter(name for name, _ in standing)
 
+    def _look(self, digest: str) -> Whereabouts:
+        """As much of where an adapter is as decides where its flows stand."""
+        tier, in_use = self._where(digest)
+        return Tier.DISK if tier == Tier.LOADING else tier, in_use and self._policy.clusters
+
     def _look_again(self, digest: str) -> None:
         """Move the flows of an adapter to the groups where they belong now."""
         awaited = self._awaited.get(digest)
-        if awaited is None or (where := self._where(digest)) == awaited.where:
+        if awaited is None or (where := self._look(digest)) == awaited.where:
             return
         awaited.where = where
         for flow in awaited.flows:
