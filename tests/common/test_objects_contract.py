@@ -180,7 +180,7 @@ async def test_listing_is_ordered_by_whole_key_and_resumes_anywhere(store: Objec
 
 
 async def test_listing_pages_through_more_than_one_thousand(store: ObjectStore) -> None:
-    keys = [f"many/{number:05d}" for number in range(1203)]
+    keys = [f"many/{number:05d}" for number in range(1003)]
     for begin in range(0, len(keys), 100):
         await asyncio.gather(*(store.put(key, b"x") for key in keys[begin : begin + 100]))
     assert [info.key async for info in store.list_objects("many/")] == keys
