@@ -184,6 +184,23 @@ def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
     assert list(folder.iterdir()) == []
 
 
+def test_who_builds_at_the_same_time_gets_the_one_library_that_is_made(monkeypatch, tmp_path):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    compiler, calls, folder = (tmp_path / name for name in ("c++", "calls", "libraries"))
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >>"{calls}"\n'
+        'while [ $# -gt 0 ]; do [ "$1" != -o ] || : >"$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "library_dirs", lambda: [folder])
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(build.build_library, [choose_isa("auto")] * 4))
+    assert paths == set(folder.iterdir())
+    assert len([line for line in calls.read_text().splitlines() if "-shared" in line]) == 1
+
+
 X86_COMPILERS = ("g++", "clang++")
 CROSS = "aarch64-linux-gnu-g++"
 
