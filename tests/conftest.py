@@ -34,7 +34,9 @@ _STACKS_OF_THEIR_OWN = ("failover", "kills")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files go to one process, and to one those that share what is slow to start."""
+    """With `--dist loadfile`, those that share what is slow to start go to one process, too."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
