@@ -70,6 +70,10 @@ def fit_trace(path: Path) -> Fitted:
             f"holds {len(arenas)} workers and {len(steps)} steps; one worker and {MIN_STEPS} steps "
             "are needed: run one with LORAPLEX_STEP_TRACE set, and give it work",
         )
+    if lacking := [name for name in STEP_FIELDS if any(name not in step for step in steps)]:
+        raise InvalidRequest.field(
+            "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace anew"
+        )
     costs = dataclasses.replace(
         DEFAULTS,
         block_bytes=arenas[-1]["block_bytes"],

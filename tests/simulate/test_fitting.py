@@ -70,9 +70,15 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"), [([], "0 workers"), ([ARENA, *steps(3)], "3 steps"), (steps(50), "0 work")]
+    ("lines", "said"),
+    [
+        ([], "0 workers"),
+        ([ARENA, *steps(3)], "3 steps"),
+        (steps(50), "0 work"),
+        ([ARENA, *steps(50), {"step_s": 0.01, "idle": False}], "'rows'"),
+    ],
 )
-def test_too_short_a_trace_is_refused(
+def test_a_trace_too_short_or_without_its_fields_is_refused(
     tmp_path: Path, lines: list[dict[str, Any]], said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=said):
