@@ -45,6 +45,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jump.now_s = max(self._jump.now_s, moment_s)
         return True
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A callback that fails ends the run: to log it would let virtual time go on for ever."""
+        if "handle" in context:
+            raise context["exception"]
+        super().call_exception_handler(context)
+
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
