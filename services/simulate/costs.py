@@ -13,6 +13,8 @@ from loraplex.errors import InvalidRequest
 
 NORMAL_P90 = 1.2816
 """Standard deviations."""
+MANY_ROWS = 16
+"""A tile of matrix units. Small steps cost next to nothing for each request, large ones do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Costs:
     """Of a step on a worker that had nothing to do: waking up, cold caches."""
     row_s: float
     """Of every request in the step."""
+    many_row_s: float
+    """More, of every request beyond `MANY_ROWS`."""
     prompt_s: float
     """Of every prompt, or part of one, in the step, beside its positions."""
     token_s: float
@@ -82,6 +86,7 @@ class Costs:
             self.step_s
             + self.idle_s * idle
             + self.row_s * num_rows
+            + self.many_row_s * max(0, num_rows - MANY_ROWS)
             + self.prompt_s * num_prompts
             + self.token_s * num_tokens
             + self.kv_token_s * kv_tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.simulate.costs import Costs
+from services.simulate.costs import MANY_ROWS, Costs
 from services.simulate.least_squares import fit
 
 MIN_STEPS = 20
@@ -20,6 +20,7 @@ DEFAULTS = Costs(
     step_s=1e-3,
     idle_s=0.0,
     row_s=0.0,
+    many_row_s=0.0,
     prompt_s=0.0,
     token_s=1e-5,
     kv_token_s=0.0,
@@ -86,14 +87,18 @@ def fit_trace(path: Path) -> Fitted:
 
 
 def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
-    rows = [[1.0, *(float(step[name]) for name in STEP_FIELDS)] for step in steps]
+    rows = [
+        [1.0, *(float(step[name]) for name in STEP_FIELDS), max(0.0, step["rows"] - MANY_ROWS)]
+        for step in steps
+    ]
     found = fit(rows, [step["step_s"] for step in steps])
-    step_s, idle_s, row_s, prompt_s, token_s, kv_token_s, byte_s = found
+    step_s, idle_s, row_s, prompt_s, token_s, kv_token_s, byte_s, many_row_s = found
     costs = dataclasses.replace(
         costs,
         step_s=step_s,
         idle_s=idle_s,
         row_s=row_s,
+        many_row_s=many_row_s,
         prompt_s=prompt_s,
         token_s=token_s,
         kv_token_s=kv_token_s,

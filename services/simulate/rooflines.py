@@ -72,6 +72,7 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
         step_s=base.weight_bytes / gpu.read_bytes_per_s,
         idle_s=0.0,
         row_s=2e-5,
+        many_row_s=0.0,
         prompt_s=0.0,
         token_s=base.weight_bytes / gpu.flops,
         kv_token_s=base.kv_token_bytes / gpu.read_bytes_per_s,

@@ -13,6 +13,7 @@ COSTS = Costs(
     step_s=0.010,
     idle_s=0.0,
     row_s=0.0,
+    many_row_s=0.0,
     prompt_s=0.0,
     token_s=0.001,
     kv_token_s=0.0,

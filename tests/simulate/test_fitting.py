@@ -24,15 +24,17 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def steps(count: int) -> list[dict[str, Any]]:
-    """2 ms a step, 3 more after idling, 0.5 ms a prompt, 0.1 ms a token, 1 ns an adapter byte."""
+    """2 ms a step, 3 more after idling, 0.5 ms a prompt, 0.1 ms a token, 1 ns an adapter byte,
+    0.2 ms a request beyond sixteen."""
     rng = random.Random(0)
     lines = []
     for _ in range(count):
-        rows, prompts = rng.randint(1, 8), rng.randint(0, 3)
+        rows, prompts = rng.randint(1, 32), rng.randint(0, 3)
         tokens = rows + prompts * rng.randint(0, 100)
         kv_tokens, adapter_bytes = tokens * rng.randint(1, 9), rng.randint(0, 4) * 1_000_000
         idle = rng.random() < 0.2
         step_s = 0.002 + idle * 0.003 + prompts * 5e-4 + tokens * 1e-4 + adapter_bytes * 1e-9
+        step_s += max(0, rows - 16) * 2e-4
         sizes = {"rows": rows, "prompts": prompts, "tokens": tokens, "kv_tokens": kv_tokens}
         lines.append({"step_s": step_s, "idle": idle, **sizes, "adapter_bytes": adapter_bytes})
     return lines
@@ -45,6 +47,7 @@ def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
     assert (costs.step_s, costs.token_s) == pytest.approx((0.002, 1e-4), rel=1e-4)
     assert costs.idle_s == pytest.approx(0.003, rel=1e-4)
     assert costs.step_spread == pytest.approx(0.0, abs=1e-6)
+    assert costs.many_row_s == pytest.approx(2e-4, rel=1e-4)
     assert costs.prompt_s == pytest.approx(5e-4, rel=1e-4)
     assert costs.adapter_byte_s == pytest.approx(1e-9, rel=1e-4)
     assert costs.kv_token_s == pytest.approx(0.0, abs=1e-9)

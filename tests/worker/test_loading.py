@@ -31,6 +31,7 @@ COSTS = Costs(
     step_s=0.01,
     idle_s=0.0,
     row_s=0.001,
+    many_row_s=0.0,
     prompt_s=0.0,
     token_s=0.0001,
     kv_token_s=0.0,
