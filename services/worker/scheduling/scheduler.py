@@ -304,18 +304,18 @@ class Scheduler:
             if request.is_held or self._is_lost(request, now):
                 may_repeat = True
                 continue
-            if is_ready and self._awaits_its_turn(request, budget):
-                may_repeat = True
-                num_passed_over += 1
-                if num_passed_over >= MAX_PASSED_OVER:
-                    walk.skip_flow()
-                continue
             if not self._has_room(request):
                 self.is_full = True
                 break
             ahead.update(digests)
             if is_ready and request.adapters_ready_s is None:
                 request.adapters_ready_s = now
+            if is_ready and self._awaits_its_turn(request, budget):
+                may_repeat = True
+                num_passed_over += 1
+                if num_passed_over >= MAX_PASSED_OVER:
+                    walk.skip_flow()
+                continue
             if is_ready and not self._too_many_adapters(digests):
                 row = self._start(request, budget, now) if budget else None
                 if row is not None:

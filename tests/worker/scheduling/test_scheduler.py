@@ -203,9 +203,11 @@ def test_short_prompts_start_beside_a_long_one_and_other_long_ones_after_it() ->
     stage = Stage(num_blocks=64)
     stage.submit(make_request("long", 40))
     stage.step()
-    stage.submit(make_request("next", prompt_ids=[2] * 40))
+    stage.submit(passed_over := make_request("next", prompt_ids=[2] * 40))
     stage.submit(make_request("short", prompt_ids=[3] * 6))
-    plans = [stage.step() for _ in range(3)]
+    plans = [stage.step()]
+    assert passed_over.adapters_ready_s is not None, "its adapters are kept and wait for nothing"
+    plans += [stage.step() for _ in range(2)]
     rows = [{row.request.request_id: row.num_tokens for row in plan.rows} for plan in plans]
     assert rows[0] == {"long": 10, "short": 6}, "what the short one leaves is the long one's"
     assert rows[1] == {"long": 14, "short": 1, "next": 1}
