@@ -27,13 +27,13 @@ class DenseLinear:
     """A plain weight."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
         self.out_features, self.in_features = weight.shape
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
-        return F.linear(x, self._weight)
+        return F.linear(x, self.weight)
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
-        return self._weight[begin:end].float()
+        return self.weight[begin:end].float()

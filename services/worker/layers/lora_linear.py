@@ -19,11 +19,11 @@ from services.worker.layers.linear import BaseLinear
 
 
 @runtime_checkable
-class EarlyUpdate(Protocol):
-    """A low-rank update whose first half runs beside the base product."""
+class JoinedUpdate(Protocol):
+    """A low-rank update that may be computed together with the base product."""
 
-    def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """Begin with what needs x only; the whole update of the same x is asked for next."""
+    def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
+        """`[T, in]` -> fresh `[T, out]`: the base product with the update."""
         ...
 
 
@@ -41,17 +41,18 @@ class LoraLinear:
         self.base = base
         self._bias = bias
         self._add_lora = add_lora
-        self._early = add_lora if isinstance(add_lora, EarlyUpdate) else None
+        self._joined = add_lora if isinstance(add_lora, JoinedUpdate) else None
 
     def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
         """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows.
 
         `num_outputs`, where it is more than the base has, makes room for adapters that bring more.
         """
-        if self._early is not None:
-            self._early.start(x, self.site_id, lora)
-        y = self.base.apply(x)
-        if num_outputs > self.base.out_features:
-            y = F.pad(y, (0, num_outputs - self.base.out_features))
-        self._add_lora(y, x, self.site_id, lora)
+        if self._joined is not None and num_outputs <= self.base.out_features:
+            y = self._joined.product(self.base, x, self.site_id, lora)
+        else:
+            y = self.base.apply(x)
+            if num_outputs > self.base.out_features:
+                y = F.pad(y, (0, num_outputs - self.base.out_features))
+            self._add_lora(y, x, self.site_id, lora)
         return y if self._bias is None else y.add_(self._bias)

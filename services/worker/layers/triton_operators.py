@@ -14,7 +14,7 @@ from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.norm.triton import add_rms_norm
 from services.worker.kernels.sampling.triton import draw
 from services.worker.kernels.silu.triton import silu_and_multiply
-from services.worker.layers.linear import BaseLinear
+from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import Gate
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
@@ -67,20 +67,24 @@ class TritonOperators:
 
 
 class TritonLora:
-    """The low-rank update of a site; implements `EarlyUpdate`."""
+    """The low-rank update of a site; implements `JoinedUpdate`."""
 
     def __init__(self, operators: TritonOperators) -> None:
         self._operators = operators
 
-    def start(self, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """See `DeviceLora.start`."""
-        if lora.works and not lora.replaces_rows(site_id):
-            lora.await_site(site_id)
-            self._kernels.start(x, site_id, lora)
+    def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
+        """See `JoinedUpdate`."""
+        acts = lora.work is not None or lora.runs
+        if not acts or lora.replaces_rows(site_id) or not isinstance(base, DenseLinear):
+            y = base.apply(x)
+            self(y, x, site_id, lora)
+            return y
+        lora.await_site(site_id)
+        return self._kernels.product(base.weight, x, site_id, lora)
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `kernels/lora`."""
-        if not lora.works and not lora.runs:
+        if lora.work is None and not lora.runs:
             return
         lora.await_site(site_id)
         if lora.replaces_rows(site_id):

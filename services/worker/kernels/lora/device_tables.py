@@ -1,49 +1,66 @@
 """The adapters' tables on the device: fixed addresses, changed in stream order, read by kernels.
 
-`index[slot, site]` is the place of an entry in `records`, or -1: compressed rows, since an adapter
-without a module has nothing there but the -1. See `device_records` for what a record says.
+`index[slot, part]` is (first group, number of groups, first vector, number of vectors) in `records`:
+an adapter without a module has no records there. See `device_records` for what a record says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from loraplex.errors import ResourceExhausted
-from services.worker.kernels.lora.device_records import RECORD_WORDS, RecordBuilder
+from services.worker.kernels.lora.device_records import RECORD_WORDS, Part, part_records
 from services.worker.kernels.lora.tables import SiteDelta
 from services.worker.transfers import copy_into
 
+INDEX_WORDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """What launches need to know of a site."""
+
+    num_inputs: int
+    parts: tuple[Part, ...]
+    """Ascending and without gaps; together the site's outputs."""
+    is_aligned: bool = False
+    """Whether all widths are multiples of 16 elements, so that kernels may load vectors."""
+    may_be_cut: bool = True
+    """Whether rows of matrices may be longer than a block, and slices end inside of parts."""
+
 
 class DeviceTables:
-    """Entries of all resident adapters, allocated once."""
+    """Records of all resident adapters, allocated once."""
 
     def __init__(
         self,
         arena: Tensor,
-        in_features: Sequence[int],
-        is_aligned: Sequence[bool],
+        dtype: torch.dtype,
+        shapes: Sequence[SiteShape],
         max_resident: int,
         max_records: int,
-        int8: bool = False,
     ) -> None:
         """
         Args:
-            arena: uint8 `[bytes]`, what record offsets count from.
-            in_features: input width of each site, by site id.
-            is_aligned: by site id, whether each tile row starts at a multiple of 16 elements, so
-                that kernels may load vectors.
-            int8: whether all adapters' A and B are integers.
+            arena: uint8 `[bytes]`.
+            dtype: of all adapters' A and B.
+            shapes: by site id; a site that kernels do not serve has no parts.
         """
-        self.int8 = int8
         self.arena = arena
-        self.is_aligned = tuple(is_aligned)
-        self.in_features = torch.tensor(in_features, dtype=torch.int32, device=arena.device)
-        self.index = torch.full(
-            (max_resident, len(in_features)), -1, dtype=torch.int32, device=arena.device
+        self.matrices = arena.view(dtype)
+        self.vectors = arena.view(torch.float32)
+        self.shapes = tuple(shapes)
+        self.parts = [part for shape in shapes for part in shape.parts]
+        counts = [len(shape.parts) for shape in shapes]
+        self.first_part = [0, *accumulate(counts)][: len(counts)]
+        """By site id: which of `parts` is its first."""
+        self.index = torch.zeros(
+            (max_resident, len(self.parts), INDEX_WORDS), dtype=torch.int32, device=arena.device
         )
         self.records = torch.zeros(
             (max_records, RECORD_WORDS), dtype=torch.int64, device=arena.device
@@ -52,12 +69,17 @@ class DeviceTables:
         self._held: dict[int, Held] = {}
 
     @property
-    def num_sites(self) -> int:
-        """Sites of the model."""
-        return self.index.shape[1]
+    def is_int8(self) -> bool:
+        """Whether A and B are integers."""
+        return self.matrices.dtype is torch.int8
+
+    @property
+    def max_parts(self) -> int:
+        """Parts of the site that has most."""
+        return max(len(shape.parts) for shape in self.shapes)
 
     def enter(self, slot: int, deltas: Mapping[int, SiteDelta], in_torch: Set[int]) -> None:
-        """Write an adapter's records, then its row of the index.
+        """Write an adapter's records, then its rows of the index.
 
         Args:
             deltas: by site id; tiles are views of the arena.
@@ -66,33 +88,40 @@ class DeviceTables:
         Raises:
             ResourceExhausted: when the records do not fit; nothing is entered then.
         """
-        builder = RecordBuilder(self.arena.data_ptr())
-        for site_id, delta in deltas.items():
-            if site_id not in in_torch:
-                builder.add_site(site_id, delta)
-        begin = self._segments.allocate(len(builder.records))
-        for record, word in builder.links:
-            builder.records[record][word] += begin
-        if builder.records:
-            rows = torch.tensor(builder.records, dtype=torch.int64)
-            copy_into(self.records[begin : begin + len(rows)], rows)
-        row = torch.full((self.num_sites,), -1, dtype=torch.int32)
-        for site_id, entry in builder.entries.items():
-            row[site_id] = begin + entry
-        copy_into(self.index[slot], row)
+        address = self.arena.data_ptr()
+        records: list[tuple[int, ...]] = []
+        rows = torch.zeros((len(self.parts), INDEX_WORDS), dtype=torch.int32)
+        served = {site: delta for site, delta in deltas.items() if site not in in_torch}
+        for site, delta in served.items():
+            for i, part in enumerate(self.shapes[site].parts):
+                found = part_records(delta, part, address)
+                first = len(records)
+                records += found.groups
+                records += found.vectors
+                num_groups = len(found.groups)
+                words = (first, num_groups, first + num_groups, len(found.vectors))
+                rows[self.first_part[site] + i] = torch.tensor(words, dtype=torch.int32)
+        begin = self._segments.allocate(len(records))
+        rows[:, 0] += begin
+        rows[:, 2] += begin
+        if records:
+            table = torch.tensor(records, dtype=torch.int64)
+            copy_into(self.records[begin : begin + len(records)], table)
+        copy_into(self.index[slot], rows)
         self._held[slot] = Held(
             begin,
-            len(builder.records),
-            frozenset(builder.entries),
+            len(records),
+            frozenset(served),
             in_torch,
             any(delta.norm for delta in deltas.values()),
-            max((deltas[site].rank for site in builder.entries), default=0),
+            int(rows[:, 1].max()) if len(rows) else 0,
+            int(rows[:, 3].max()) if len(rows) else 0,
         )
 
     def remove(self, slot: int) -> None:
         """Take an adapter out; its records may be reused at once."""
         held = self._held.pop(slot)
-        self.index[slot].fill_(-1)
+        self.index[slot].fill_(0)
         self._segments.release(held.begin, held.num_records)
 
     def sites_of(self, slot: int) -> frozenset[int]:
@@ -103,9 +132,13 @@ class DeviceTables:
         """Sites whose deltas kernels do not apply."""
         return self._held[slot].in_torch
 
-    def max_ranks(self, slot: int) -> int:
-        """Ranks of the adapter's widest stacked A, of those that kernels apply."""
-        return self._held[slot].max_ranks
+    def max_groups(self, slot: int) -> int:
+        """Groups of the part where the adapter has most."""
+        return self._held[slot].max_groups
+
+    def max_vectors(self, slot: int) -> int:
+        """Vector records of the part where the adapter has most."""
+        return self._held[slot].max_vectors
 
     def trains_norms(self, slot: int) -> bool:
         """Whether the adapter brings a norm's weight."""
@@ -121,7 +154,8 @@ class Held:
     sites: frozenset[int]
     in_torch: Set[int]
     trains_norms: bool
-    max_ranks: int
+    max_groups: int
+    max_vectors: int
 
 
 class Segments:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+DENSE_MIN_ROWS = 256
+"""Rows of one adapter from which a library's products take less time than tiles."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
@@ -49,3 +52,10 @@ def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
             passes.append(home := [])
         home.append(run)
     return passes
+
+
+def dense_runs(runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
+    """The long runs, which library products compute; none where rows combine adapters."""
+    if len(disjoint_passes(runs)) != 1:
+        return ()
+    return tuple(run for run in runs if run.end - run.begin >= DENSE_MIN_ROWS)

@@ -1,78 +1,134 @@
-"""A step's runs on the device, at fixed addresses, and the work that they are for every site."""
+"""A step's runs on the device, at fixed addresses, and the groups that they list in every part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.worker.kernels.launch import power_of_two
-from services.worker.kernels.lora import triton_work
-from services.worker.kernels.lora.device_records import float_bits
+from services.worker.kernels.lora import triton_kernels as kernels
+from services.worker.kernels.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan
+from services.worker.kernels.lora.plan import block_rows_of, num_splits
 from services.worker.kernels.lora.runs import RowRun
+from services.worker.transfers import copy_into
 
 MIN_RUNS = 256
 """Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkSize:
+    """What a step's adapters need, at most."""
+
+    num_rows: int
+    num_runs: int
+    num_groups: int
+    """Of the part where the runs have most."""
+    num_vectors: int = 1
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of rows."""
+        return -(-self.num_rows // block_rows_of(self.num_rows))
+
+
 class StepWork:
-    """Room for the runs of one step and for what kernels compute from them.
+    """The lists of one step, and the workspace of its updates."""
 
-    Runs of one `StepWork` cover disjoint rows: rows that combine adapters take several.
-    """
-
-    def __init__(
-        self, tables: DeviceTables, max_runs: int, plan: LoraPlan, rank_stride: int
-    ) -> None:
-        """
-        Args:
-            max_runs: rounded up to a power of two.
-            rank_stride: floats of a row of the planes; no adapter of the step has more ranks.
-        """
-        device = tables.arena.device
+    def __init__(self, tables: DeviceTables, size: WorkSize) -> None:
+        device, num_parts = tables.arena.device, len(tables.parts)
         self.tables = tables
-        self.plan = plan
-        self.rank_stride = rank_stride
-        self.max_runs = max(MIN_RUNS, power_of_two(max_runs))
-        self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
-        self.ends = torch.zeros(
-            (2, tables.num_sites, self.max_runs), dtype=torch.int32, device=device
+        self.block_rows = block_rows_of(size.num_rows)
+        self.max_runs = max(MIN_RUNS, power_of_two(size.num_runs))
+        self.max_groups = max(1, size.num_groups)
+        self.max_tiles = max(1, size.num_tiles)
+        self.max_vectors = max(1, size.num_vectors)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        words = RECORD_WORDS
+        self.runs = integers(self.max_runs, 4)
+        self.entries = integers(num_parts, self.max_groups, words, dtype=torch.int64)
+        self.lanes = integers(num_parts, self.max_groups, GROUP_ROWS, dtype=torch.int64)
+        self.counts = integers(num_parts, 2)
+        self.tile_ends = integers(num_parts, self.max_tiles)
+        self.vectors = integers(num_parts, self.max_vectors, words, dtype=torch.int64)
+        self.tickets = integers(num_parts, self.max_groups)
+        self.done = integers(num_parts)
+        group_numbers = GROUP_ROWS * self.block_rows
+        self.partial = torch.empty(
+            max(_num_partial_sums(tables)) * self.max_groups * group_numbers,
+            dtype=torch.float32,
+            device=device,
         )
+        self.intermediates: dict[torch.dtype, Tensor] = {}
+        self._num_intermediate = tables.max_parts * self.max_groups * 2 * group_numbers
+
+    def intermediate(self, dtype: torch.dtype) -> Tensor:
+        """The product of A and the rows, for a B of `dtype`."""
+        if dtype not in self.intermediates:
+            self.intermediates[dtype] = torch.empty(
+                self._num_intermediate, dtype=dtype, device=self.tables.arena.device
+            )
+        return self.intermediates[dtype]
 
     def fill(self, runs: Sequence[RowRun]) -> None:
-        """Copy a step's runs to the device; `count` must follow."""
-        assert len(runs) <= self.max_runs, (len(runs), self.max_runs)
-        self.runs.copy_(runs_tensor(runs, self.max_runs), non_blocking=True)
+        """Copy a step's runs to the device; `list_groups` must follow."""
+        cut = cut_at_tiles(runs, self.block_rows)
+        assert len(cut) <= self.max_runs, (len(cut), self.max_runs)
+        words = [(run.slot, run.begin, run.end, float_bits(run.coef)) for run in cut]
+        words += [(0, 0, 0, 0)] * (self.max_runs - len(words))
+        copy_into(self.runs, torch.tensor(words, dtype=torch.int32))
 
-    def count(self) -> None:
-        """Count the items of all sites in one launch."""
-        tables, short, long = self.tables, self.plan.short, self.plan.long
-        triton_work.count_work[(tables.num_sites,)](
+    def list_groups(self) -> None:
+        """List the groups of all parts in one launch."""
+        tables = self.tables
+        kernels.list_groups[(len(tables.parts),)](
             self.runs,
             tables.index,
             tables.records,
-            tables.in_features,
-            self.ends,
-            tables.num_sites,
-            self.plan.short_max,
-            short.block_rows,
-            short.block_ranks,
-            short.split_inputs,
-            short.block_outputs,
-            long.block_rows,
-            long.block_ranks,
-            long.split_inputs,
-            long.block_outputs,
+            self.entries,
+            self.lanes,
+            self.counts,
+            self.tile_ends,
+            self.vectors,
+            self.tickets,
+            self.done,
+            0,
+            len(tables.parts),
+            self.max_groups,
+            self.max_tiles,
+            self.max_tiles,
+            self.max_vectors,
             MAX_RUNS=self.max_runs,
+            BLOCK_ROWS=self.block_rows,
         )
 
 
-def runs_tensor(runs: Sequence[RowRun], max_runs: int) -> Tensor:
-    """int32 `[max_runs, 4]` on the host: slot, begin, end, float32 bits of the coefficient."""
-    words = [(run.slot, run.begin, run.end, float_bits(run.coef)) for run in runs]
-    words += [(0, 0, 0, 0)] * (max_runs - len(words))
-    table = torch.tensor(words, dtype=torch.int32)
-    return table.pin_memory() if torch.cuda.is_available() else table
+def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
+    """What the runs of a step need."""
+    cut = cut_at_tiles(runs, block_rows_of(num_rows))
+    groups = sum(tables.max_groups(run.slot) for run in cut)
+    vectors = sum(tables.max_vectors(run.slot) for run in cut)
+    return WorkSize(num_rows, len(cut), groups, vectors)
+
+
+def cut_at_tiles(runs: Sequence[RowRun], block_rows: int) -> list[RowRun]:
+    """The same rows in runs that lie in one row tile each, ordered by tile."""
+    cut = [
+        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + block_rows))
+        for run in runs
+        for begin in range(run.begin - run.begin % block_rows, run.end, block_rows)
+    ]
+    return sorted(cut, key=lambda run: run.begin // block_rows)
+
+
+def _num_partial_sums(tables: DeviceTables) -> list[int]:
+    """By site: partial sums of a group in all parts; none where one split is all."""
+    counts = [(num_splits(s.num_inputs), len(s.parts)) for s in tables.shapes if s.parts]
+    return [splits * parts for splits, parts in counts if splits > 1] or [1]

@@ -1,7 +1,13 @@
-"""Triton programs of the low-rank update. Layouts and grids: README.md; launches: `triton.py`.
+"""Triton programs of the low-rank update. Layouts, words and grids: README.md; launches: `triton.py`.
 
-Both read a step's runs, the tables of `DeviceTables`, and the counts that `triton_work` makes. A
-run with at most SHORT_MAX rows is computed with the SHORT constants, others with the LONG ones.
+An adapter's rank rows come in groups of at most 16. A step lists, for each part of each site, the
+groups of its adapters: their token rows, and where their rows of A and B lie. The update of a part
+is then one product over all listed rank rows,
+
+    y[t, o] += sum over groups g and rank rows r of h[g, r, t] * B[g, r, o]
+
+in which h is zero wherever token t does not use the adapter of group g. It has the form of a base
+product with a longer inner dimension, so both may share one launch and one accumulator.
 """
 
 from __future__ import annotations
@@ -9,339 +15,406 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.kernels.lora.triton_work import (
-    RUN_WORDS,
-    WORDS,
-    entry_of,
-    find_part,
-    find_run,
-    num_rows_of,
-    row_ids,
-)
-
-TILE_RANKS = tl.constexpr(16)
+WORDS = tl.constexpr(8)
+RUN_WORDS = tl.constexpr(4)
+INDEX_WORDS = tl.constexpr(4)
+GROUP_ROWS = tl.constexpr(16)
+MAX_PARTS = tl.constexpr(4)
+NO_ROW = tl.constexpr(-(1 << 62))
 
 
-@triton.jit(do_not_specialize=["site", "num_sites"])
-def shrink(
-    x,
-    planes,
-    arena,
-    runs,
-    index,
-    records,
-    ends,
-    site,
-    num_sites,
-    num_inputs,
-    x_stride,
-    plane_stride,
-    rank_stride,
-    MAX_RUNS: tl.constexpr,
-    SHORT_MAX: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    SHORT_RANKS: tl.constexpr,
-    SHORT_INPUTS: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    SHORT_DOT: tl.constexpr,
-    LONG_ROWS: tl.constexpr,
-    LONG_RANKS: tl.constexpr,
-    LONG_INPUTS: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
-    INT8: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """planes[p, t, r] = sum of A[r, i] * x[t, i] over the inputs i of split p.
+@triton.jit
+def _low(word):
+    return (word & 0x7FFFFFFF).to(tl.int32)
 
-    Grid: a fixed number of programs, each taking every so-many-th item (run, row block, part of a
-    band, split) up to a count read from the device. Each run has the family its length asks for.
+
+@triton.jit
+def _high(word):
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def _choose(number, value_0, value_1, value_2, value_3):
+    """The value of that number."""
+    late = tl.where(number == 2, value_2, value_3)
+    return tl.where(number == 0, value_0, tl.where(number == 1, value_1, late))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_part", "num_parts", "max_groups", "max_tiles", "num_tiles", "max_vectors"
+    ]
+)  # fmt: skip
+def list_groups(
+    runs, index, records, entries, lanes, counts, tile_ends, vectors, tickets, done,
+    first_part, num_parts, max_groups, max_tiles, num_tiles, max_vectors,
+    MAX_RUNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """List the groups of every part for the runs of a step. Grid: one program for each part.
+
+    Writes, for part p counted from `first_part`: its groups in the order of the runs to
+    `entries [p, g]`, the places of their rows of B to `lanes [p, 16 g + r]`, their number to
+    `counts [p, 0]` and that of its vectors to `counts [p, 1]`, the number of groups of the row
+    tiles 0..t to `tile_ends [p, t]`. Clears `tickets [p, g]` and `done [p]`.
     """
-    run_ends = tl.load(ends + site * MAX_RUNS + tl.arange(0, MAX_RUNS))
-    for item in range(tl.program_id(0), tl.max(run_ends, axis=0), tl.num_programs(0)):
-        run, local, num_items = find_run(run_ends, item)
-        entry = entry_of(runs, run, index, records, site, num_sites)
-        num_rows = num_rows_of(runs, run)
-        if num_rows <= SHORT_MAX:
-            _shrink_item(
-                x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
-                num_inputs, x_stride, plane_stride, rank_stride, SHORT_ROWS, SHORT_RANKS,
-                SHORT_INPUTS, SHORT_SPLIT, SHORT_DOT, INT8, WIDEN, ALIGN, STAGES,
+    part = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, MAX_RUNS)
+    slot = tl.load(runs + i * RUN_WORDS).to(tl.int64)
+    begin = tl.load(runs + i * RUN_WORDS + 1)
+    end = tl.load(runs + i * RUN_WORDS + 2)
+    coef = tl.load(runs + i * RUN_WORDS + 3).to(tl.float32, bitcast=True)
+    is_run = begin < end
+    place = index + (slot * num_parts + first_part + part) * INDEX_WORDS
+    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(place + 1, mask=is_run, other=0)
+    offset = tl.cumsum(count, axis=0) - count
+    tl.store(counts + part * 2, tl.sum(count, axis=0))
+    rows = begin.to(tl.int64) | (end.to(tl.int64) << 32)
+    r = tl.arange(0, GROUP_ROWS)
+    for g in range(tl.max(count, axis=0)):
+        is_group = g < count
+        record = records + (first + g) * WORDS
+        entry_number = part * max_groups + offset + g
+        entry = entries + entry_number * WORDS
+        b_offset = tl.load(record + 1, mask=is_group, other=0)
+        strides = tl.load(record + 2, mask=is_group, other=0)
+        size = tl.load(record + 5, mask=is_group, other=0)
+        factor = coef * _high(size).to(tl.float32, bitcast=True)
+        bits = factor.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(entry, tl.load(record, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 1, rows, mask=is_group)
+        tl.store(entry + 2, strides, mask=is_group)
+        tl.store(entry + 3, tl.load(record + 3, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 4, tl.load(record + 4, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 5, _low(size).to(tl.int64) | (bits << 32), mask=is_group)
+        tl.store(entry + 6, tl.load(record + 6, mask=is_group, other=0), mask=is_group)
+        row_of_b = b_offset[:, None] + r[None, :] * _high(strides)[:, None].to(tl.int64)
+        row_of_b = tl.where(r[None, :] < _low(size)[:, None], row_of_b, NO_ROW)
+        lane = entry_number[:, None] * GROUP_ROWS + r[None, :]
+        tl.store(lanes + lane, row_of_b, mask=is_group[:, None])
+        tl.store(tickets + entry_number, tl.zeros((MAX_RUNS,), tl.int32), mask=is_group)
+    for t in range(num_tiles):
+        in_tiles = tl.sum(tl.where(begin < (t + 1) * BLOCK_ROWS, count, 0), axis=0)
+        tl.store(tile_ends + part * max_tiles + t, in_tiles)
+    first = tl.load(place + 2, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(place + 3, mask=is_run, other=0)
+    offset = tl.cumsum(count, axis=0) - count
+    tl.store(counts + part * 2 + 1, tl.sum(count, axis=0))
+    for v in range(tl.max(count, axis=0)):
+        is_vector = v < count
+        record = records + (first + v) * WORDS
+        vector = vectors + (part * max_vectors + offset + v) * WORDS
+        tl.store(vector, rows, mask=is_vector)
+        for word in tl.static_range(1, 5):
+            tl.store(vector + word, tl.load(record + word, mask=is_vector, other=0), mask=is_vector)
+        bits = coef.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(vector + 5, bits, mask=is_vector)
+    tl.store(done + part, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_part", "max_groups", "max_tiles", "max_vectors", "num_shrink", "num_rows",
+        "num_row_tiles", "end_0", "end_1", "end_2", "end_3",
+    ]
+)  # fmt: skip
+def update_site(
+    y, x, weight, arena, vector_arena, partial, h, entries, lanes, counts, tile_ends, vectors,
+    tickets, done, first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows,
+    num_inputs, x_stride, y_stride, num_shrink, num_row_tiles, max_vectors,
+    NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, BLOCK_SHRINK: tl.constexpr,
+    SHRINKS: tl.constexpr, EXPANDS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    SHRINK_STAGES: tl.constexpr, RANK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """y = base product (or y as it is) + the update of one site.
+
+    Grid: `num_shrink` programs that compute h, then one for each tile of outputs and rows. Those of
+    a launch that does both wait for the groups of their part. They cannot wait for ever: programs
+    start in the order of their numbers, so all that shrink are running or done.
+    """
+    pid = tl.program_id(0)
+    if SHRINKS:
+        if pid < num_shrink:
+            _shrink_groups(
+                x, arena, partial, h, entries, counts, tickets, done, pid, num_shrink, first_part,
+                max_groups, num_inputs, x_stride, NUM_PARTS, SPLITS, SPLIT_INPUTS, BLOCK_ROWS,
+                BLOCK_SHRINK, HAS_CUTS, INT8, WIDEN, ALIGN, SHRINK_STAGES,
             )  # fmt: skip
-        else:
-            _shrink_item(
-                x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
-                num_inputs, x_stride, plane_stride, rank_stride, LONG_ROWS, LONG_RANKS,
-                LONG_INPUTS, LONG_SPLIT, True, INT8, WIDEN, ALIGN, STAGES,
+    if EXPANDS:
+        if pid >= num_shrink:
+            _expand_tile(
+                y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors,
+                done, pid - num_shrink, first_part, max_groups, max_tiles, end_0, end_1, end_2,
+                end_3, num_rows, num_inputs, x_stride, y_stride, num_row_tiles, max_vectors,
+                BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS,
+                HAS_BASE, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, RANK_STAGES,
             )  # fmt: skip
 
 
 @triton.jit
-def _shrink_item(
-    x, planes, arena, runs, run, num_rows, local, num_items, records, entry,
-    num_inputs, x_stride, plane_stride, rank_stride,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    SPLIT_INPUTS: tl.constexpr, USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr,
+def _shrink_groups(
+    x, arena, partial, h, entries, counts, tickets, done, pid, num_programs, first_part, max_groups,
+    num_inputs, x_stride,
+    NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One item, in the bucket of ranks that its band needs: 16, 32 or 64 at a time."""
-    num_planes = (num_inputs + SPLIT_INPUTS - 1) // SPLIT_INPUTS
-    num_row_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    num_parts = num_items // (num_row_blocks * num_planes)
-    plane = local % num_planes
-    local = local // num_planes
-    part, band = find_part(local % num_parts, records + tl.load(entry) * WORDS, BLOCK_RANKS)
-    rows, is_row = row_ids(runs, run, local // num_parts, BLOCK_ROWS)
-    first_rank = part * BLOCK_RANKS
-    num_ranks = tl.minimum(tl.load(band + 1).to(tl.int32) - first_rank, BLOCK_RANKS)
-    x_rows = x + rows * x_stride
-    place = planes + plane.to(tl.int64) * plane_stride + rows * rank_stride
-    place += tl.load(band) + first_rank
-    in_begin = plane * SPLIT_INPUTS
+    """h[g, :, t] = factor * A x[t] for the groups of a site; the last split of a group adds the
+    partial sums of all, in order."""
+    end_1 = tl.load(counts + first_part * 2)
+    end_2, end_3, end_4 = end_1, end_1, end_1
+    if NUM_PARTS > 1:
+        end_2 = end_1 + tl.load(counts + (first_part + 1) * 2)
+        end_3, end_4 = end_2, end_2
+    if NUM_PARTS > 2:
+        end_3 = end_2 + tl.load(counts + (first_part + 2) * 2)
+        end_4 = end_3
+    if NUM_PARTS > 3:
+        end_4 = end_3 + tl.load(counts + (first_part + 3) * 2)
+    for item in range(pid, end_4 * SPLITS, num_programs):
+        group = item // SPLITS
+        local = (group >= end_1).to(tl.int32) + (group >= end_2) + (group >= end_3)
+        before = _choose(local, 0, end_1, end_2, end_3)
+        number = (first_part + local).to(tl.int64) * max_groups + group - before
+        h_group = local.to(tl.int64) * max_groups + group - before
+        entry = entries + number * WORDS
+        rows = tl.load(entry + 1)
+        if (_high(rows) - _low(rows) <= 16) | (BLOCK_ROWS == 16):
+            _shrink_group(
+                x, arena, partial, h, entry, rows, h_group, item % SPLITS, tickets + number,
+                num_inputs, x_stride, SPLITS, SPLIT_INPUTS, BLOCK_ROWS, 16, BLOCK_SHRINK,
+                HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, done + first_part + local,
+            )  # fmt: skip
+        else:
+            _shrink_group(
+                x, arena, partial, h, entry, rows, h_group, item % SPLITS, tickets + number,
+                num_inputs, x_stride, SPLITS, SPLIT_INPUTS, BLOCK_ROWS, BLOCK_ROWS, BLOCK_SHRINK,
+                HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, done + first_part + local,
+            )  # fmt: skip
+
+
+@triton.jit
+def _shrink_group(
+    x, arena, partial, h, entry, rows, h_group, split, ticket, num_inputs, x_stride,
+    SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr, done,
+):  # fmt: skip
+    """One split of one group, whose token rows [begin, end) lie in one row tile."""
+    begin, end = _low(rows), _high(rows)
+    size = tl.load(entry + 5)
+    r = tl.arange(0, GROUP_ROWS)
+    t = tl.arange(0, ROWS)
+    is_rank = r < _low(size)
+    is_row = begin + t < end
+    a_stride = tl.multiple_of(_low(tl.load(entry + 2)), ALIGN)
+    a_rows = arena + tl.multiple_of(tl.load(entry), ALIGN) + r * a_stride
+    x_rows = x + (begin + t).to(tl.int64) * x_stride
+    in_begin = split * SPLIT_INPUTS
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
-    if BLOCK_RANKS == 16:
-        _shrink_band(
-            x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin, in_end,
-            BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
-        )  # fmt: skip
-    else:
-        if num_ranks <= 16:
-            _shrink_band(
-                x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, 16, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
-            )  # fmt: skip
-        elif num_ranks <= 32:
-            _shrink_band(
-                x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, 32, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
-            )  # fmt: skip
-        else:
-            _shrink_band(
-                x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin,
-                in_end, BLOCK_ROWS, BLOCK_RANKS, BLOCK_INPUTS, USES_DOT, INT8, WIDEN, ALIGN, STAGES,
-            )  # fmt: skip
-
-
-@triton.jit
-def _shrink_band(
-    x_rows, is_row, place, arena, records, band, first_rank, num_ranks, in_begin, in_end,
-    BLOCK_ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Store x A^T over inputs [in_begin, in_end), float32 `[BLOCK_ROWS, RANKS]`, at `place`."""
-    r = tl.arange(0, RANKS)
-    is_rank = r < num_ranks
-    if USES_DOT:
-        total = tl.zeros((BLOCK_ROWS, RANKS), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_ROWS, RANKS, BLOCK_INPUTS), tl.float32)
-    first_piece = tl.load(band + 2)
-    for p in range(tl.load(band + 3).to(tl.int32)):
-        piece = records + (first_piece + p) * WORDS
-        col_begin = tl.multiple_of(tl.load(piece + 1).to(tl.int32), ALIGN)
-        begin = tl.multiple_of(tl.maximum(in_begin, col_begin), ALIGN)
-        end = tl.minimum(in_end, col_begin + tl.load(piece + 2).to(tl.int32))
-        end = tl.multiple_of(end, ALIGN)
-        tile = arena + tl.multiple_of(tl.load(piece), ALIGN)
-        a_rows = tile.to(tl.pointer_type(tl.int8 if INT8 else x_rows.dtype.element_ty)) + (
-            (first_rank + r)[:, None] * tl.multiple_of(tl.load(piece + 3), ALIGN)
-        )
-        for at in tl.range(begin, end, BLOCK_INPUTS, num_stages=STAGES):
-            column = at + tl.arange(0, BLOCK_INPUTS)
-            is_column = column < end
-            a = tl.load(
-                a_rows + (column - col_begin)[None, :],
-                mask=is_rank[:, None] & is_column[None, :],
-                other=0.0,
-            )
-            x = tl.load(
-                x_rows[:, None] + column[None, :],
-                mask=is_row[:, None] & is_column[None, :],
-                other=0.0,
-            )
-            if WIDEN:
-                a, x = a.to(tl.float32), x.to(tl.float32)
-            elif INT8:
-                a = a.to(x_rows.dtype.element_ty)
-            if USES_DOT:
-                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-            else:
-                total += x.to(tl.float32)[:, None, :] * a.to(tl.float32)[None, :, :]
-    if not USES_DOT:
-        total = tl.sum(total, axis=2)
-    if INT8:
-        scales = tl.load(band + 4).to(tl.pointer_type(tl.float32)) + first_rank
-        total *= tl.load(scales + r, mask=is_rank, other=0.0)[None, :]
-    tl.store(place[:, None] + r[None, :], total, mask=is_row[:, None] & is_rank[None, :])
-
-
-@triton.jit(do_not_specialize=["site", "num_sites"])
-def expand(
-    y,
-    planes,
-    arena,
-    runs,
-    index,
-    records,
-    ends,
-    site,
-    num_sites,
-    y_stride,
-    plane_stride,
-    rank_stride,
-    MAX_RUNS: tl.constexpr,
-    SHORT_MAX: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    SHORT_OUTPUTS: tl.constexpr,
-    SHORT_PLANES: tl.constexpr,
-    SHORT_DOT: tl.constexpr,
-    LONG_ROWS: tl.constexpr,
-    LONG_OUTPUTS: tl.constexpr,
-    LONG_PLANES: tl.constexpr,
-    INT8: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """y[t, o] = gain[o] * (y[t, o] + coef * (scale * sum_r h[t, r] B[r, o] + lora_bias[o]))
-    + bias_delta[o], where h = planes summed in order; in place.
-
-    Grid: as `shrink`, over items (run, row block, part of a strip).
-    """
-    run_ends = tl.load(ends + (num_sites + site) * MAX_RUNS + tl.arange(0, MAX_RUNS))
-    for item in range(tl.program_id(0), tl.max(run_ends, axis=0), tl.num_programs(0)):
-        run, local, num_items = find_run(run_ends, item)
-        entry = entry_of(runs, run, index, records, site, num_sites)
-        num_rows = num_rows_of(runs, run)
-        if num_rows <= SHORT_MAX:
-            _expand_item(
-                y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
-                plane_stride, rank_stride, SHORT_ROWS, SHORT_OUTPUTS, SHORT_PLANES, SHORT_DOT,
-                INT8, WIDEN, ALIGN, STAGES,
-            )  # fmt: skip
-        else:
-            _expand_item(
-                y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
-                plane_stride, rank_stride, LONG_ROWS, LONG_OUTPUTS, LONG_PLANES, True,
-                INT8, WIDEN, ALIGN, STAGES,
-            )  # fmt: skip
-
-
-@triton.jit
-def _expand_item(
-    y, planes, arena, runs, run, num_rows, local, num_items, records, entry, y_stride,
-    plane_stride, rank_stride,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, PLANES: tl.constexpr,
-    USES_DOT: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    num_parts = num_items // ((num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
-    first_strip = records + tl.load(entry + 2) * WORDS
-    part, strip = find_part(local % num_parts, first_strip, BLOCK_OUTPUTS)
-    rows, is_row = row_ids(runs, run, local // num_parts, BLOCK_ROWS)
-    coef = tl.load(runs + run * RUN_WORDS + 3).to(tl.float32, bitcast=True)
-    column = part * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    is_column = column < tl.multiple_of(tl.load(strip + 1).to(tl.int32), ALIGN)
-    total = _expand_strip(
-        planes + rows * rank_stride, is_row, plane_stride, arena, records, strip, column,
-        is_column, coef, y.dtype.element_ty, BLOCK_ROWS, BLOCK_OUTPUTS, PLANES, USES_DOT, INT8,
-        WIDEN, ALIGN, STAGES,
-    )  # fmt: skip
-    mask = is_row[:, None] & is_column[None, :]
-    place = y + rows[:, None] * y_stride
-    place += tl.multiple_of(tl.load(strip), ALIGN) + column[None, :]
-    total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    total = _with_vectors(total, arena, strip, column, is_column, coef)
-    tl.store(place, total.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _expand_strip(
-    h_rows,
-    is_row,
-    plane_stride,
-    arena,
-    records,
-    strip,
-    column,
-    is_column,
-    coef,
-    dtype: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr,
-    PLANES: tl.constexpr,
-    USES_DOT: tl.constexpr,
-    INT8: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """coef * scale * h B over a strip's columns, float32 `[BLOCK_ROWS, BLOCK_OUTPUTS]`."""
-    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
-    r = tl.arange(0, TILE_RANKS)
-    factor = coef * tl.load(strip + 4).to(tl.int32).to(tl.float32, bitcast=True)
-    first_tile = tl.load(strip + 2)
-    for t in tl.range(0, tl.load(strip + 3).to(tl.int32), num_stages=STAGES):
-        tile = records + (first_tile + t) * WORDS
-        is_rank = r < tl.load(tile + 2)
-        b_rows = arena + tl.multiple_of(tl.load(tile), ALIGN)
-        b_rows = b_rows.to(tl.pointer_type(tl.int8 if INT8 else dtype))
-        b = tl.load(
-            b_rows + r[:, None] * tl.multiple_of(tl.load(tile + 3), ALIGN) + column[None, :],
-            mask=is_rank[:, None] & is_column[None, :],
+    first_input = 0
+    if HAS_CUTS:
+        cut = tl.load(entry + 3)
+        first_input = _low(cut)
+        in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, _high(cut))
+    total = tl.zeros((GROUP_ROWS, ROWS), tl.float32)
+    for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
+        k = at + tl.arange(0, BLOCK_SHRINK)
+        is_input = k < in_end
+        a = tl.load(
+            a_rows[:, None] + (k - first_input)[None, :],
+            mask=is_rank[:, None] & is_input[None, :],
             other=0.0,
         )
-        h_mask = is_row[:, None] & is_rank[None, :]
-        h_place = h_rows[:, None] + tl.load(tile + 1) + r[None, :]
-        h = _sum_planes(h_place, h_mask, plane_stride, PLANES)
-        h *= factor
+        x_tile = tl.load(
+            x_rows[None, :] + k[:, None], mask=is_row[None, :] & is_input[:, None], other=0.0
+        )
         if WIDEN:
-            b = b.to(tl.float32)
+            a, x_tile = a.to(tl.float32), x_tile.to(tl.float32)
         elif INT8:
-            b = b.to(dtype)
-        if USES_DOT:
-            total = _dot_in_two_parts(h, b, total)
+            a = a.to(x_tile.dtype)
+        total = tl.dot(a, x_tile, total, input_precision="ieee")
+    is_last = True
+    if SPLITS > 1:
+        lines = partial + h_group * (SPLITS * GROUP_ROWS * BLOCK_ROWS)
+        line = r[:, None] * BLOCK_ROWS + t[None, :]
+        tl.store(lines + split * (GROUP_ROWS * BLOCK_ROWS) + line, total)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            total = tl.load(lines + line)
+            for p in tl.static_range(1, SPLITS):
+                total += tl.load(lines + p * (GROUP_ROWS * BLOCK_ROWS) + line)
+    if is_last:
+        factor = _high(size).to(tl.float32, bitcast=True)
+        if INT8:
+            scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+            total *= tl.load(scales + r, mask=is_rank, other=0.0)[:, None]
+        _store_intermediate(h, total * factor, h_group, begin, end, BLOCK_ROWS, ROWS)
+        tl.debug_barrier()
+        tl.atomic_add(done, 1, sem="release")
+
+
+@triton.jit
+def _store_intermediate(h, total, h_group, begin, end, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr):
+    """h[g] of a row tile: the values in rows [begin, end), zeros elsewhere. Half precision keeps
+    two numbers whose sum is the value, so that it is not rounded to one."""
+    PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
+    r = tl.arange(0, GROUP_ROWS)
+    first = begin % BLOCK_ROWS
+    last = first + end - begin
+    place = h + h_group * (2 * GROUP_ROWS * BLOCK_ROWS) + r[:, None] * BLOCK_ROWS
+    tile_row = tl.arange(0, BLOCK_ROWS)[None, :]
+    zero = tl.zeros((GROUP_ROWS, BLOCK_ROWS), h.dtype.element_ty)
+    outside = (tile_row < first) | (tile_row >= last)
+    tl.store(place + tile_row, zero, mask=outside)
+    row = first + tl.arange(0, ROWS)[None, :]
+    high = total.to(h.dtype.element_ty)
+    tl.store(place + row, high, mask=row < last)
+    if PAIR:
+        low = total - high.to(tl.float32)
+        low = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, low)
+        place += GROUP_ROWS * BLOCK_ROWS
+        tl.store(place + tile_row, zero, mask=outside)
+        tl.store(place + row, low.to(h.dtype.element_ty), mask=row < last)
+
+
+@triton.jit
+def _expand_tile(
+    y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors, done, tile,
+    first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows, num_inputs, x_stride,
+    y_stride, num_row_tiles, max_vectors,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr, WAITS: tl.constexpr,
+    HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr, RANK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows and of the outputs of one part."""
+    row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
+    # Parts that a site does not have are empty: their end is that of the part before.
+    tiles_1 = tl.cdiv(end_0, BLOCK_OUTPUTS)
+    tiles_2 = tiles_1 + tl.cdiv(end_1 - end_0, BLOCK_OUTPUTS)
+    tiles_3 = tiles_2 + tl.cdiv(end_2 - end_1, BLOCK_OUTPUTS)
+    local = (column_tile >= tiles_1).to(tl.int32) + (column_tile >= tiles_2)
+    local += column_tile >= tiles_3
+    column_tile -= _choose(local, 0, tiles_1, tiles_2, tiles_3)
+    begin = _choose(local, 0, end_0, end_1, end_2)
+    end = _choose(local, end_0, end_1, end_2, end_3)
+    begin = tl.multiple_of(begin, ALIGN)
+    part = first_part + local
+    ends = tile_ends + part * max_tiles + row_tile
+    last_group = tl.load(ends)
+    first_group = tl.load(ends - 1, mask=row_tile > 0, other=0)
+    num_vectors = tl.load(counts + part * 2 + 1)
+    if HAS_BASE | (first_group < last_group) | (num_vectors > 0):
+        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        column = column_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        is_row, is_column = row < num_rows, column < end - begin
+        y_tile = y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        if HAS_BASE:
+            total = _base_product(
+                x + row.to(tl.int64) * x_stride, is_row,
+                weight + (begin + column).to(tl.int64) * num_inputs, is_column, num_inputs,
+                BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES,
+            )  # fmt: skip
         else:
-            total += tl.sum(h[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+            old = tl.load(y_tile, mask=mask, other=0.0)
+            total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+        if WAITS:
+            num_groups = tl.load(counts + part * 2)
+            finished = tl.atomic_add(done + part, 0, sem="acquire")
+            while finished < num_groups:
+                finished = tl.atomic_add(done + part, 0, sem="acquire")
+            tl.debug_barrier()
+        total = _add_ranks(
+            total, arena, h + local.to(tl.int64) * max_groups * (2 * GROUP_ROWS * BLOCK_ROWS),
+            entries + part.to(tl.int64) * max_groups * WORDS,
+            lanes + part.to(tl.int64) * max_groups * GROUP_ROWS, first_group, last_group, column,
+            is_column, BLOCK_ROWS, BLOCK_RANKS, HAS_CUTS, INT8, WIDEN, ALIGN, RANK_STAGES,
+        )  # fmt: skip
+        if not HAS_BASE:
+            total += old.to(tl.float32)
+        for v in range(num_vectors):
+            vector = vectors + (part.to(tl.int64) * max_vectors + v) * WORDS
+            total = _with_vectors(total, vector_arena, vector, row, column)
+        tl.store(y_tile, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _base_product(
+    x_rows, is_row, weight_rows, is_column, num_inputs,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """x W^T of a tile; `num_inputs` is a multiple of BLOCK_INPUTS."""
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+    k = tl.arange(0, BLOCK_INPUTS)
+    for at in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=STAGES):
+        x_tile = tl.load(x_rows[:, None] + (at + k)[None, :], mask=is_row[:, None], other=0.0)
+        w_tile = tl.load(
+            weight_rows[None, :] + (at + k)[:, None], mask=is_column[None, :], other=0.0
+        )
+        total = tl.dot(x_tile, w_tile, total)
     return total
 
 
 @triton.jit
-def _sum_planes(h_place, mask, plane_stride, PLANES: tl.constexpr):
-    """Partial sums added in order, four loads under way together."""
-    h = tl.load(h_place, mask=mask, other=0.0)
-    for first in range(1, PLANES, 4):
-        for k in tl.static_range(4):
-            plane = first + k
-            h += tl.load(h_place + plane * plane_stride, mask=mask & (plane < PLANES), other=0.0)
-    return h
-
-
-@triton.jit
-def _dot_in_two_parts(h, b, total):
-    """total + h b with h float32: a half-precision b takes h as the sum of two of its numbers, so
-    that the intermediate is not rounded to half precision."""
-    high = h.to(b.dtype)
-    total = tl.dot(high, b, total, input_precision="ieee")
-    if b.dtype != tl.float32:
-        low = (h - high.to(tl.float32)).to(b.dtype)
-        total = tl.dot(low, b, total, input_precision="ieee")
+def _add_ranks(
+    total, arena, h, entries, lanes, first_group, last_group, column, is_column,
+    BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, RANK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """total + h B over the groups [first_group, last_group) of a part."""
+    PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
+    t = tl.arange(0, BLOCK_ROWS)
+    lane = tl.arange(0, BLOCK_RANKS)
+    end = last_group * GROUP_ROWS
+    for at in tl.range(first_group * GROUP_ROWS, end, BLOCK_RANKS, num_stages=RANK_STAGES):
+        k = at + lane
+        b_row = tl.load(lanes + k, mask=k < end, other=NO_ROW)
+        is_rank = b_row > NO_ROW
+        b_mask = is_rank[:, None] & is_column[None, :]
+        if HAS_CUTS:
+            cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
+            b_mask = b_mask & (column[None, :] >= _low(cut)[:, None])
+            b_mask = b_mask & (column[None, :] < _high(cut)[:, None])
+        b_row = tl.multiple_of(b_row, ALIGN)
+        b = tl.load(arena + b_row[:, None] + column[None, :], mask=b_mask, other=0.0)
+        h_line = (k // GROUP_ROWS) * (2 * GROUP_ROWS * BLOCK_ROWS) + k % GROUP_ROWS * BLOCK_ROWS
+        h_tile = h + h_line[None, :] + t[:, None]
+        h_mask = (k < end)[None, :]
+        high = tl.load(h_tile, mask=h_mask, other=0.0)
+        if WIDEN:
+            b, high = b.to(tl.float32), high.to(tl.float32)
+        elif INT8:
+            b = b.to(high.dtype)
+        total = tl.dot(high, b, total, input_precision="ieee")
+        if PAIR:
+            low = tl.load(h_tile + GROUP_ROWS * BLOCK_ROWS, mask=h_mask, other=0.0)
+            if WIDEN:
+                low = low.to(tl.float32)
+            total = tl.dot(low, b, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _with_vectors(total, arena, strip, column, is_column, coef):
-    """Apply what a strip has of gain, bias of B and bias delta to `[BLOCK_ROWS, BLOCK_OUTPUTS]`."""
-    gain, lora_bias, bias = tl.load(strip + 5), tl.load(strip + 6), tl.load(strip + 7)
-    if lora_bias >= 0:
-        values = (arena + lora_bias).to(tl.pointer_type(tl.float32))
-        total += coef * tl.load(values + column, mask=is_column, other=0.0)[None, :]
-    if gain >= 0:
-        values = (arena + gain).to(tl.pointer_type(tl.float32))
-        total *= tl.load(values + column, mask=is_column, other=1.0)[None, :]
-    if bias >= 0:
-        values = (arena + bias).to(tl.pointer_type(tl.float32))
-        total += tl.load(values + column, mask=is_column, other=0.0)[None, :]
-    return total
+def _with_vectors(total, vector_arena, vector, row, column):
+    """Apply one adapter's gain, bias of B and bias delta to its rows and columns of a tile."""
+    rows, cut = tl.load(vector), tl.load(vector + 1)
+    gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
+    coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    is_row = (row >= _low(rows)) & (row < _high(rows))
+    is_column = (column >= _low(cut)) & (column < _high(cut))
+    changed = total
+    if lora_bias > NO_ROW:
+        values = tl.load(vector_arena + lora_bias + column, mask=is_column, other=0.0)
+        changed += coef * values[None, :]
+    if gain > NO_ROW:
+        changed *= tl.load(vector_arena + gain + column, mask=is_column, other=1.0)[None, :]
+    if bias > NO_ROW:
+        changed += tl.load(vector_arena + bias + column, mask=is_column, other=0.0)[None, :]
+    return tl.where(is_row[:, None] & is_column[None, :], changed, total)

@@ -37,12 +37,12 @@ class LoraBatch:
     """The table as C++ reads it; None where torch computes."""
     tables: DeviceTables | None = None
     """The table as Triton reads it; None elsewhere."""
-    works: tuple[StepWork, ...] | None = None
-    """The runs on the device, counted for every site; None = to be made where they are needed."""
+    work: StepWork | None = None
+    """The runs on the device, with their groups listed; None = to be made where it is needed."""
     sites: Set[int] | None = None
     """Sites where kernels have anything to add; None = it is seen at the site."""
     dense: tuple[RowRun, ...] = ()
-    """Runs that are in no work: library products compute them."""
+    """Runs that are not in `work`: library products compute them."""
     landings: tuple[Arriving, ...] = ()
     """Adapters whose bytes are not all on the device yet."""
 
