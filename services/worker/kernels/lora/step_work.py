@@ -12,7 +12,7 @@ from services.worker.kernels.launch import power_of_two
 from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import block_rows_of, num_splits
+from services.worker.kernels.lora.plan import TILE_ROWS, num_splits
 from services.worker.kernels.lora.runs import RowRun
 from services.worker.transfers import copy_into
 
@@ -33,7 +33,7 @@ class WorkSize:
     @property
     def num_tiles(self) -> int:
         """Tiles of rows."""
-        return -(-self.num_rows // block_rows_of(self.num_rows))
+        return -(-self.num_rows // TILE_ROWS)
 
 
 class StepWork:
@@ -42,7 +42,6 @@ class StepWork:
     def __init__(self, tables: DeviceTables, size: WorkSize) -> None:
         device, num_parts = tables.arena.device, len(tables.parts)
         self.tables = tables
-        self.block_rows = block_rows_of(size.num_rows)
         self.max_runs = max(MIN_RUNS, power_of_two(size.num_runs))
         self.max_groups = max(1, size.num_groups)
         self.max_tiles = max(1, size.num_tiles)
@@ -60,7 +59,7 @@ class StepWork:
         self.vectors = integers(num_parts, self.max_vectors, words, dtype=torch.int64)
         self.tickets = integers(num_parts, self.max_groups)
         self.done = integers(num_parts)
-        group_numbers = GROUP_ROWS * self.block_rows
+        group_numbers = GROUP_ROWS * TILE_ROWS
         self.partial = torch.empty(
             max(_num_partial_sums(tables)) * self.max_groups * group_numbers,
             dtype=torch.float32,
@@ -79,7 +78,7 @@ class StepWork:
 
     def fill(self, runs: Sequence[RowRun]) -> None:
         """Copy a step's runs to the device; `list_groups` must follow."""
-        cut = cut_at_tiles(runs, self.block_rows)
+        cut = cut_at_tiles(runs)
         assert len(cut) <= self.max_runs, (len(cut), self.max_runs)
         words = [(run.slot, run.begin, run.end, float_bits(run.coef)) for run in cut]
         words += [(0, 0, 0, 0)] * (self.max_runs - len(words))
@@ -106,26 +105,25 @@ class StepWork:
             self.max_tiles,
             self.max_vectors,
             MAX_RUNS=self.max_runs,
-            BLOCK_ROWS=self.block_rows,
         )
 
 
 def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
     """What the runs of a step need."""
-    cut = cut_at_tiles(runs, block_rows_of(num_rows))
+    cut = cut_at_tiles(runs)
     groups = sum(tables.max_groups(run.slot) for run in cut)
     vectors = sum(tables.max_vectors(run.slot) for run in cut)
     return WorkSize(num_rows, len(cut), groups, vectors)
 
 
-def cut_at_tiles(runs: Sequence[RowRun], block_rows: int) -> list[RowRun]:
+def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
     """The same rows in runs that lie in one row tile each, ordered by tile."""
     cut = [
-        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + block_rows))
+        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
         for run in runs
-        for begin in range(run.begin - run.begin % block_rows, run.end, block_rows)
+        for begin in range(run.begin - run.begin % TILE_ROWS, run.end, TILE_ROWS)
     ]
-    return sorted(cut, key=lambda run: run.begin // block_rows)
+    return sorted(cut, key=lambda run: run.begin // TILE_ROWS)
 
 
 def _num_partial_sums(tables: DeviceTables) -> list[int]:

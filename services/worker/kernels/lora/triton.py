@@ -19,6 +19,7 @@ from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import (
     MAX_FUSED_ROWS,
     SPLIT_INPUTS,
+    TILE_ROWS,
     SitePlan,
     expand_plan,
     fused_plan,
@@ -120,7 +121,7 @@ def can_fuse(x: Tensor, base_weight: Tensor) -> bool:
         and not must_widen(x.dtype)
         and num_rows <= MAX_FUSED_ROWS
         and base_weight.is_contiguous()
-        and num_inputs % fused_plan(num_rows, num_inputs, num_outputs).block_inputs == 0
+        and num_inputs % fused_plan(num_inputs, num_outputs).block_inputs == 0
     )
 
 
@@ -163,7 +164,7 @@ def launch(
     assert num_inputs == shape.num_inputs, (num_inputs, shape)
     ends = [part.end for part in shape.parts]
     plan = _plan(x, ends[-1], base_weight)
-    num_row_tiles = -(-num_rows // work.block_rows)
+    num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
     num_shrink = num_shrink_programs(num_rows) if shrinks else 0
     num_tiles = sum(-(-part.length // plan.block_outputs) for part in shape.parts) * num_row_tiles
@@ -197,7 +198,6 @@ def launch(
         NUM_PARTS=len(ends),
         SPLITS=num_splits(num_inputs),
         SPLIT_INPUTS=SPLIT_INPUTS,
-        BLOCK_ROWS=work.block_rows,
         BLOCK_OUTPUTS=plan.block_outputs,
         BLOCK_INPUTS=plan.block_inputs,
         BLOCK_RANKS=plan.block_ranks,
@@ -211,7 +211,6 @@ def launch(
         ALIGN=ALIGNED_ELEMENTS if shape.is_aligned else 1,
         STAGES=plan.stages,
         SHRINK_STAGES=plan.shrink_stages,
-        RANK_STAGES=plan.rank_stages,
         num_warps=plan.num_warps,
     )
 
@@ -219,4 +218,4 @@ def launch(
 def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:
     if base_weight is None:
         return expand_plan(x.itemsize)
-    return fused_plan(*x.shape, num_outputs)
+    return fused_plan(x.shape[1], num_outputs)

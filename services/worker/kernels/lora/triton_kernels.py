@@ -19,7 +19,8 @@ WORDS = tl.constexpr(8)
 RUN_WORDS = tl.constexpr(4)
 INDEX_WORDS = tl.constexpr(4)
 GROUP_ROWS = tl.constexpr(16)
-MAX_PARTS = tl.constexpr(4)
+TILE_ROWS = tl.constexpr(16)
+TILE_NUMBERS = tl.constexpr(16 * 16)
 NO_ROW = tl.constexpr(-(1 << 62))
 
 
@@ -48,7 +49,7 @@ def _choose(number, value_0, value_1, value_2, value_3):
 def list_groups(
     runs, index, records, entries, lanes, counts, tile_ends, vectors, tickets, done,
     first_part, num_parts, max_groups, max_tiles, num_tiles, max_vectors,
-    MAX_RUNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    MAX_RUNS: tl.constexpr,
 ):  # fmt: skip
     """List the groups of every part for the runs of a step. Grid: one program for each part.
 
@@ -94,7 +95,7 @@ def list_groups(
         tl.store(lanes + lane, row_of_b, mask=is_group[:, None])
         tl.store(tickets + entry_number, tl.zeros((MAX_RUNS,), tl.int32), mask=is_group)
     for t in range(num_tiles):
-        in_tiles = tl.sum(tl.where(begin < (t + 1) * BLOCK_ROWS, count, 0), axis=0)
+        in_tiles = tl.sum(tl.where(begin < (t + 1) * TILE_ROWS, count, 0), axis=0)
         tl.store(tile_ends + part * max_tiles + t, in_tiles)
     first = tl.load(place + 2, mask=is_run, other=0).to(tl.int64)
     count = tl.load(place + 3, mask=is_run, other=0)
@@ -123,11 +124,10 @@ def update_site(
     tickets, done, first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows,
     num_inputs, x_stride, y_stride, num_shrink, num_row_tiles, max_vectors,
     NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, BLOCK_SHRINK: tl.constexpr,
-    SHRINKS: tl.constexpr, EXPANDS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr,
-    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
-    SHRINK_STAGES: tl.constexpr, RANK_STAGES: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    BLOCK_SHRINK: tl.constexpr, SHRINKS: tl.constexpr, EXPANDS: tl.constexpr,
+    HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr, SHRINK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """y = base product (or y as it is) + the update of one site.
 
@@ -140,8 +140,8 @@ def update_site(
         if pid < num_shrink:
             _shrink_groups(
                 x, arena, partial, h, entries, counts, tickets, done, pid, num_shrink, first_part,
-                max_groups, num_inputs, x_stride, NUM_PARTS, SPLITS, SPLIT_INPUTS, BLOCK_ROWS,
-                BLOCK_SHRINK, HAS_CUTS, INT8, WIDEN, ALIGN, SHRINK_STAGES,
+                max_groups, num_inputs, x_stride, NUM_PARTS, SPLITS, SPLIT_INPUTS, BLOCK_SHRINK,
+                EXPANDS, HAS_CUTS, INT8, WIDEN, ALIGN, SHRINK_STAGES,
             )  # fmt: skip
     if EXPANDS:
         if pid >= num_shrink:
@@ -149,8 +149,8 @@ def update_site(
                 y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors,
                 done, pid - num_shrink, first_part, max_groups, max_tiles, end_0, end_1, end_2,
                 end_3, num_rows, num_inputs, x_stride, y_stride, num_row_tiles, max_vectors,
-                BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS,
-                HAS_BASE, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, RANK_STAGES,
+                BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS, HAS_BASE, HAS_CUTS, INT8, WIDEN,
+                ALIGN, STAGES,
             )  # fmt: skip
 
 
@@ -159,11 +159,10 @@ def _shrink_groups(
     x, arena, partial, h, entries, counts, tickets, done, pid, num_programs, first_part, max_groups,
     num_inputs, x_stride,
     NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
-    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SHRINK: tl.constexpr, TELLS: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h[g, :, t] = factor * A x[t] for the groups of a site; the last split of a group adds the
-    partial sums of all, in order."""
+    """h[g, r, t] = factor * sum over inputs of A[r] x[t], for the groups of a site."""
     end_1 = tl.load(counts + first_part * 2)
     end_2, end_3, end_4 = end_1, end_1, end_1
     if NUM_PARTS > 1:
@@ -175,111 +174,99 @@ def _shrink_groups(
     if NUM_PARTS > 3:
         end_4 = end_3 + tl.load(counts + (first_part + 3) * 2)
     for item in range(pid, end_4 * SPLITS, num_programs):
-        group = item // SPLITS
+        group, split = item // SPLITS, item % SPLITS
         local = (group >= end_1).to(tl.int32) + (group >= end_2) + (group >= end_3)
-        before = _choose(local, 0, end_1, end_2, end_3)
-        number = (first_part + local).to(tl.int64) * max_groups + group - before
-        h_group = local.to(tl.int64) * max_groups + group - before
+        group -= _choose(local, 0, end_1, end_2, end_3)
+        number = (first_part + local).to(tl.int64) * max_groups + group
         entry = entries + number * WORDS
-        rows = tl.load(entry + 1)
-        if (_high(rows) - _low(rows) <= 16) | (BLOCK_ROWS == 16):
-            _shrink_group(
-                x, arena, partial, h, entry, rows, h_group, item % SPLITS, tickets + number,
-                num_inputs, x_stride, SPLITS, SPLIT_INPUTS, BLOCK_ROWS, 16, BLOCK_SHRINK,
-                HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, done + first_part + local,
-            )  # fmt: skip
+        total = _partial_intermediate(
+            x, arena, entry, split * SPLIT_INPUTS, num_inputs, x_stride, SPLIT_INPUTS,
+            BLOCK_SHRINK, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
+        )  # fmt: skip
+        h_group = local.to(tl.int64) * max_groups + group
+        if SPLITS == 1:
+            _store_intermediate(h, total, entry, h_group, INT8)
         else:
-            _shrink_group(
-                x, arena, partial, h, entry, rows, h_group, item % SPLITS, tickets + number,
-                num_inputs, x_stride, SPLITS, SPLIT_INPUTS, BLOCK_ROWS, BLOCK_ROWS, BLOCK_SHRINK,
-                HAS_CUTS, INT8, WIDEN, ALIGN, STAGES, done + first_part + local,
-            )  # fmt: skip
+            lines = partial + h_group * (SPLITS * TILE_NUMBERS)
+            line = tl.arange(0, GROUP_ROWS)[:, None] * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
+            tl.store(lines + split * TILE_NUMBERS + line, total)
+            tl.debug_barrier()
+            if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
+                # The last to come adds all partial sums, in order whoever it is.
+                total = tl.load(lines + line)
+                for p in tl.static_range(1, SPLITS):
+                    total += tl.load(lines + p * TILE_NUMBERS + line)
+                _store_intermediate(h, total, entry, h_group, INT8)
+                if TELLS:
+                    tl.debug_barrier()
+                    tl.atomic_add(done + first_part + local, 1, sem="release")
+        if TELLS and SPLITS == 1:
+            tl.debug_barrier()
+            tl.atomic_add(done + first_part + local, 1, sem="release")
 
 
 @triton.jit
-def _shrink_group(
-    x, arena, partial, h, entry, rows, h_group, split, ticket, num_inputs, x_stride,
-    SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
-    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr, done,
+def _partial_intermediate(
+    x, arena, entry, in_begin, num_inputs, x_stride,
+    SPLIT_INPUTS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One split of one group, whose token rows [begin, end) lie in one row tile."""
-    begin, end = _low(rows), _high(rows)
-    size = tl.load(entry + 5)
-    r = tl.arange(0, GROUP_ROWS)
-    t = tl.arange(0, ROWS)
-    is_rank = r < _low(size)
-    is_row = begin + t < end
+    """A x over one split of the inputs, `[GROUP_ROWS, TILE_ROWS]`; column t is row begin + t."""
+    rows, size = tl.load(entry + 1), tl.load(entry + 5)
+    r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
+    is_rank, is_row = r < _low(size), _low(rows) + t < _high(rows)
     a_stride = tl.multiple_of(_low(tl.load(entry + 2)), ALIGN)
     a_rows = arena + tl.multiple_of(tl.load(entry), ALIGN) + r * a_stride
-    x_rows = x + (begin + t).to(tl.int64) * x_stride
-    in_begin = split * SPLIT_INPUTS
+    x_rows = x + (_low(rows) + t).to(tl.int64) * x_stride
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
     first_input = 0
     if HAS_CUTS:
         cut = tl.load(entry + 3)
         first_input = _low(cut)
         in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, _high(cut))
-    total = tl.zeros((GROUP_ROWS, ROWS), tl.float32)
+    total = tl.zeros((GROUP_ROWS, TILE_ROWS), tl.float32)
     for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
         k = at + tl.arange(0, BLOCK_SHRINK)
         is_input = k < in_end
-        a = tl.load(
-            a_rows[:, None] + (k - first_input)[None, :],
-            mask=is_rank[:, None] & is_input[None, :],
-            other=0.0,
-        )
-        x_tile = tl.load(
-            x_rows[None, :] + k[:, None], mask=is_row[None, :] & is_input[:, None], other=0.0
-        )
+        a_mask = is_rank[:, None] & is_input[None, :]
+        a = tl.load(a_rows[:, None] + (k - first_input)[None, :], mask=a_mask, other=0.0)
+        x_mask = is_input[:, None] & is_row[None, :]
+        x_tile = tl.load(x_rows[None, :] + k[:, None], mask=x_mask, other=0.0)
         if WIDEN:
             a, x_tile = a.to(tl.float32), x_tile.to(tl.float32)
         elif INT8:
             a = a.to(x_tile.dtype)
         total = tl.dot(a, x_tile, total, input_precision="ieee")
-    is_last = True
-    if SPLITS > 1:
-        lines = partial + h_group * (SPLITS * GROUP_ROWS * BLOCK_ROWS)
-        line = r[:, None] * BLOCK_ROWS + t[None, :]
-        tl.store(lines + split * (GROUP_ROWS * BLOCK_ROWS) + line, total)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            total = tl.load(lines + line)
-            for p in tl.static_range(1, SPLITS):
-                total += tl.load(lines + p * (GROUP_ROWS * BLOCK_ROWS) + line)
-    if is_last:
-        factor = _high(size).to(tl.float32, bitcast=True)
-        if INT8:
-            scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-            total *= tl.load(scales + r, mask=is_rank, other=0.0)[:, None]
-        _store_intermediate(h, total * factor, h_group, begin, end, BLOCK_ROWS, ROWS)
-        tl.debug_barrier()
-        tl.atomic_add(done, 1, sem="release")
+    return total
 
 
 @triton.jit
-def _store_intermediate(h, total, h_group, begin, end, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr):
-    """h[g] of a row tile: the values in rows [begin, end), zeros elsewhere. Half precision keeps
-    two numbers whose sum is the value, so that it is not rounded to one."""
+def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
+    """h[g] of a row tile: values in the rows of the group, zeros elsewhere. Half precision keeps two
+    numbers whose sum is the value, so that it is not rounded to one."""
     PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
-    r = tl.arange(0, GROUP_ROWS)
-    first = begin % BLOCK_ROWS
-    last = first + end - begin
-    place = h + h_group * (2 * GROUP_ROWS * BLOCK_ROWS) + r[:, None] * BLOCK_ROWS
-    tile_row = tl.arange(0, BLOCK_ROWS)[None, :]
-    zero = tl.zeros((GROUP_ROWS, BLOCK_ROWS), h.dtype.element_ty)
-    outside = (tile_row < first) | (tile_row >= last)
-    tl.store(place + tile_row, zero, mask=outside)
-    row = first + tl.arange(0, ROWS)[None, :]
+    rows, size = tl.load(entry + 1), tl.load(entry + 5)
+    r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
+    if INT8:
+        scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        total *= tl.load(scales + r, mask=r < _low(size), other=0.0)[:, None]
+    total *= _high(size).to(tl.float32, bitcast=True)
+    first = _low(rows) % TILE_ROWS
+    last = first + _high(rows) - _low(rows)
+    place = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
+    # Values go to columns [first, last) of the tile, zeros to the others.
+    here, value_column = t < last - first, first + t
+    outside = (t < first) | (t >= last)
+    zero = tl.zeros((GROUP_ROWS, TILE_ROWS), h.dtype.element_ty)
     high = total.to(h.dtype.element_ty)
-    tl.store(place + row, high, mask=row < last)
+    tl.store(place + t[None, :], zero, mask=outside[None, :])
+    tl.store(place + value_column[None, :], high, mask=here[None, :])
     if PAIR:
-        low = total - high.to(tl.float32)
-        low = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, low)
-        place += GROUP_ROWS * BLOCK_ROWS
-        tl.store(place + tile_row, zero, mask=outside)
-        tl.store(place + row, low.to(h.dtype.element_ty), mask=row < last)
+        rounded = high.to(tl.float32)
+        low = tl.where(tl.abs(rounded) == float("inf"), 0.0, total - rounded)
+        place += TILE_NUMBERS
+        tl.store(place + t[None, :], zero, mask=outside[None, :])
+        tl.store(place + value_column[None, :], low.to(h.dtype.element_ty), mask=here[None, :])
 
 
 @triton.jit
@@ -287,10 +274,9 @@ def _expand_tile(
     y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors, done, tile,
     first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows, num_inputs, x_stride,
     y_stride, num_row_tiles, max_vectors,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr, WAITS: tl.constexpr,
-    HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr, RANK_STAGES: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    WAITS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows and of the outputs of one part."""
     row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
@@ -310,32 +296,48 @@ def _expand_tile(
     first_group = tl.load(ends - 1, mask=row_tile > 0, other=0)
     num_vectors = tl.load(counts + part * 2 + 1)
     if HAS_BASE | (first_group < last_group) | (num_vectors > 0):
-        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         column = column_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         is_row, is_column = row < num_rows, column < end - begin
         y_tile = y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
         mask = is_row[:, None] & is_column[None, :]
+        part_lanes = lanes + part.to(tl.int64) * max_groups * GROUP_ROWS
+        part_entries = entries + part.to(tl.int64) * max_groups * WORDS
+        h_part = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
+        at, end_rank = first_group * GROUP_ROWS, last_group * GROUP_ROWS
+        # Rows of B are on their way two blocks before they are multiplied, the first ones while the
+        # intermediate is waited for.
+        b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
+        next_rows = _rows_of_b(part_lanes, at + BLOCK_RANKS, end_rank, BLOCK_RANKS)
         if HAS_BASE:
             total = _base_product(
                 x + row.to(tl.int64) * x_stride, is_row,
                 weight + (begin + column).to(tl.int64) * num_inputs, is_column, num_inputs,
-                BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES,
+                BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES,
             )  # fmt: skip
         else:
             old = tl.load(y_tile, mask=mask, other=0.0)
-            total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
-        if WAITS:
-            num_groups = tl.load(counts + part * 2)
-            finished = tl.atomic_add(done + part, 0, sem="acquire")
-            while finished < num_groups:
-                finished = tl.atomic_add(done + part, 0, sem="acquire")
-            tl.debug_barrier()
-        total = _add_ranks(
-            total, arena, h + local.to(tl.int64) * max_groups * (2 * GROUP_ROWS * BLOCK_ROWS),
-            entries + part.to(tl.int64) * max_groups * WORDS,
-            lanes + part.to(tl.int64) * max_groups * GROUP_ROWS, first_group, last_group, column,
-            is_column, BLOCK_ROWS, BLOCK_RANKS, HAS_CUTS, INT8, WIDEN, ALIGN, RANK_STAGES,
+            total = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
+        b = _load_b(
+            arena, b_rows, part_entries, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS,
+            ALIGN,
         )  # fmt: skip
+        if WAITS:
+            if first_group < last_group:
+                num_groups = tl.load(counts + part * 2)
+                finished = tl.atomic_add(done + part, 0, sem="acquire")
+                while finished < num_groups:
+                    finished = tl.atomic_add(done + part, 0, sem="acquire")
+                tl.debug_barrier()
+        while at < end_rank:
+            later = at + BLOCK_RANKS
+            next_b = _load_b(
+                arena, next_rows, part_entries, later, end_rank, column, is_column, BLOCK_RANKS,
+                HAS_CUTS, ALIGN,
+            )  # fmt: skip
+            next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
+            total = _add_product(total, h_part, b, at, end_rank, BLOCK_RANKS, INT8, WIDEN)
+            b, at = next_b, later
         if not HAS_BASE:
             total += old.to(tl.float32)
         for v in range(num_vectors):
@@ -347,11 +349,10 @@ def _expand_tile(
 @triton.jit
 def _base_product(
     x_rows, is_row, weight_rows, is_column, num_inputs,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x W^T of a tile; `num_inputs` is a multiple of BLOCK_INPUTS."""
-    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+    total = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
     k = tl.arange(0, BLOCK_INPUTS)
     for at in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=STAGES):
         x_tile = tl.load(x_rows[:, None] + (at + k)[None, :], mask=is_row[:, None], other=0.0)
@@ -363,41 +364,50 @@ def _base_product(
 
 
 @triton.jit
-def _add_ranks(
-    total, arena, h, entries, lanes, first_group, last_group, column, is_column,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr,
-    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, RANK_STAGES: tl.constexpr,
+def _rows_of_b(lanes, at, end, BLOCK_RANKS: tl.constexpr):
+    """Where the rows of B begin that listed rank rows `at` and following stand for."""
+    k = at + tl.arange(0, BLOCK_RANKS)
+    return tl.load(lanes + k, mask=k < end, other=NO_ROW)
+
+
+@triton.jit
+def _load_b(
+    arena, b_rows, entries, at, end, column, is_column,
+    BLOCK_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """total + h B over the groups [first_group, last_group) of a part."""
+    """Rank rows of B at a tile's columns, `[BLOCK_RANKS, BLOCK_OUTPUTS]`."""
+    mask = (b_rows > NO_ROW)[:, None] & is_column[None, :]
+    if HAS_CUTS:
+        k = at + tl.arange(0, BLOCK_RANKS)
+        cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
+        mask = mask & (column[None, :] >= _low(cut)[:, None])
+        mask = mask & (column[None, :] < _high(cut)[:, None])
+    rows = arena + tl.multiple_of(b_rows, ALIGN)
+    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _add_product(
+    total, h, b, at, end,
+    BLOCK_RANKS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """total + h B for the listed rank rows `at` and following."""
     PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
-    t = tl.arange(0, BLOCK_ROWS)
-    lane = tl.arange(0, BLOCK_RANKS)
-    end = last_group * GROUP_ROWS
-    for at in tl.range(first_group * GROUP_ROWS, end, BLOCK_RANKS, num_stages=RANK_STAGES):
-        k = at + lane
-        b_row = tl.load(lanes + k, mask=k < end, other=NO_ROW)
-        is_rank = b_row > NO_ROW
-        b_mask = is_rank[:, None] & is_column[None, :]
-        if HAS_CUTS:
-            cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
-            b_mask = b_mask & (column[None, :] >= _low(cut)[:, None])
-            b_mask = b_mask & (column[None, :] < _high(cut)[:, None])
-        b_row = tl.multiple_of(b_row, ALIGN)
-        b = tl.load(arena + b_row[:, None] + column[None, :], mask=b_mask, other=0.0)
-        h_line = (k // GROUP_ROWS) * (2 * GROUP_ROWS * BLOCK_ROWS) + k % GROUP_ROWS * BLOCK_ROWS
-        h_tile = h + h_line[None, :] + t[:, None]
-        h_mask = (k < end)[None, :]
-        high = tl.load(h_tile, mask=h_mask, other=0.0)
+    k = at + tl.arange(0, BLOCK_RANKS)
+    line = (k // GROUP_ROWS) * (2 * TILE_NUMBERS) + k % GROUP_ROWS * TILE_ROWS
+    place = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
+    is_rank = (k < end)[None, :]
+    high = tl.load(place, mask=is_rank, other=0.0)
+    if WIDEN:
+        b, high = b.to(tl.float32), high.to(tl.float32)
+    elif INT8:
+        b = b.to(high.dtype)
+    total = tl.dot(high, b, total, input_precision="ieee")
+    if PAIR:
+        low = tl.load(place + TILE_NUMBERS, mask=is_rank, other=0.0)
         if WIDEN:
-            b, high = b.to(tl.float32), high.to(tl.float32)
-        elif INT8:
-            b = b.to(high.dtype)
-        total = tl.dot(high, b, total, input_precision="ieee")
-        if PAIR:
-            low = tl.load(h_tile + GROUP_ROWS * BLOCK_ROWS, mask=h_mask, other=0.0)
-            if WIDEN:
-                low = low.to(tl.float32)
-            total = tl.dot(low, b, total, input_precision="ieee")
+            low = low.to(tl.float32)
+        total = tl.dot(low, b, total, input_precision="ieee")
     return total
 
 
