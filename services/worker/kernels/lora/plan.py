@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_FUSED_ROWS = 16
+MAX_FUSED_ROWS = 4
 """Rows of a step up to which one launch computes the base product and the update of a site."""
+WIDE_OUTPUTS = 16384
+"""Outputs of a site beyond which tiles are wide, and one launch pays for more rows."""
+MAX_WIDE_FUSED_ROWS = 16
 SPLIT_INPUTS = 1024
 """Inputs of one partial sum of the intermediate; fixed, so that sums do not depend on the step."""
 TILE_ROWS = 16
@@ -25,7 +28,7 @@ class SitePlan:
     block_inputs: int = 64
     """Of a step of the base product."""
     stages: int = 1
-    block_ranks: int = 64
+    block_ranks: int = 32
     block_shrink: int = 256
     shrink_stages: int = 4
     num_warps: int = 4
@@ -37,18 +40,26 @@ def num_splits(num_inputs: int) -> int:
 
 
 def num_shrink_programs(num_rows: int) -> int:
-    """Programs that compute the intermediate: enough for an adapter of its own for each row."""
-    return 64 if num_rows <= 4 else 128 if num_rows <= 16 else 512
+    """Programs that compute the intermediate: enough for an adapter of its own for each row. Where
+    the base product shares the launch they take its place on the device, so there are few."""
+    return 8 * num_rows if num_rows <= MAX_WIDE_FUSED_ROWS else 512
 
 
-def fused_plan(num_inputs: int, num_outputs: int) -> SitePlan:
+def is_fused(num_rows: int, num_outputs: int) -> bool:
+    """Whether the base product and the update of a site share a launch."""
+    wide = num_outputs > WIDE_OUTPUTS
+    return num_rows <= (MAX_WIDE_FUSED_ROWS if wide else MAX_FUSED_ROWS)
+
+
+def fused_plan(num_outputs: int) -> SitePlan:
     """Of a launch that computes the base product as well."""
-    narrow = num_outputs <= 4096
-    return SitePlan(32 if narrow else 64, 256, 3 if num_outputs > 16384 else 4)
+    if num_outputs > WIDE_OUTPUTS:
+        return SitePlan(64, 256, 3)
+    return SitePlan(32, 128, 8)
 
 
-def expand_plan(itemsize: int) -> SitePlan:
+def expand_plan(num_outputs: int, itemsize: int) -> SitePlan:
     """Of a launch that adds to a base product."""
     if itemsize == 4:
         return SitePlan(64, block_ranks=16, block_shrink=32, shrink_stages=2)
-    return SitePlan(128)
+    return SitePlan(256, block_ranks=16) if num_outputs > WIDE_OUTPUTS else SitePlan(64)

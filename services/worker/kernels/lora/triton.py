@@ -17,12 +17,12 @@ from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora.dense import add_dense
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import (
-    MAX_FUSED_ROWS,
     SPLIT_INPUTS,
     TILE_ROWS,
     SitePlan,
     expand_plan,
     fused_plan,
+    is_fused,
     num_shrink_programs,
     num_splits,
 )
@@ -119,9 +119,9 @@ def can_fuse(x: Tensor, base_weight: Tensor) -> bool:
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and not must_widen(x.dtype)
-        and num_rows <= MAX_FUSED_ROWS
+        and is_fused(num_rows, num_outputs)
         and base_weight.is_contiguous()
-        and num_inputs % fused_plan(num_inputs, num_outputs).block_inputs == 0
+        and num_inputs % fused_plan(num_outputs).block_inputs == 0
     )
 
 
@@ -217,5 +217,5 @@ def launch(
 
 def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:
     if base_weight is None:
-        return expand_plan(x.itemsize)
-    return fused_plan(x.shape[1], num_outputs)
+        return expand_plan(num_outputs, x.itemsize)
+    return fused_plan(num_outputs)

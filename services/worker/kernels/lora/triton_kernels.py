@@ -329,15 +329,17 @@ def _expand_tile(
                 while finished < num_groups:
                     finished = tl.atomic_add(done + part, 0, sem="acquire")
                 tl.debug_barrier()
+        high, low = _load_intermediate(h_part, at, end_rank, BLOCK_RANKS)
         while at < end_rank:
             later = at + BLOCK_RANKS
             next_b = _load_b(
                 arena, next_rows, part_entries, later, end_rank, column, is_column, BLOCK_RANKS,
                 HAS_CUTS, ALIGN,
             )  # fmt: skip
+            next_high, next_low = _load_intermediate(h_part, later, end_rank, BLOCK_RANKS)
             next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
-            total = _add_product(total, h_part, b, at, end_rank, BLOCK_RANKS, INT8, WIDEN)
-            b, at = next_b, later
+            total = _add_product(total, high, low, b, INT8, WIDEN)
+            b, high, low, at = next_b, next_high, next_low, later
         if not HAS_BASE:
             total += old.to(tl.float32)
         for v in range(num_vectors):
@@ -387,26 +389,30 @@ def _load_b(
 
 
 @triton.jit
-def _add_product(
-    total, h, b, at, end,
-    BLOCK_RANKS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """total + h B for the listed rank rows `at` and following."""
-    PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
+def _load_intermediate(h, at, end, BLOCK_RANKS: tl.constexpr):
+    """h of the listed rank rows `at` and following, `[TILE_ROWS, BLOCK_RANKS]`, as two numbers of
+    half precision whose sum it is; float32 is its own first number."""
     k = at + tl.arange(0, BLOCK_RANKS)
     line = (k // GROUP_ROWS) * (2 * TILE_NUMBERS) + k % GROUP_ROWS * TILE_ROWS
     place = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
     is_rank = (k < end)[None, :]
     high = tl.load(place, mask=is_rank, other=0.0)
+    low = high
+    if h.dtype.element_ty != tl.float32:
+        low = tl.load(place + TILE_NUMBERS, mask=is_rank, other=0.0)
+    return high, low
+
+
+@triton.jit
+def _add_product(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
+    """total + (high + low) b."""
+    PAIR: tl.constexpr = high.dtype != tl.float32
     if WIDEN:
-        b, high = b.to(tl.float32), high.to(tl.float32)
+        b, high, low = b.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
     elif INT8:
         b = b.to(high.dtype)
     total = tl.dot(high, b, total, input_precision="ieee")
     if PAIR:
-        low = tl.load(place + TILE_NUMBERS, mask=is_rank, other=0.0)
-        if WIDEN:
-            low = low.to(tl.float32)
         total = tl.dot(low, b, total, input_precision="ieee")
     return total
 
