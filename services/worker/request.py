@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 RELEASED_BLOCK = -1
@@ -263,7 +264,7 @@ class PlannedRow(NamedTuple):
         return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """What one step computes, in batch order: contexts, then generations; inside each by first
     slot, rows of the base last."""
@@ -271,23 +272,23 @@ class StepPlan:
     step: int
     rows: tuple[PlannedRow, ...]
 
-    @property
+    @cached_property
     def num_contexts(self) -> int:
         """Rows in the context phase; they come first."""
         return sum(row.is_context for row in self.rows)
 
-    @property
+    @cached_property
     def num_context_tokens(self) -> int:
         """Positions of the rows in the context phase."""
         contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
         return sum(row.num_tokens for row in contexts)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Positions computed by the step."""
         return sum(row.num_tokens for row in self.rows)
 
-    @property
+    @cached_property
     def num_distinct_adapters(self) -> int:
         """Distinct slots that the step reads."""
         return len({slot for row in self.rows for slot, _ in row.slots})
@@ -308,8 +309,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """What the runner returns for one planned row."""
 
     request_id: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ LogitsOf = Callable[[Tensor], Tensor]
 host: asking a device for them would wait for the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A chosen token, with logprobs when the request asked for them."""
 
     token_id: int | None

@@ -7,17 +7,20 @@ last), so an adapter has at most two runs unless requests combine several. Rows 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class RowRun:
+class RowRun(NamedTuple):
     """Token rows [begin, end) that use `slot` with one coefficient."""
 
     slot: int
     coef: float
     begin: int
     end: int
+
+
+_BY_FIRST_ROW = attrgetter("begin", "slot")
 
 
 def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
@@ -30,14 +33,13 @@ def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[R
     runs: list[RowRun] = []
     row = 0
     for num_tokens, adapters in rows:
-        used = set(adapters)
-        for key in [key for key in begins if key not in used]:
+        for key in [key for key in begins if key not in adapters]:
             runs.append(RowRun(*key, begins.pop(key), row))
         for key in adapters:
             begins.setdefault(key, row)
         row += num_tokens
     runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
-    return tuple(sorted(runs, key=lambda run: (run.begin, run.slot)))
+    return tuple(sorted(runs, key=_BY_FIRST_ROW))
 
 
 def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
