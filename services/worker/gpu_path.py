@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.worker.adapters.landing import Landing
-from services.worker.cuda_graphs import DecodeGraphs
-from services.worker.decode_inputs import DecodeInputs
+from services.worker.block_tables import BlockTables
+from services.worker.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
+from services.worker.decode_inputs import BATCH_SIZES, DecodeInputs
+from services.worker.input_buffer import InputBuffer
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.side_stream import SideStream
+from services.worker.kernels.lora.step_work import MIN_RUNS
 from services.worker.kernels.lora.tables import DeltaTable
 from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
 from services.worker.kernels.lora.worklist import LoraBatch
@@ -22,7 +25,7 @@ from services.worker.layers.triton_operators import TritonOperators
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.decoder import Decoder
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
-from services.worker.request import StepPlan
+from services.worker.step_inputs import StepInputs
 from services.worker.warm_up import warm_up
 
 MIN_PLANE_ROWS = 4096
@@ -36,6 +39,8 @@ class GpuLimits:
     max_resident: int
     max_lora_rank: int
     max_num_tokens: int
+    max_num_rows: int
+    """The most requests of one step."""
 
 
 class GpuPath:
@@ -60,11 +65,15 @@ class GpuPath:
         modules = Counter(place.site_id for place in sites.places.values())
         self._table = table
         self._model = model
+        self._kv = kv
         self._landings: dict[int, Landing] = {}
         """By slot: adapters whose bytes the step's stream has not waited for."""
         self._served = {site.id for site in served}
         self._heads = frozenset(site.id for site in served if site.kind == LM_HEAD)
         self._itemsize = kv.groups.itemsize
+        self._masks = (frozenset[int](), *site_masks(sites))
+        self._masks_of_slots: dict[int, int | None] = {}
+        """By slot: index of the sites that a graph must have; None = no graph computes it."""
         tables = DeviceTables(
             arena.data.view(-1),
             [site.in_features for site in sites.sites],
@@ -79,19 +88,37 @@ class GpuPath:
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, planes, max(site.in_features for site in served), side)
         operators.lora = self.lora
+        self._max_model_len = model.config.max_position_embeddings
+        self._block_tables = BlockTables(
+            len(kv.windows),
+            max(limits.max_num_rows, BATCH_SIZES[-1]),
+            -(-self._max_model_len // kv.tokens_per_block),
+            kv.tokens_per_block,
+            arena.data.device,
+        )
         self._graphs: DecodeGraphs | None = None
         if arena.data.is_cuda:
-            warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
+            warm_up(model, kv, self.lora, self._masks[-1], limits.max_num_tokens)
         if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
-            inputs = self.decode_inputs(kv)
-            self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
-            self._graphs.capture()
+            self.capture(GraphMemory())
 
-    def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
-        """Static inputs for graphs of this runner."""
-        max_model_len = self._model.config.max_position_embeddings
-        ropes = self._model.ropes
-        return DecodeInputs(kv, self.lora, ropes, max_model_len, self._itemsize, self._heads)
+    def capture(self, memory: GraphMemory) -> None:
+        """Capture the graphs of pure-decode steps."""
+        table = self.lora_batch(())
+        self._graphs = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
+        self._graphs.capture(memory)
+
+    def decode_inputs(self) -> DecodeInputs:
+        """Static inputs of pure-decode steps."""
+        sizes = self._max_model_len, self._itemsize
+        return DecodeInputs(self._kv, self.lora, self._block_tables, *sizes)
+
+    def eager_inputs(self, step: StepInputs) -> InputBuffer:
+        """Inputs of one step on the device."""
+        num_generations = step.num_rows - step.plan.num_contexts
+        buffer = InputBuffer(step.num_token_rows, num_generations, 0, self._block_tables)
+        buffer.fill(step)
+        return buffer
 
     def enter(self, slot: int, landing: Landing | None = None) -> None:
         """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
@@ -105,40 +132,59 @@ class GpuPath:
             if site not in self._served or delta.replaces_rows
         }
         self.lora.tables.enter(slot, deltas, in_torch)
+        self._masks_of_slots[slot] = self.mask_of(slot)
         if landing is not None:
             self._landings[slot] = landing
+
+    def mask_of(self, slot: int) -> int | None:
+        """Index of the smallest set of sites whose graphs compute the adapter; None = none do.
+
+        The head is in no graph, so that an adapter may do anything there.
+        """
+        tables = self.lora.tables
+        if not tables.in_torch(slot) <= self._heads:
+            return None
+        touched = tables.sites_of(slot) - self._heads
+        return next(mask for mask, sites in enumerate(self._masks) if touched <= sites)
 
     def remove(self, slot: int) -> None:
         """Take a slot out of the device's tables; its blocks are free for steps to write."""
         self.lora.tables.remove(slot)
+        del self._masks_of_slots[slot]
         if (landing := self._landings.pop(slot, None)) is not None:
             landing.wait_all()
 
-    def fits_graph(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
-        """Whether a graph can compute the step."""
-        return self._graphs is not None and self._graphs.fits(plan, runs)
+    def graph_of(self, step: StepInputs) -> CapturedStep | None:
+        """What computes the step without launching each kernel; None where it must run eagerly."""
+        if self._graphs is None or not step.num_rows or len(step.runs) > MIN_RUNS:
+            return None
+        masks = [self._masks_of_slots[run.slot] for run in step.runs]
+        known = [mask for mask in masks if mask is not None]
+        overlap = any(map(_overlaps, step.runs, step.runs[1:]))
+        if len(known) < len(masks) or overlap:
+            return None
+        return self._graphs.find(step, max(known, default=0))
 
-    def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
-        """Hidden states of a step that fits a graph; `before` = outputs of the step before."""
-        assert self._graphs is not None, "no graph fits"
-        for landing in self._landings_of(runs):
-            landing.wait_all()
-        return self._graphs.replay(plan, runs, before)
+    def replay(self, graph: CapturedStep, step: StepInputs, before: Tensor) -> Tensor:
+        """Hidden states of a step; `before` = outputs of the step before."""
+        return graph.replay(step, before, self._landings_of(step.runs))
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
-        """The adapters of a step; with `num_rows`, their work is on the device already."""
+        """The adapters of a step; without `num_rows`, for its head alone."""
+        landings = tuple(self._landings_of(runs))
         if num_rows is None or not runs:
-            return LoraBatch(runs, self._table, None, self.lora.tables)
+            return LoraBatch(runs, self._table, None, self.lora.tables, landings=landings)
         dense = self.lora.dense_runs(runs, num_rows)
         others = [run for run in runs if run not in dense]
         works = self.lora.begin(others, num_rows, self._itemsize)
         touched = self.lora.sites_of(runs)
-        landings = tuple(self._landings_of(runs))
         return LoraBatch(runs, self._table, None, self.lora.tables, works, touched, dense, landings)
 
     def _landings_of(self, runs: Sequence[RowRun]) -> list[Landing]:
         """What a step of these runs has to wait for as it comes to each site. Adapters that do more
         than kernels can are waited for here, as a whole."""
+        if not self._landings:
+            return []
         self._landings = {
             s: arriving for s, arriving in self._landings.items() if not arriving.is_over
         }
@@ -149,6 +195,11 @@ class GpuPath:
             else:
                 found.append(self._landings[slot])
         return found
+
+
+def _overlaps(run: RowRun, following: RowRun) -> bool:
+    """Whether a row uses the adapters of both; runs are in order of their first rows."""
+    return following.begin < run.end
 
 
 def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:

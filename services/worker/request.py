@@ -252,12 +252,6 @@ class PlannedRow(NamedTuple):
         """True when the step chooses a token for it."""
         return self.needs_logits and not self.request.pooling
 
-    def input_ids(self) -> list[int]:
-        """Its tokens; 0 stands for one that only the device knows."""
-        if self.follows is not None:
-            return [0]
-        return self.request.tokens(self.start, self.start + self.num_tokens)
-
     @property
     def is_context(self) -> bool:
         """Context rows compute prompt positions; generation rows exactly one output position."""

@@ -46,6 +46,11 @@ class TritonAttentionMetadata(AttentionMetadata):
     num_splits: int = 1
     spans: tuple[tuple[int, int, int], ...] = ()
     """As `context_spans` says."""
+    table_rows: Sequence[int] | None = None
+    """Where each sequence's blocks are in `tables`; None = the sequences are its rows in order.
+    Set where `tables`, `places` and `decode_tiles` are made by the caller."""
+    out: Tensor | None = None
+    """`[num_tokens, num_heads * head_dim]`: where results go; None = to a new tensor."""
     _context_tiles: dict[int, Tensor] = field(default_factory=dict)
     _partial: PartialSums | None = None
 
@@ -59,10 +64,12 @@ class TritonAttentionMetadata(AttentionMetadata):
         device, num_slots = self.position_ids.device, self.kv_cache_manager.tokens_per_block
         starts = params.num_cached_tokens_per_seq
         self.spans = self.context_spans()
-        self.tables = tuple(_table(rows, device) for rows in params.block_tables)
-        self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
-        tiles = decode_tiles(starts[self.num_contexts :], self.num_contexts, self.num_ctx_tokens)
-        self.decode_tiles = to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), device)
+        if self.table_rows is None:
+            self.tables = tuple(_table(rows, device) for rows in params.block_tables)
+            self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
+            first = self.num_contexts, self.num_ctx_tokens
+            tiles = torch.tensor(decode_tiles(starts[self.num_contexts :], *first))
+            self.decode_tiles = to_device(tiles.int().view(-1, 4), device)
         longest = max(starts[self.num_contexts :], default=0) + 1
         num_kv_heads = self.kv_cache_manager.planes(0)[0].shape[1]
         self.num_splits = choose_splits(max(1, self.num_generations), num_kv_heads, longest)
@@ -73,6 +80,8 @@ class TritonAttentionMetadata(AttentionMetadata):
             assert self.position_ids is not None
             rows = kernels.context_tiles(self.spans, block_rows)
             tiles = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+            if self.table_rows is not None and len(tiles):
+                tiles[:, 0] = torch.tensor(self.table_rows, dtype=torch.int32)[tiles[:, 0].long()]
             self._context_tiles[block_rows] = to_device(tiles, self.position_ids.device)
         return self._context_tiles[block_rows]
 
@@ -178,7 +187,7 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> Tensor:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(q.shape) if metadata.out is None else metadata.out
         if metadata.num_contexts:
             self._contexts(out, q, planes, group, metadata)
         if metadata.num_generations:

@@ -25,19 +25,28 @@ class StepWork:
     """
 
     def __init__(
-        self, tables: DeviceTables, max_runs: int, plan: LoraPlan, rank_stride: int
+        self,
+        tables: DeviceTables,
+        max_runs: int,
+        plan: LoraPlan,
+        rank_stride: int,
+        runs: Tensor | None = None,
     ) -> None:
         """
         Args:
             max_runs: rounded up to a power of two.
             rank_stride: floats of a row of the planes; no adapter of the step has more ranks.
+            runs: int32 `[max_runs, 4]` on the device that somebody else fills, in place of `fill`.
         """
         device = tables.arena.device
         self.tables = tables
         self.plan = plan
         self.rank_stride = rank_stride
         self.max_runs = max(MIN_RUNS, power_of_two(max_runs))
-        self.runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
+        if runs is None:
+            runs = torch.zeros((self.max_runs, 4), dtype=torch.int32, device=device)
+        assert runs.shape == (self.max_runs, 4), runs.shape
+        self.runs = runs
         self.ends = torch.zeros(
             (2, tables.num_sites, self.max_runs), dtype=torch.int32, device=device
         )
