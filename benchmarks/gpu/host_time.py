@@ -40,6 +40,7 @@ from services.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
 from services.worker.engine import Engine
 from services.worker.kernels.lora.step_work import StepWork
 from services.worker.messages import Cancel, Command, EngineConfig, Fetched, Submit
+from services.worker.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import AdapterSet, SamplingParams
 from services.worker.runner import TorchRunner
@@ -69,6 +70,25 @@ class EmptyDecodeGraphs(DecodeGraphs):
         return DecodeGraph(NoGraph(), self._inputs, batch, hidden)
 
 
+class EmptyRecorder(PieceRecorder):
+    """Leaves out what computes."""
+
+    def end_piece(self) -> None:
+        """The piece replays nothing."""
+        self.pieces[-1].graph = NoGraph()
+
+
+class EmptyMixedGraphs(MixedGraphs):
+    """Pieces whose replay computes nothing, and no attention between them."""
+
+    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
+        recorder = EmptyRecorder(self._inputs, size)
+        recorder.end_piece()
+        batch = self._inputs.batch(size, sites, self._table, recorder.metadata(), recorder)
+        hidden = torch.zeros(size, SHAPE.hidden_size)
+        return MixedGraph(self._inputs, recorder.pieces, batch, hidden, hidden)
+
+
 def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     """A runner of the GPU path whose device computes nothing.
 
@@ -93,8 +113,13 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     gpu, model = runner._batches.gpu, runner._model
     assert gpu is not None, "Triton computes nothing here"
     table, masks = gpu.lora_batch(()), gpu._masks
-    gpu._graphs = EmptyDecodeGraphs(model, gpu.decode_inputs(), table, masks)
-    gpu._graphs.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
+    graphs = (
+        EmptyDecodeGraphs(model, gpu.decode_inputs(), table, masks),
+        EmptyMixedGraphs(model, gpu.mixed_inputs(MAX_STEP_TOKENS), table, masks),
+    )
+    for captured in graphs:
+        captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
+    gpu._graphs = list(graphs)
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
     StepWork.count = lambda self: None  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import Operators
 from services.worker.layers.triton_operators import TritonOperators
 from services.worker.memory.buffer import KvBuffer
+from services.worker.mixed_graphs import MixedGraphs, MixedInputs
 from services.worker.model.decoder import Decoder
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
 from services.worker.step_inputs import StepInputs
@@ -96,22 +97,29 @@ class GpuPath:
             kv.tokens_per_block,
             arena.data.device,
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[DecodeGraphs | MixedGraphs] = []
         if arena.data.is_cuda:
             warm_up(model, kv, self.lora, self._masks[-1], limits.max_num_tokens)
         if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
-            self.capture(GraphMemory())
+            self.capture(limits.max_num_tokens, GraphMemory())
 
-    def capture(self, memory: GraphMemory) -> None:
-        """Capture the graphs of pure-decode steps."""
+    def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
+        """Capture the graphs of all steps up to some sizes."""
         table = self.lora_batch(())
-        self._graphs = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
-        self._graphs.capture(memory)
+        decode = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
+        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table, self._masks)
+        for graphs in (mixed, decode):
+            graphs.capture(memory)
+        self._graphs = [decode, mixed]
 
     def decode_inputs(self) -> DecodeInputs:
         """Static inputs of pure-decode steps."""
         sizes = self._max_model_len, self._itemsize
         return DecodeInputs(self._kv, self.lora, self._block_tables, *sizes)
+
+    def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
+        """Static inputs of steps that compute prompts."""
+        return MixedInputs(self._kv, self.lora, self._block_tables, self._itemsize, max_num_tokens)
 
     def eager_inputs(self, step: StepInputs) -> InputBuffer:
         """Inputs of one step on the device."""
@@ -156,14 +164,16 @@ class GpuPath:
 
     def graph_of(self, step: StepInputs) -> CapturedStep | None:
         """What computes the step without launching each kernel; None where it must run eagerly."""
-        if self._graphs is None or not step.num_rows or len(step.runs) > MIN_RUNS:
+        if not self._graphs or not step.num_rows or len(step.runs) > MIN_RUNS:
             return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]
         known = [mask for mask in masks if mask is not None]
         overlap = any(map(_overlaps, step.runs, step.runs[1:]))
         if len(known) < len(masks) or overlap:
             return None
-        return self._graphs.find(step, max(known, default=0))
+        mask = max(known, default=0)
+        found = (graphs.find(step, mask) for graphs in self._graphs)
+        return next((graph for graph in found if graph is not None), None)
 
     def replay(self, graph: CapturedStep, step: StepInputs, before: Tensor) -> Tensor:
         """Hidden states of a step; `before` = outputs of the step before."""

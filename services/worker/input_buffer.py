@@ -18,13 +18,13 @@ from services.worker.transfers import to_device
 CHANGES_BYTES = 32 << 10
 """Of what a step changes, behind the static inputs; a step that changes more copies twice."""
 TILE_WORDS, RUN_WORDS = 4, 4
-ALIGN_BYTES = 16
+ALIGNMENT = 16
 
 Number = TypeVar("Number", bound=np.generic)
 
 
 class InputBuffer:
-    """Inputs of up to `num_tokens` token rows, at addresses that stay.
+    """Inputs of at least `num_tokens` token rows, at addresses that stay.
 
     Token rows beyond a step's are padding that writes nothing: token 0 at position 0, and no place
     in the cache. Planned rows beyond a step's have an empty tile.
@@ -43,6 +43,7 @@ class InputBuffer:
             num_runs: the most runs of rows with one adapter.
         """
         device, num_groups = tables.device.device, len(tables.device)
+        num_tokens = _aligned(num_tokens)  # all rows begin where kernels expect any tensor to
         self.block_tables = tables
         self._num_runs = num_runs
         shapes = (3 + num_groups, num_tokens), (num_rows, TILE_WORDS), (num_runs, RUN_WORDS)
@@ -177,5 +178,5 @@ class InputBuffer:
         return host[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNMENT) * ALIGNMENT

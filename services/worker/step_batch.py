@@ -60,13 +60,14 @@ class BatchMaker:
         )
 
     def _make_for_gpu(self, step: StepInputs, gpu: GpuPath) -> ForwardBatch:
-        buffer = gpu.eager_inputs(step)
+        buffer, num_tokens = gpu.eager_inputs(step), step.num_token_rows
+        positions = buffer.positions[:num_tokens]
         return ForwardBatch(
-            input_ids=buffer.input_ids,
-            positions=buffer.positions,
-            attention=self._attention(step, buffer.positions, **buffer.attention_fields(step)),
-            lora=gpu.lora_batch(step.runs, step.num_token_rows),
-            rope_rows=None if step.rope_rows is None else buffer.rope_rows,
+            input_ids=buffer.input_ids[:num_tokens],
+            positions=positions,
+            attention=self._attention(step, positions, **buffer.attention_fields(step)),
+            lora=gpu.lora_batch(step.runs, num_tokens),
+            rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
         )
 
     def _attention(

@@ -105,7 +105,7 @@ def choose(
         last_rows = last_rows[[row.chooses for row in rows]]
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     choices = sample(torch.from_numpy(last_rows), turns, logits_of, eos_ids, draws)
-    pooled = pool(rows, hidden, lora, heads.scores)
+    pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
     end = None
     if hidden.is_cuda:
         end = torch.cuda.Event()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from services.worker.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.attention.interruptible import InterruptibleAttention
 from services.worker.attention.triton import TritonAttention, TritonAttentionMetadata
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.triton import DeviceLora
@@ -55,7 +56,7 @@ class TritonOperators:
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        return TritonAttention(
+        backend = TritonAttention(
             layer,
             config.num_heads,
             config.head_dim,
@@ -64,6 +65,7 @@ class TritonOperators:
             softcap=config.attention_softcap,
             window=config.windows[layer],
         )
+        return InterruptibleAttention(backend)
 
 
 class TritonLora:
