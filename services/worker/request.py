@@ -124,6 +124,11 @@ class Constraint(Protocol):
         ...
 
     @property
+    def is_quick(self) -> bool:
+        """True when masks take so little that a step may be launched before its mask is known."""
+        ...
+
+    @property
     def is_finished(self) -> bool:
         """True when nothing but the end may follow."""
         ...
@@ -211,6 +216,13 @@ class Request:
         return len(self.output_ids) + self.num_promised >= self.sampling.max_tokens
 
     @property
+    def must_wait(self) -> bool:
+        """True while no step may compute it: its next mask is not known, and may take long."""
+        if self.constraint is None:
+            return False
+        return self.is_held or (self.num_promised > 0 and not self.constraint.is_quick)
+
+    @property
     def max_num_tokens(self) -> int:
         """The most tokens whose KV this request can ever hold."""
         return len(self.prompt_ids) + self.sampling.max_tokens
@@ -281,6 +293,13 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Positions computed by the step."""
         return sum(row.num_tokens for row in self.rows)
+
+    @cached_property
+    def awaits_masks(self) -> bool:
+        """Whether a row's grammar has not seen the token before the one that the step chooses."""
+        return any(
+            row.follows is not None and row.request.constraint is not None for row in self.rows
+        )
 
     @cached_property
     def num_distinct_adapters(self) -> int:

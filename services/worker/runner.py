@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from services.worker.steps import StepOrder, StepUnderWay
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.cuda_graphs import CapturedStep
     from services.worker.gpu_path import GpuPath
+
+
+Passed: TypeAlias = tuple[Tensor, LoraBatch]
+"""What a forward pass leaves to sampling: hidden states `[T, H]`, and the adapters of its rows."""
 
 
 class TorchRunner:
@@ -149,25 +153,27 @@ class TorchRunner:
         step, gpu = self._batches.read(plan), self._batches.gpu
         graph = None if gpu is None else gpu.graph_of(step)
         if gpu is not None and graph is not None:
-            return self._order.launch(partial(self._replay, step, gpu, graph))
-        return self._order.launch(partial(self._forward, step, self._batches.make(step)))
+            forward = partial(self._replay, step, gpu, graph)
+        else:
+            forward = partial(self._forward, step, self._batches.make(step))
+        return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
 
     def execute(self, plan: StepPlan) -> list[SampledRow]:
         """One step from beginning to end: for tools and tests."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def _forward(self, step: StepInputs, batch: ForwardBatch) -> StepResults:
+    def _forward(self, step: StepInputs, batch: ForwardBatch) -> Passed:
         take_outputs(batch.input_ids, step, self._outputs)
-        return self._choose(step, self._model.forward(batch), batch.lora)
+        return self._model.forward(batch), batch.lora
 
     @torch.inference_mode()
-    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> StepResults:
-        hidden = gpu.replay(graph, step, self._outputs)
-        return self._choose(step, hidden, gpu.lora_batch(step.runs))
+    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
+        return gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs)
 
-    def _choose(self, step: StepInputs, hidden: Tensor, lora: LoraBatch) -> StepResults:
+    @torch.inference_mode()
+    def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
         eos_ids, before = self._info.eos_token_ids, self._outputs
-        results = choose(step, hidden, lora, self._model, eos_ids, before, self._draws)
+        results = choose(step, *passed, self._model, eos_ids, before, self._draws)
         self._outputs = results.outputs
         return results
