@@ -7,12 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from services.worker.attention.backend import KvCacheParams
-from services.worker.attention.triton import (
-    TritonAttentionMetadata,
-    choose_splits,
-    decode_tiles,
-)
+from services.worker.attention.backend import AttentionKernels, StaticInputs
 from services.worker.kernels.lora.runs import RowRun, disjoint_passes
 from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.triton import DeviceLora
@@ -66,6 +61,7 @@ class DecodeInputs:
         ropes: Ropes,
         max_model_len: int,
         itemsize: int,
+        attention: AttentionKernels,
         eager_sites: Set[int] = frozenset(),
     ) -> None:
         """`eager_sites`: those that no graph holds, so that adapters may do anything there."""
@@ -75,12 +71,12 @@ class DecodeInputs:
         self._ropes = ropes
         self._itemsize = itemsize
         self._max_model_len = max_model_len
+        self._attention = attention
         self._eager_sites = eager_sites
         num_groups = len(kv.windows)
         self._numbers = torch.zeros(3 + num_groups, rows, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.rope_rows = self._numbers[:3]
         self.places = self._numbers[3:]
-        self.tiles = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // kv.tokens_per_block)
         self.tables = BlockTables(num_groups, rows, max_blocks, device)
         self._works: dict[int, StepWork] = {}
@@ -102,7 +98,7 @@ class DecodeInputs:
 
     def fill(self, plan: StepPlan, runs: Sequence[RowRun], size: int) -> None:
         """Copy a step to the device; rows after its last become padding up to `size`."""
-        rows, num_padding = plan.rows, size - len(plan.rows)
+        rows = plan.rows
         starts = [row.start for row in rows]
         tables = [row.request.block_tables for row in rows]
         num_groups = len(self._kv.windows)
@@ -119,8 +115,6 @@ class DecodeInputs:
         for group, group_places in enumerate(places):
             numbers[3 + group, : len(rows)] = torch.tensor(group_places)
         copy_into(self._numbers, numbers)
-        tiles = decode_tiles(starts, 0, 0) + [(0, 0, 0, 0)] * num_padding
-        copy_into(self.tiles[:size], torch.tensor(tiles, dtype=torch.int32))
         self.tables.fill(tables)
         if runs:
             self.work(size).fill(runs)
@@ -142,34 +136,19 @@ class DecodeInputs:
             table: names the adapters' tables.
         """
         works = (self.work(size),) if sites else ()
+        attention = StaticInputs(
+            cache=self._kv,
+            positions=self.positions[:size],
+            places=tuple(places[:size] for places in self.places),
+            tables=tuple(self.tables.device),
+            max_keys=self._max_model_len,
+        )
         return ForwardBatch(
             input_ids=self.input_ids[:size],
             positions=self.positions[:size],
-            attention=self._metadata(size),
+            attention=self._attention.static_metadata(attention),
             lora=replace(table, runs=(), works=works, sites=sites),
             rope_rows=self.rope_rows[:size],
-        )
-
-    def _metadata(self, size: int) -> TritonAttentionMetadata:
-        num_kv_heads = self._kv.planes(0)[0].shape[1]
-        return TritonAttentionMetadata(
-            num_contexts=0,
-            num_generations=size,
-            num_tokens=size,
-            num_ctx_tokens=0,
-            seq_lens=torch.ones(size, dtype=torch.int64),
-            prompt_lens=(),
-            request_ids=(),
-            kv_cache_params=KvCacheParams(use_cache=True),
-            kv_cache_manager=self._kv,
-            position_ids=self.positions[:size],
-            max_num_requests=size,
-            max_num_tokens=size,
-            is_cuda_graph=True,
-            tables=tuple(self.tables.device),
-            places=tuple(places[:size] for places in self.places),
-            decode_tiles=self.tiles[:size],
-            num_splits=choose_splits(size, num_kv_heads, self._max_model_len),
         )
 
     def _place(self, table: Sequence[int], position: int) -> int:

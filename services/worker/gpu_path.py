@@ -79,9 +79,11 @@ class GpuPath:
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, planes, max(site.in_features for site in served), side)
         operators.lora = self.lora
+        self._attention = operators.attention_kernels
         self._graphs: DecodeGraphs | None = None
         if arena.data.is_cuda:
-            warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
+            all_sites = site_masks(sites)[-1]
+            warm_up(model, kv, self.lora, self._attention, all_sites, limits.max_num_tokens)
         if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
             inputs = self.decode_inputs(kv)
             self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
@@ -91,7 +93,9 @@ class GpuPath:
         """Static inputs for graphs of this runner."""
         max_model_len = self._model.config.max_position_embeddings
         ropes = self._model.ropes
-        return DecodeInputs(kv, self.lora, ropes, max_model_len, self._itemsize, self._heads)
+        return DecodeInputs(
+            kv, self.lora, ropes, max_model_len, self._itemsize, self._attention, self._heads
+        )
 
     def enter(self, slot: int, landing: Landing | None = None) -> None:
         """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
