@@ -33,9 +33,9 @@ LIST_CONSTANTS = {
 """Compile-time arguments of `list_items`, which counts the items of BLOCK_ROWS rows at a time."""
 
 
-def max_splits(max_keys: int) -> int:
-    """Items of a row that sees up to `max_keys` keys, at most."""
-    return min(max((max_keys + SPLIT_KEYS // 2) // SPLIT_KEYS, 1), MAX_SPLITS)
+def max_splits(max_keys: int, split: int = SPLIT_KEYS) -> int:
+    """Items of a row that sees up to `max_keys` keys, at most. `split`: see `list_items`."""
+    return min(max((max_keys + split // 2) // split, 1), MAX_SPLITS)
 
 
 def split_keys(num_keys: int) -> list[tuple[int, int]]:
@@ -47,7 +47,12 @@ def split_keys(num_keys: int) -> list[tuple[int, int]]:
 
 
 def list_items(
-    items: Tensor, positions: Tensor, places: Tensor, rows: tuple[int, int], window: int | None
+    items: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    rows: tuple[int, int],
+    window: int | None,
+    split: int = SPLIT_KEYS,
 ) -> None:
     """Write the items of a step's generations.
 
@@ -57,6 +62,7 @@ def list_items(
             or -1 for padding.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
+        split: keys of an item, about; another value is for experiments.
     """
     begin, end = rows
     kernels.list_items[(end - begin,)](
@@ -67,7 +73,7 @@ def list_items(
         end - begin,
         window or 0,
         MAX_SPLITS,
-        **LIST_CONSTANTS,
+        **(LIST_CONSTANTS | {"SPLIT_KEYS": split}),
         num_warps=1,
     )
 
