@@ -166,13 +166,16 @@ class Bench:
         items = work_items.empty_items(num_items, device)
         rows, positions = (0, len(keys)), metadata.position_ids
         assert positions is not None
-        work_items.list_items(items, positions, metadata.places[0], rows, None, split)
+        table_rows = metadata.decode_rows
+        assert table_rows is not None
+        inputs = positions, metadata.places[0], table_rows
+        work_items.list_items(items, *inputs, rows, None, split)
         partial = work_items.make_partial_sums(num_items, len(keys), self.shape, device)
 
         def run() -> None:
             for layer in range(self.num_layers):
                 kernels.attend_generations(
-                    self.out, self.q, self.kv.planes(layer), items, metadata.tables[0], (0, 0),
+                    self.out, self.q, self.kv.planes(layer), items, metadata.tables[0], 0,
                     self.shape, partial, tiling,
                 )  # fmt: skip
 

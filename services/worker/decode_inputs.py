@@ -77,6 +77,7 @@ class DecodeInputs:
         self._numbers = torch.zeros(3 + num_groups, rows, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.rope_rows = self._numbers[:3]
         self.places = self._numbers[3:]
+        self.table_rows = torch.arange(rows, dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // kv.tokens_per_block)
         self.tables = BlockTables(num_groups, rows, max_blocks, device)
         self._works: dict[int, StepWork] = {}
@@ -141,6 +142,7 @@ class DecodeInputs:
             positions=self.positions[:size],
             places=tuple(places[:size] for places in self.places),
             tables=tuple(self.tables.device),
+            table_rows=self.table_rows[:size],
             max_keys=self._max_model_len,
         )
         return ForwardBatch(

@@ -114,7 +114,9 @@ class StaticInputs:
     places: tuple[Tensor, ...]
     """Per KV group: int64 `[size]`, block * T + slot of each new token; -1 for a padding row."""
     tables: tuple[Tensor, ...]
-    """Per KV group: int32 `[at least size, blocks]`: block ids in position order."""
+    """Per KV group: int32 `[rows, blocks]`: block ids in position order."""
+    table_rows: Tensor
+    """int32 `[size]`: the row of each generation in `tables`."""
     max_keys: int
     """The most keys that a row may see."""
 

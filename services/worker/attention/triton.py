@@ -52,7 +52,14 @@ class TritonAttentionMetadata(AttentionMetadata):
 
     workspace: Workspace = field(default_factory=Workspace)
     tables: tuple[Tensor, ...] = ()
-    """Per KV group: int32 `[num_requests, blocks]`."""
+    """Per KV group: int32 `[rows, blocks]`."""
+    table_rows: Sequence[int] | None = None
+    """The row of each sequence's blocks in `tables`; None = the sequences are the rows in order.
+    Set where `tables`, `places` and `decode_rows` are made by the caller."""
+    decode_rows: Tensor | None = None
+    """int32 `[num_generations]` on the device: `table_rows` of the generations."""
+    out: Tensor | None = None
+    """`[num_tokens, num_heads * head_dim]`: where results go; None = to a new tensor."""
     places: tuple[Tensor, ...] = ()
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
     max_items: int = 0
@@ -74,8 +81,10 @@ class TritonAttentionMetadata(AttentionMetadata):
         device, num_slots = self.position_ids.device, self.kv_cache_manager.tokens_per_block
         starts = params.num_cached_tokens_per_seq
         self.spans = self.context_spans()
-        self.tables = tuple(_table(rows, device) for rows in params.block_tables)
-        self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
+        if self.table_rows is None:
+            self.tables = tuple(_table(rows, device) for rows in params.block_tables)
+            self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
+            self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
         self.max_items = sum(
             work_items.max_splits(start + 1) for start in starts[self.num_contexts :]
         )
@@ -85,6 +94,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         if self.is_dummy_attention or not self.num_generations:
             return
         assert self.position_ids is not None and self.kv_cache_manager is not None
+        assert self.decode_rows is not None, "prepared, or set by the caller"
         rows = self.num_ctx_tokens, self.num_tokens
         for group, window in enumerate(self.kv_cache_manager.windows):
             if window in self.kv_cache_manager.windows[:group]:
@@ -92,8 +102,8 @@ class TritonAttentionMetadata(AttentionMetadata):
             if window not in self._items:
                 device = self.position_ids.device
                 self._items[window] = work_items.empty_items(self.max_items, device)
-            items, places = self._items[window], self.places[group]
-            work_items.list_items(items, self.position_ids, places, rows, window)
+            inputs = self.position_ids, self.places[group], self.decode_rows
+            work_items.list_items(self._items[window], *inputs, rows, window)
 
     def items(self, window: int | None) -> Tensor:
         """Items of the generations for layers of a window, once `begin_forward` has run."""
@@ -103,7 +113,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         """int32 `[n, 4]` on the device; made once a step."""
         if block_rows not in self._context_tiles:
             assert self.position_ids is not None
-            rows = kernels.context_tiles(self.spans, block_rows)
+            rows = kernels.context_tiles(self.spans, block_rows, self.table_rows)
             tiles = torch.tensor(rows, dtype=torch.int32).view(-1, kernels.TILE_WORDS)
             self._context_tiles[block_rows] = to_device(tiles, self.position_ids.device)
         return self._context_tiles[block_rows]
@@ -116,6 +126,11 @@ class TritonAttentionMetadata(AttentionMetadata):
                 self.max_items, self.num_generations, shape, self.position_ids.device
             )
         return self._partial
+
+
+def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
+    """int32 `[num_rows]`."""
+    return torch.arange(first, first + num_rows, dtype=torch.int32, device=device)
 
 
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -190,7 +205,7 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> Tensor:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(q.shape) if metadata.out is None else metadata.out
         if metadata.num_contexts:
             self._contexts(out, q, planes, group, metadata)
         if metadata.num_generations:
@@ -217,9 +232,8 @@ class TritonAttention:
         metadata: TritonAttentionMetadata,
     ) -> None:
         items, partial = metadata.items(self._shape.window), metadata.partial_sums(self._shape)
-        first = metadata.num_ctx_tokens, metadata.num_contexts
-        tables = metadata.tables[group]
-        kernels.attend_generations(out, q, planes, items, tables, first, self._shape, partial)
+        first_row, tables = metadata.num_ctx_tokens, metadata.tables[group]
+        kernels.attend_generations(out, q, planes, items, tables, first_row, self._shape, partial)
 
 
 class TritonKernels:
@@ -263,6 +277,7 @@ class TritonKernels:
             is_cuda_graph=True,
             workspace=self._workspace,
             tables=inputs.tables,
+            decode_rows=inputs.table_rows,
             places=inputs.places,
             max_items=size * work_items.max_splits(inputs.max_keys),
         )

@@ -152,7 +152,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
     types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
     strides = ("plane_stride", "q_stride", "out_stride")
-    words = ("table_stride", "first_row", "first_sequence", "num_kv_heads", "window")
+    words = ("table_stride", "first_row", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
     for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
         contexts = attention_shapes.context_tiling(shape, dtype.itemsize)
@@ -185,8 +185,9 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
 
 def _list_items() -> Variant:
     kernel = attention.list_items
-    types = {"positions": "*i64", "places": "*i64", "items": "*i32"}
-    types |= dict.fromkeys(("first_row", "num_rows", "window", "max_splits"), "i32")
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "places": "*i64"}
+    types |= dict.fromkeys(("sequences", "items"), "*i32")
+    types = {key: value for key, value in types.items() if key.islower()}
     constants = work_items.LIST_CONSTANTS
     return Variant("attention.list_items", kernel, types, constants, num_warps=1)
 

@@ -26,13 +26,23 @@ def rows_of_tile(shape: HeadShape, itemsize: int) -> int:
     return context_tiling(shape, itemsize).block_queries // shape.block_shared
 
 
-def context_tiles(spans: Sequence[tuple[int, int, int]], block_rows: int) -> list[list[int]]:
+def context_tiles(
+    spans: Sequence[tuple[int, int, int]], block_rows: int, table_rows: Sequence[int] | None = None
+) -> list[list[int]]:
     """Rows of `tiles` for contexts given as (first token row, end row, first position).
 
     Tiles that see the most keys come first, so that no long one is left at the end of a launch.
+
+    Args:
+        table_rows: of each context in the block tables; None = in order.
     """
     tiles = [
-        [sequence, row, min(row + block_rows, end), start + row - begin]
+        [
+            sequence if table_rows is None else table_rows[sequence],
+            row,
+            min(row + block_rows, end),
+            start + row - begin,
+        ]
         for sequence, (begin, end, start) in enumerate(spans)
         for row in range(begin, end, block_rows)
     ]
@@ -83,7 +93,7 @@ def attend_generations(
     planes: tuple[Tensor, Tensor],
     items: Tensor,
     tables: Tensor,
-    first: tuple[int, int],
+    first_row: int,
     shape: HeadShape,
     partial: PartialSums,
     tiling: Tiling | None = None,
@@ -92,7 +102,7 @@ def attend_generations(
 
     Args:
         items: as `work_items.list_items` fills it for the layer's window.
-        first: token row and sequence of the first generation.
+        first_row: token row of the first generation.
         partial: holds as many items and rows as there are. Mutated.
     """
     tiling = tiling or generation_tiling(shape, q.itemsize)
@@ -108,7 +118,7 @@ def attend_generations(
         partial.num_finished,
         tables,
         *_strides(out, q, planes, tables),
-        *first,
+        first_row,
         shape.num_kv_heads,
         shape.scale,
         shape.softcap or 0.0,

@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_SCORE = tl.constexpr(-1.0e30)
 TILE_WORDS = tl.constexpr(4)
-ITEM_WORDS = tl.constexpr(5)
+ITEM_WORDS = tl.constexpr(6)
 
 ALL_KEYS = tl.constexpr(0)
 """Every query sees every key of the range, whose length is a multiple of the step."""
@@ -164,18 +164,18 @@ def _attend_keys(
     return top, total, values
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "window", "max_splits"])
+@triton.jit(do_not_specialize=["sequence_stride", "first_row", "num_rows", "window", "max_splits"])
 def list_items(
-    positions, places, items, first_row, num_rows, window, max_splits,
+    positions, places, sequences, items, sequence_stride, first_row, num_rows, window, max_splits,
     SPLIT_KEYS: tl.constexpr, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
 
-    `positions`, `places` int64 `[first_row + num_rows]`. `items [1 + n, 5]` int32: the number of
-    items, then for each its row, first key, end key, and the first item and number of items of its
-    row; in order of rows and keys. A row without a place in the cache is padding: one item without
-    keys.
+    `positions`, `places` int64 `[first_row + num_rows]`. `sequences` int32 `[num_rows]`: rows of
+    the block tables. `items [1 + n, 6]` int32: the number of items, then for each its row,
+    sequence, first key, end key, and the first item and number of items of its row. They are in
+    order of rows and keys. A row without a place in the cache is padding: one item without keys.
     """
     row = tl.program_id(0)
     first_item = 0
@@ -193,11 +193,13 @@ def list_items(
     is_split = split < count
     item_begin = begin + split * span
     item = items + (1 + first_item + split) * ITEM_WORDS
-    tl.store(item, row + tl.zeros_like(split), mask=is_split)
-    tl.store(item + 1, item_begin, mask=is_split)
-    tl.store(item + 2, tl.minimum(item_begin + span, end), mask=is_split)
-    tl.store(item + 3, first_item + tl.zeros_like(split), mask=is_split)
-    tl.store(item + 4, count + tl.zeros_like(split), mask=is_split)
+    same = tl.zeros_like(split)
+    tl.store(item, row + same, mask=is_split)
+    tl.store(item + 1, tl.load(sequences + row * sequence_stride) + same, mask=is_split)
+    tl.store(item + 2, item_begin, mask=is_split)
+    tl.store(item + 3, tl.minimum(item_begin + span, end), mask=is_split)
+    tl.store(item + 4, first_item + same, mask=is_split)
+    tl.store(item + 5, count + same, mask=is_split)
     if row == num_rows - 1:
         tl.store(items, first_item + count)
 
@@ -218,10 +220,10 @@ def _split_keys(
     return begin, end, span, tl.maximum((num_keys + span - 1) // span, 1)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_row", "first_sequence"])
+@triton.jit(do_not_specialize=["table_stride", "first_row"])
 def attend_generations(
     q, k_plane, v_plane, out, items, partial, partial_stats, num_finished, tables,
-    plane_stride, q_stride, out_stride, table_stride, first_row, first_sequence, num_kv_heads,
+    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads,
     scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -240,11 +242,11 @@ def attend_generations(
     is_query = queries < NUM_SHARED
     dim = tl.arange(0, BLOCK_DIM)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    row, begin, end, first, num_splits = _load_item(items, program // num_kv_heads)
+    row, sequence, begin, end, first, num_splits = _load_item(items, program // num_kv_heads)
     for at in range(program, num_pairs, num_programs):
         item, kv_head = at // num_kv_heads, at % num_kv_heads
         next_item = (at + num_programs) // num_kv_heads  # its words arrive during this one
-        next_row, next_begin, next_end, next_first, next_splits = _load_item(items, next_item)
+        following = _load_item(items, next_item)
         head = kv_head * NUM_SHARED + queries
         offset = (head * HEAD_DIM)[:, None] + dim[None, :]
         mask = is_query[:, None] & (dim < HEAD_DIM)[None, :]
@@ -255,7 +257,7 @@ def attend_generations(
             query, tl.full((BLOCK_QUERIES,), NO_SCORE, tl.float32),
             tl.zeros((BLOCK_QUERIES,), tl.float32),
             tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at, v_plane + head_at,
-            tables + (first_sequence + row).to(tl.int64) * table_stride, plane_stride,
+            tables + sequence.to(tl.int64) * table_stride, plane_stride,
             begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
             HAS_SOFTCAP, False, WIDEN, KEYS_BELOW_END,
         )  # fmt: skip
@@ -276,14 +278,15 @@ def attend_generations(
                     kv_head, num_heads, counter, HEAD_DIM, BLOCK_DIM, NUM_SHARED, BLOCK_SHARED,
                     JOINED_SPLITS,
                 )  # fmt: skip
-        row, begin, end, first, num_splits = next_row, next_begin, next_end, next_first, next_splits
+        row, sequence, begin, end, first, num_splits = following
 
 
 @triton.jit
 def _load_item(items, item):
-    """Row, first key, end key, first item of the row, number of items of the row."""
+    """Row, sequence, first key, end key, first item of the row, number of items of the row."""
     at = items + (1 + item) * ITEM_WORDS
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    row, sequence, begin = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return row, sequence, begin, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit

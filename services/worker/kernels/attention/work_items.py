@@ -50,6 +50,7 @@ def list_items(
     items: Tensor,
     positions: Tensor,
     places: Tensor,
+    sequences: Tensor,
     rows: tuple[int, int],
     window: int | None,
     split: int = SPLIT_KEYS,
@@ -57,9 +58,10 @@ def list_items(
     """Write the items of a step's generations.
 
     Args:
-        items: int32 `[1 + n, 5]`, see the kernel. Mutated.
+        items: int32 `[1 + n, 6]`, see the kernel. Mutated.
         positions, places: int64 `[num_tokens]`: position of each token, and its place in the cache
             or -1 for padding.
+        sequences: int32, for each generation the row of its block table.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
         split: keys of an item, about; another value is for experiments.
@@ -68,7 +70,9 @@ def list_items(
     kernels.list_items[(end - begin,)](
         positions,
         places,
+        sequences,
         items,
+        sequences.stride(0),
         begin,
         end - begin,
         window or 0,
@@ -84,7 +88,7 @@ has programs."""
 
 
 def empty_items(num_items: int, device: torch.device) -> Tensor:
-    """int32 `[1 + num_items + SPARE_ITEMS, 5]` for `list_items`."""
+    """int32 `[1 + num_items + SPARE_ITEMS, 6]` for `list_items`."""
     return torch.empty(1 + num_items + SPARE_ITEMS, ITEM_WORDS, dtype=torch.int32, device=device)
 
 

@@ -201,14 +201,16 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
         places[num_contexts + row] = -1
     items = work_items.empty_items(260 * work_items.MAX_SPLITS, device)
     rows = num_contexts, num_contexts + len(lens)
-    work_items.list_items(items, positions, places, rows, window)
+    table_rows = torch.arange(1040, 0, -1, dtype=torch.int32, device=device).view(-1, 4)[:, 1]
+    work_items.list_items(items, positions, places, table_rows, rows, window)
     expected = []
     for row, num_keys in enumerate(lens):
         visible = num_keys if window is None else min(num_keys, window)
         ranges = work_items.split_keys(0 if row in padding else visible)
         first, hidden = len(expected), num_keys - visible
         for begin, end in ranges:
-            expected.append([row, hidden + begin, hidden + end, first, len(ranges)])
+            keys = hidden + begin, hidden + end
+            expected.append([row, 1039 - 4 * row, *keys, first, len(ranges)])
     assert items[0, 0] == len(expected)
     assert items[1 : len(expected) + 1].tolist() == expected
 
