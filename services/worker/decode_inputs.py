@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from services.worker.attention.backend import KvCacheParams
-from services.worker.attention.triton import TritonAttentionMetadata, choose_splits
+from services.worker.attention.backend import AttentionKernels, StaticInputs
 from services.worker.block_tables import BlockTables
 from services.worker.input_buffer import InputBuffer
 from services.worker.kernels.lora.step_work import MIN_RUNS, StepWork
@@ -65,9 +62,11 @@ class DecodeInputs:
         tables: BlockTables,
         max_model_len: int,
         itemsize: int,
+        attention: AttentionKernels,
     ) -> None:
         self._kv = kv
         self._max_model_len = max_model_len
+        self._attention = attention
         self.tables = tables
         self.buffer = InputBuffer(BATCH_SIZES[-1], BATCH_SIZES[-1], MIN_RUNS, tables)
         self._works = StaticWorks(lora, self.buffer, itemsize)
@@ -81,32 +80,18 @@ class DecodeInputs:
         """
         works = (self._works.work(size, longest_run=1),) if sites else ()
         buffer = self.buffer
+        attention = StaticInputs(
+            cache=self._kv,
+            positions=buffer.positions[:size],
+            places=tuple(places[:size] for places in buffer.places),
+            tables=tuple(self.tables.device),
+            table_rows=buffer.decode_rows[:size],
+            max_keys=self._max_model_len,
+        )
         return ForwardBatch(
             input_ids=buffer.input_ids[:size],
             positions=buffer.positions[:size],
-            attention=self._metadata(size),
+            attention=self._attention.static_metadata(attention),
             lora=replace(table, runs=(), works=works, sites=sites),
             rope_rows=buffer.rope_rows[:size],
-        )
-
-    def _metadata(self, size: int) -> TritonAttentionMetadata:
-        num_kv_heads = self._kv.planes(0)[0].shape[1]
-        return TritonAttentionMetadata(
-            num_contexts=0,
-            num_generations=size,
-            num_tokens=size,
-            num_ctx_tokens=0,
-            seq_lens=torch.ones(size, dtype=torch.int64),
-            prompt_lens=(),
-            request_ids=(),
-            kv_cache_params=KvCacheParams(use_cache=True),
-            kv_cache_manager=self._kv,
-            position_ids=self.buffer.positions[:size],
-            max_num_requests=size,
-            max_num_tokens=size,
-            is_cuda_graph=True,
-            tables=tuple(self.tables.device),
-            places=tuple(places[:size] for places in self.buffer.places),
-            decode_tiles=self.buffer.tiles[:size],
-            num_splits=choose_splits(size, num_kv_heads, self._max_model_len),
         )

@@ -89,6 +89,7 @@ class GpuPath:
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, planes, max(site.in_features for site in served), side)
         operators.lora = self.lora
+        self._attention = operators.attention_kernels
         self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
@@ -99,7 +100,8 @@ class GpuPath:
         )
         self._graphs: list[DecodeGraphs | MixedGraphs] = []
         if arena.data.is_cuda:
-            warm_up(model, kv, self.lora, self._masks[-1], limits.max_num_tokens)
+            sites_and_size = self._masks[-1], limits.max_num_tokens
+            warm_up(model, kv, self.lora, self._attention, *sites_and_size)
         if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
             self.capture(limits.max_num_tokens, GraphMemory())
 
@@ -115,11 +117,12 @@ class GpuPath:
     def decode_inputs(self) -> DecodeInputs:
         """Static inputs of pure-decode steps."""
         sizes = self._max_model_len, self._itemsize
-        return DecodeInputs(self._kv, self.lora, self._block_tables, *sizes)
+        return DecodeInputs(self._kv, self.lora, self._block_tables, *sizes, self._attention)
 
     def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
         """Static inputs of steps that compute prompts."""
-        return MixedInputs(self._kv, self.lora, self._block_tables, self._itemsize, max_num_tokens)
+        sizes = self._itemsize, max_num_tokens
+        return MixedInputs(self._kv, self.lora, self._block_tables, *sizes, self._attention)
 
     def eager_inputs(self, step: StepInputs) -> InputBuffer:
         """Inputs of one step on the device."""

@@ -17,7 +17,7 @@ from services.worker.transfers import to_device
 
 CHANGES_BYTES = 32 << 10
 """Of what a step changes, behind the static inputs; a step that changes more copies twice."""
-TILE_WORDS, RUN_WORDS = 4, 4
+RUN_WORDS = 4
 ALIGNMENT = 16
 
 Number = TypeVar("Number", bound=np.generic)
@@ -27,7 +27,7 @@ class InputBuffer:
     """Inputs of at least `num_tokens` token rows, at addresses that stay.
 
     Token rows beyond a step's are padding that writes nothing: token 0 at position 0, and no place
-    in the cache. Planned rows beyond a step's have an empty tile.
+    in the cache.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class InputBuffer:
         num_tokens = _aligned(num_tokens)  # all rows begin where kernels expect any tensor to
         self.block_tables = tables
         self._num_runs = num_runs
-        shapes = (3 + num_groups, num_tokens), (num_rows, TILE_WORDS), (num_runs, RUN_WORDS)
+        shapes = (3 + num_groups, num_tokens), (1, num_rows), (num_runs, RUN_WORDS)
         self._parts: list[tuple[int, tuple[int, int]]] = []
         self._num_static_bytes = 0
         for shape, itemsize in zip(shapes, (8, 4, 4), strict=True):
@@ -60,9 +60,8 @@ class InputBuffer:
         """int64 `[num_tokens]` each."""
         self.places = numbers[3:]
         """int64 `[KV groups, num_tokens]`: see `BlockTables.cache_places`; -1 = none."""
-        self.tiles = self._on_device(1, torch.int32)
-        """int32 `[num_rows, 4]`, of each generation: table row, token row, the next token row,
-        position."""
+        self.decode_rows = self._on_device(1, torch.int32)[0]
+        """int32 `[num_rows]`: where the block tables of the generations are."""
         self.runs = self._on_device(2, torch.int32)
         """int32 `[num_runs, 4]`: slot, begin, end, float32 bits of the coefficient."""
         self.table_rows: Int64s = np.zeros(0, dtype=np.int64)
@@ -103,7 +102,10 @@ class InputBuffer:
         for group in range(len(numbers) - 3):
             places = tables.cache_places(group, token_table_rows, positions)
             numbers[3 + group, :num_tokens] = places
-        self._fill_tiles(self._on_host(host, 1, np.int32), step, changes.rows)
+        decode_rows = self._on_host(host, 1, np.int32)[0]
+        num_contexts = step.plan.num_contexts
+        decode_rows[: step.num_rows - num_contexts] = changes.rows[num_contexts:]
+        decode_rows[step.num_rows - num_contexts :] = 0
         self._fill_runs(self._on_host(host, 2, np.int32), runs)
         begin = self._num_static_bytes
         for array in extra:
@@ -128,7 +130,7 @@ class InputBuffer:
             "tables": tuple(self.block_tables.device),
             "table_rows": self.table_rows.tolist(),
             "places": tuple(places[:num_tokens] for places in self.places),
-            "decode_tiles": self.tiles[:num_generations],
+            "decode_rows": self.decode_rows[:num_generations],
         }
 
     def _upload(self, staging: Tensor) -> Tensor:
@@ -148,17 +150,6 @@ class InputBuffer:
             blocks = changed[8 * num_words :].view(torch.int32)
             self.block_tables.device.view(-1).index_copy_(0, words[:num_places], blocks)
         self._follows = words[num_places:].view(2, num_follows) if num_follows else None
-
-    def _fill_tiles(self, tiles: NDArray[np.int32], step: StepInputs, table_rows: Int64s) -> None:
-        num_contexts = step.plan.num_contexts
-        num_generations = step.num_rows - num_contexts
-        token_rows = np.arange(num_generations) + (step.num_token_rows - num_generations)
-        tiles[num_generations:] = 0
-        own = tiles[:num_generations]
-        own[:, 0] = table_rows[num_contexts:]
-        own[:, 1] = token_rows
-        own[:, 2] = token_rows + 1
-        own[:, 3] = step.starts[num_contexts:]
 
     def _fill_runs(self, words: NDArray[np.int32], runs: tuple[RowRun, ...]) -> None:
         words[len(runs) :] = 0

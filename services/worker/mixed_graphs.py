@@ -25,9 +25,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from services.worker.attention.backend import KvCacheParams, RotatingBackend
+from services.worker.attention.backend import (
+    AttentionKernels,
+    AttentionMetadata,
+    KvCacheParams,
+    RotatingBackend,
+)
 from services.worker.attention.interruptible import CosSin, InterruptingMetadata
-from services.worker.attention.triton import TritonAttentionMetadata
 from services.worker.block_tables import BlockTables
 from services.worker.cuda_graphs import (
     WARM_UP_RUNS,
@@ -65,6 +69,7 @@ class MixedInputs:
         tables: BlockTables,
         itemsize: int,
         max_num_tokens: int,
+        attention: AttentionKernels,
     ) -> None:
         """
         Args:
@@ -72,6 +77,7 @@ class MixedInputs:
             max_num_tokens: the most token rows of any step: no larger size is captured.
         """
         self.kv = kv
+        self._attention = attention
         self.sizes = tuple(size for size in MIXED_SIZES if size <= max_num_tokens)
         num_tokens = max(self.sizes, default=1)
         self.buffer = InputBuffer(num_tokens, tables.device.shape[1], MIN_RUNS, tables)
@@ -120,14 +126,14 @@ class MixedInputs:
         assert self._attended.shape[1] == width, (self._attended.shape, width)
         return self._attended[:size]
 
-    def metadata(self, step: StepInputs, out: Tensor) -> TritonAttentionMetadata:
+    def metadata(self, step: StepInputs, out: Tensor) -> AttentionMetadata:
         """The attention of one step, which the buffer has been filled with.
 
         Args:
             out: `[T, num_heads * head_dim]`, where its results go.
         """
         num_contexts, num_tokens = step.plan.num_contexts, step.num_token_rows
-        metadata = TritonAttentionMetadata(
+        metadata = self._attention.metadata(
             num_contexts=num_contexts,
             num_generations=step.num_rows - num_contexts,
             num_tokens=num_tokens,
@@ -146,6 +152,7 @@ class MixedInputs:
             **self.buffer.attention_fields(step),
         )
         metadata.prepare()
+        metadata.begin_forward()
         return metadata
 
 
@@ -159,8 +166,8 @@ class LayerAttention:
     widths: tuple[int, int, int]
     cos_sin: CosSin
 
-    def run(self, metadata: TritonAttentionMetadata) -> None:
-        """Attend, for as many token rows as the step has. Writes `metadata.out`."""
+    def run(self, metadata: AttentionMetadata) -> None:
+        """Attend, for as many token rows as the step has, into the tensor that `metadata` names."""
         num_tokens = metadata.num_tokens
         q, k, v = self.qkv[:num_tokens].split(self.widths, dim=1)
         cos, sin = self.cos_sin

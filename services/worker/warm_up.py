@@ -5,12 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.attention.backend import KvCacheParams
-from services.worker.attention.triton import (
-    MAX_SPLITS,
-    TritonAttentionMetadata,
-    decode_tiles,
-)
+from services.worker.attention.backend import AttentionKernels
 from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora
 from services.worker.kernels.lora.tuned import tuned_plan
@@ -25,50 +20,36 @@ MIXED_ROWS = 128
 
 @torch.inference_mode()
 def warm_up(
-    model: Decoder, kv: KvBuffer, lora: DeviceLora, sites: frozenset[int], max_num_tokens: int
+    model: Decoder,
+    kv: KvBuffer,
+    lora: DeviceLora,
+    attention: AttentionKernels,
+    sites: frozenset[int],
+    max_num_tokens: int,
 ) -> None:
-    """Run one step of each family and of each number of splits, the largest step among them.
+    """Run one step of each family and each variant of attention, the largest step among them.
 
     Args:
         sites: where adapters may add something.
     """
-    splits = 1
-    while splits <= MAX_SPLITS:
-        model.forward(idle_batch(kv, lora, sites, 0, splits))
-        splits *= 2
-    for num_rows in sorted({min(MIXED_ROWS, max_num_tokens - 1), max_num_tokens - 1}):
-        hidden = model.forward(idle_batch(kv, lora, sites, num_rows, 1))
+    sizes = {1, *attention.warm_up_variants(), min(MIXED_ROWS + 1, max_num_tokens), max_num_tokens}
+    for num_rows in sorted(sizes):
+        hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows))
         logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
         draw(logits, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
 
 
 def idle_batch(
-    kv: KvBuffer, lora: DeviceLora, sites: frozenset[int], num_context_rows: int, num_splits: int
+    kv: KvBuffer,
+    lora: DeviceLora,
+    attention: AttentionKernels,
+    sites: frozenset[int],
+    num_rows: int,
 ) -> ForwardBatch:
-    """A context and a generation that append nothing to the cache, and adapters without rows."""
-    device, num_rows = lora.tables.arena.device, num_context_rows + 1
-    num_contexts = int(num_context_rows > 0)
+    """A generation, and a context if there is more than one row, that append nothing to the cache,
+    and adapters without rows."""
+    device = lora.tables.arena.device
     positions = torch.arange(num_rows, device=device)
-    num_groups, num_blocks = len(kv.windows), -(-num_rows // kv.tokens_per_block)
-    tables = torch.zeros(num_contexts + 1, num_blocks, dtype=torch.int32, device=device)
-    tiles = decode_tiles([0], num_contexts, num_context_rows)
-    attention = TritonAttentionMetadata(
-        num_contexts=num_contexts,
-        num_generations=1,
-        num_tokens=num_rows,
-        num_ctx_tokens=num_context_rows,
-        seq_lens=torch.tensor([num_context_rows] * num_contexts + [1]),
-        prompt_lens=(),
-        request_ids=(),
-        kv_cache_params=KvCacheParams(use_cache=True),
-        kv_cache_manager=kv,
-        position_ids=positions,
-        tables=(tables,) * num_groups,
-        places=(torch.full((num_rows,), -1, dtype=torch.int64, device=device),) * num_groups,
-        decode_tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-        num_splits=num_splits,
-        spans=((0, num_context_rows, 0),) * num_contexts,
-    )
     plan = tuned_plan(num_rows, num_rows, kv.groups.itemsize, device)
     plan = lora.fit(plan, num_rows, RANK_STRIDE_STEP)
     work = StepWork(lora.tables, 1, plan, RANK_STRIDE_STEP)
@@ -76,4 +57,4 @@ def idle_batch(
     work.count()
     adapters = LoraBatch((), {}, None, lora.tables, (work,), sites)
     ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    return ForwardBatch(ids, positions, attention, adapters)
+    return ForwardBatch(ids, positions, attention.idle_metadata(kv, positions), adapters)

@@ -67,25 +67,28 @@ def make_buffer(max_blocks: int = 64) -> InputBuffer:
     return InputBuffer(16, 8, 4, BlockTables(1, 8, max_blocks, 4, CPU))
 
 
+def addresses(buffer: InputBuffer) -> list[int]:
+    inputs = buffer.input_ids, buffer.places, buffer.decode_rows, buffer.runs
+    return [tensor.data_ptr() for tensor in inputs]
+
+
 def test_a_step_fills_the_buffer_and_pads_what_is_left(ropes: Ropes) -> None:
     buffer, step = make_buffer(), read_plan(mixed_plan(), ropes)
-    before = buffer.input_ids.data_ptr(), buffer.tiles.data_ptr(), buffer.runs.data_ptr()
+    before = addresses(buffer)
     for _ in range(2):
         buffer.fill(step, step.runs)
         buffer.take_outputs(torch.tensor([71, 72, 73]))
-    assert before == (buffer.input_ids.data_ptr(), buffer.tiles.data_ptr(), buffer.runs.data_ptr())
+    assert before == addresses(buffer)
     assert buffer.input_ids.tolist() == [*step.token_ids.tolist()[:10], 73, 71, 0, 0, 0, 0]
     assert buffer.positions.tolist() == [*step.positions().tolist(), 0, 0, 0, 0]
     places = [10 * 4 + position for position in step.positions().tolist()]
     assert buffer.places[0].tolist() == [*places, -1, -1, -1, -1]
-    rows = buffer.table_rows.tolist()
-    tiles = [[rows[2], 9, 10, 4], [rows[3], 10, 11, 5], [rows[4], 11, 12, 2]]
-    assert buffer.tiles.tolist() == tiles + [[0] * 4] * 5
+    assert buffer.decode_rows.tolist() == [*buffer.table_rows[2:], 0, 0, 0, 0, 0]
     words = buffer.runs.numpy()
     assert words[:, :3].tolist() == [[3, 0, 4], [3, 7, 11], [4, 11, 12], [0, 0, 0]]
     assert words[:3, 3].copy().view(np.float32).tolist() == [0.5, 0.5, 1.0]
     buffer.clear()
-    assert not buffer.tiles.any() and not buffer.runs.any()
+    assert not buffer.decode_rows.any() and not buffer.runs.any()
     assert buffer.places.eq(-1).all()
 
 

@@ -20,8 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from services.worker.kernels.attention import shapes as attention_shapes
 from services.worker.kernels.attention import triton as attention_launch
 from services.worker.kernels.attention import triton_kernels as attention
+from services.worker.kernels.attention import work_items
 from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
@@ -97,6 +99,7 @@ def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
     yield _count_work()
     yield _draw()
+    yield _list_items()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
@@ -137,61 +140,56 @@ def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
             )
 
 
-HEADS = attention_launch.HeadShape(32, 8, 128, 128**-0.5, None, None)
+HEADS = attention_shapes.HeadShape(32, 8, 128, 128**-0.5, None, None)
 """Llama-3-8B."""
+WINDOWED_HEADS = attention_shapes.HeadShape(16, 8, 256, 256**-0.5, 50.0, 4096)
+"""Gemma-2-9B's layers with a window."""
 
 
 def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
-    shape, tensor = HEADS, f"*{name}"
-    head = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": shape.block_dim}
-    tilings = {
-        "decode": attention_launch.decode_tiling(shape, 8, dtype.itemsize),
-        "context": attention_launch.context_tiling(shape, dtype.itemsize),
-    }
+    tensor = f"*{name}"
     types = dict.fromkeys(("q", "k_plane", "v_plane", "out"), tensor)
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
-    types |= dict.fromkeys(("tiles", "tables"), "*i32")
+    types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
     strides = ("plane_stride", "q_stride", "out_stride")
-    types |= dict.fromkeys((*strides, "table_stride", "first_row", "num_heads", "window"), "i32")
-    types |= {"scale": "fp32", "softcap": "fp32"}
-    for phase, tiling in tilings.items():
-        constants = head | {
-            "NUM_SHARED": shape.num_shared,
-            "BLOCK_SHARED": shape.block_shared,
-            "BLOCK_ROWS": tiling.block_rows,
-            "BLOCK_KEYS": tiling.block_keys,
-            "TOKENS": 16,
-            "NUM_SPLITS": tiling.num_splits,
-            "HAS_SOFTCAP": phase == "context",
-            "HAS_WINDOW": phase == "context",
-            "WIDEN": False,
-        }
-        yield Variant(
-            f"attention.{phase}.{name}",
-            attention.attend,
-            types,
-            constants,
-            tiling.num_warps,
-            tiling.num_stages,
-            strides,
+    words = ("table_stride", "first_row", "num_kv_heads", "window")
+    types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
+        contexts = attention_shapes.context_tiling(shape, dtype.itemsize)
+        generations = attention_shapes.generation_tiling(shape, dtype.itemsize)
+        kernels = (
+            ("contexts", contexts, attention_launch.context_constants),
+            ("generations", generations, attention_launch.generation_constants),
         )
-    yield Variant(
-        f"attention.combine.{name}",
-        attention.combine,
-        {key: types[key] for key in attention.combine.arg_names if key in types},
-        head | {"NUM_SPLITS": 8},
-        num_warps=1,
-        divisible=("out_stride",),
-    )
+        for phase, tiling, constants_of in kernels:
+            kernel = getattr(attention, f"attend_{phase}")
+            yield Variant(
+                f"attention.{phase}{suffix}.{name}",
+                kernel,
+                {key: value for key, value in types.items() if key in kernel.arg_names},
+                constants_of(shape, tiling, 16) | {"WIDEN": False},
+                tiling.num_warps,
+                tiling.num_stages,
+                strides,
+            )
     yield Variant(
         f"attention.append.{name}",
         attention.append,
         dict.fromkeys(("k", "v", "k_plane", "v_plane"), tensor)
         | {"places": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
-        head | {"TOKENS": 16},
+        {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim},
         num_warps=1,
         divisible=("k_stride", "v_stride", "plane_stride"),
     )
+
+
+def _list_items() -> Variant:
+    kernel = attention.list_items
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "places": "*i64"}
+    types |= dict.fromkeys(("sequences", "items"), "*i32")
+    types = {key: value for key, value in types.items() if key.islower()}
+    constants = work_items.LIST_CONSTANTS
+    return Variant("attention.list_items", kernel, types, constants, num_warps=1)
 
 
 def _draw() -> Variant:

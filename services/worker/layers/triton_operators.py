@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.attention.backend import (
+    AttentionBackend,
+    AttentionKernels,
+    AttentionMetadata,
+    RotatingBackend,
+)
 from services.worker.attention.interruptible import InterruptibleAttention
-from services.worker.attention.triton import TritonAttention, TritonAttentionMetadata
+from services.worker.attention.triton import TritonKernels
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.triton import DeviceLora
 from services.worker.kernels.lora.worklist import LoraBatch
@@ -30,12 +35,13 @@ class TritonOperators:
 
     name = "triton"
     adapter_copy_bytes = 0
-    make_metadata: Callable[..., AttentionMetadata] = TritonAttentionMetadata
     rotate: Rotate = TorchOperators.rotate
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
         self.lora: DeviceLora | None = None
+        self.attention_kernels: AttentionKernels = TritonKernels()
+        self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata
         self._torch = TorchOperators()
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -56,16 +62,10 @@ class TritonOperators:
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        backend = TritonAttention(
-            layer,
-            config.num_heads,
-            config.head_dim,
-            config.num_kv_heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            window=config.windows[layer],
-        )
-        return InterruptibleAttention(backend)
+        backend = self.attention_kernels.layer(config, layer)
+        if isinstance(backend, RotatingBackend):
+            return InterruptibleAttention(backend)
+        return backend
 
 
 class TritonLora:

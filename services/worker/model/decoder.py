@@ -113,6 +113,7 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[T, H]` after the last norm."""
+        batch.attention.begin_forward()
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)

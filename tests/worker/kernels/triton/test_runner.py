@@ -222,7 +222,7 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
     before = runner.arena.data.clone()
     sites = site_masks(runner._model.site_weights.table)[-1]
     with torch.inference_mode():
-        hidden = runner._model.forward(idle_batch(kv, gpu.lora, sites, 5, 2))
+        hidden = runner._model.forward(idle_batch(kv, gpu.lora, gpu._attention, sites, 6))
     assert hidden.shape[0] == 6
     assert runner.arena.data.equal(before)
 
