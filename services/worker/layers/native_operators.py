@@ -101,6 +101,10 @@ class PackedLinear:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear(x, self._packed, self.out_features)
 
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
+
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
@@ -117,6 +121,10 @@ class TiledLinear:
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear_tiles(x, self._packed, self.out_features)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
