@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.worker.request import SamplingParams
+from services.worker.sampling.fixed_exp import MASS_BITS, masses
 from services.worker.sampling.turn import Turn
 from services.worker.transfers import to_device
 
@@ -85,14 +86,15 @@ def _ids(token_ids: Sequence[int], row: Tensor) -> Tensor:
     return to_device(torch.tensor(token_ids), row.device)
 
 
-def limits_of(params: Sequence[SamplingParams], num_tokens: int) -> tuple[list[int], Tensor]:
-    """Rows with a limit, and float32 `[n, 3]` of them for `truncate`: top_k (`num_tokens` = all),
-    top_p (1 = all), min_p (0 = all)."""
+def limits_of(params: Sequence[SamplingParams], num_tokens: int) -> Tensor | None:
+    """float32 `[n, 3]` for `truncate`: top_k (`num_tokens` = all), top_p (1 = all) and min_p
+    (0 = all) of each row; None where no row has a limit."""
     limits = [
         (p.top_k if 0 < p.top_k < num_tokens else num_tokens, p.top_p, p.min_p) for p in params
     ]
-    rows = [i for i, limit in enumerate(limits) if limit != (num_tokens, 1.0, 0.0)]
-    return rows, torch.tensor([limits[i] for i in rows], dtype=torch.float32)
+    if all(limit == (num_tokens, 1.0, 0.0) for limit in limits):
+        return None
+    return torch.tensor(limits, dtype=torch.float32)
 
 
 def truncate(scaled: Tensor, limits: Tensor) -> None:
@@ -100,19 +102,24 @@ def truncate(scaled: Tensor, limits: Tensor) -> None:
 
     Tokens are ordered by (logit descending, id ascending). top_k keeps the first k. top_p keeps
     the shortest prefix whose probability, among what top_k kept, reaches p. min_p keeps tokens at
-    least min_p times as likely as the first. The first token always stays.
+    least min_p times as likely as the first. The first token always stays. Probabilities are the
+    integer masses of `fixed_exp`, whose sums are the same in any order.
+
+    This is the reference, which sorts whole rows and waits for the device.
 
     Args:
         scaled: `[N, V]` float32. Mutated: removed tokens become -inf.
         limits: `[N, 3]`, see `limits_of`.
     """
-    top_k, top_p, min_p = limits[:, :1], limits[:, 1:2], limits[:, 2:]
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    unlimited = limits.new_tensor([scaled.shape[-1], 1.0, 0.0])
+    rows = (limits != unlimited).any(dim=-1).nonzero()[:, 0]
+    ordered, ids = scaled[rows].sort(dim=-1, descending=True, stable=True)
+    top_k, top_p, min_p = limits[rows].double().split(1, dim=-1)
     ordered.masked_fill_(torch.arange(scaled.shape[-1], device=scaled.device) >= top_k, MINUS_INF)
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    drop = (before >= top_p) & (top_p < 1.0)
-    drop |= probs < min_p * probs[:, :1]
+    mass = masses(ordered[:, :1] - ordered)
+    before = mass.cumsum(dim=-1) - mass
+    drop = (before >= top_p * mass.sum(dim=-1, keepdim=True)) & (top_p < 1.0)
+    drop |= mass < min_p * (1 << MASS_BITS)
     drop[:, 0] = False
     ordered.masked_fill_(drop, MINUS_INF)
-    scaled.scatter_(-1, ids, ordered)
+    scaled[rows] = torch.empty_like(ordered).scatter_(-1, ids, ordered)

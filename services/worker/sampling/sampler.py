@@ -145,12 +145,9 @@ def _draw(logits: Tensor, turns: Sequence[Turn], operators: DrawOperators) -> Te
     """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`."""
     temperatures = torch.tensor([turn.params.temperature for turn in turns])
     scaled = logits / to_device(temperatures, logits.device)[:, None]
-    rows, limits = limits_of([turn.params for turn in turns], logits.shape[-1])
-    if rows:
-        limited = _rows(scaled, rows)
-        operators.truncate(limited, to_device(limits, logits.device))
-        if limited is not scaled:
-            scaled.index_copy_(0, _indices(rows, scaled), limited)
+    limits = limits_of([turn.params for turn in turns], logits.shape[-1])
+    if limits is not None:
+        operators.truncate(scaled, to_device(limits, logits.device))
     keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
     return operators.draw(scaled, to_device(torch.tensor(keys), logits.device))
 

@@ -97,7 +97,9 @@ def test_chunks_of_the_vocabulary_work_change_nothing(monkeypatch):
 
 def kept_ids(logits, **params):
     scaled = torch.tensor([logits], dtype=torch.float32)
-    truncate(scaled, limits_of([SamplingParams(max_tokens=1, seed=0, **params)], len(logits))[1])
+    limits = limits_of([SamplingParams(max_tokens=1, seed=0, **params)], len(logits))
+    assert limits is not None
+    truncate(scaled, limits)
     return torch.nonzero(scaled[0] > -INF)[:, 0].tolist()
 
 
