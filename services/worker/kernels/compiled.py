@@ -29,6 +29,7 @@ from services.worker.kernels.lora import triton_work
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
 from services.worker.kernels.sampling import triton as sampling
+from services.worker.kernels.sampling import truncation
 from services.worker.kernels.silu import triton as silu
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -97,6 +98,7 @@ def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
     yield _count_work()
     yield _draw()
+    yield _truncate()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
@@ -201,6 +203,24 @@ def _draw() -> Variant:
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
     return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
+
+
+def _truncate() -> Variant:
+    types = dict.fromkeys(("scores", "limits", "bests", "candidates"), "*fp32")
+    types |= {"powers": "*i32", "num_tokens": "i32"}
+    constants = {
+        "BLOCK": truncation.BLOCK_TOKENS,
+        "ROOM": truncation.BLOCK_TOKENS,
+        "NUM_BINS": truncation.NUM_BINS,
+    }
+    return Variant(
+        "sampling.truncate",
+        truncation.truncate_kernel,
+        types,
+        constants,
+        truncation.NUM_WARPS,
+        divisible=("num_tokens",),
+    )
 
 
 def _fused(name: str) -> Iterator[Variant]:

@@ -13,6 +13,7 @@ from services.worker.kernels.lora.triton import DeviceLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.norm.triton import add_rms_norm
 from services.worker.kernels.sampling.triton import draw
+from services.worker.kernels.sampling.truncation import truncate
 from services.worker.kernels.silu.triton import silu_and_multiply
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
@@ -21,7 +22,6 @@ from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import Rotate
 from services.worker.model.config import ModelConfig
 from services.worker.sampling.drawing import DrawOperators
-from services.worker.sampling.masks import truncate
 
 
 class TritonOperators:

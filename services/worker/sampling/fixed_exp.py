@@ -2,16 +2,17 @@
 
 A token's mass is e**-depth in units of 2**-34, where depth is how far its score lies below the
 row's best score. Sums of integers are the same in any order and on any device, so every backend
-sees the sum of a nucleus cross `top_p` at the same token. Floating-point `exp` and float sums differ
-in their last bits between libraries and devices.
+sees the sum of a nucleus cross `top_p` at the same token. Floating-point `exp` and float sums
+differ in their last bits between libraries and devices.
 
 With u = floor(depth * 6051102), which is depth * log2(e) in units of 2**-22, and u = (n, j, r) in
 fields of 7 integer, 7 index and 15 rest bits:
 
     mass = TABLE[j] * (1 - c + c**2 / 2) >> (26 + n),    TABLE[j] = 2**30 * 2**(-j / 128)
 
-where c = r * ln 2 in units of 2**-30. The product depth * 6051102 is one float32 multiplication; all
-else is integers. The error is below one unit plus 2**-19 of the mass. Depths from 24 on have mass 0.
+where c = r * ln 2 in units of 2**-30. The product depth * 6051102 is one float32 multiplication;
+all else is integers. The error is below one unit plus 2**-19 of the mass. Depths from 24 on have
+mass 0.
 """
 
 from __future__ import annotations

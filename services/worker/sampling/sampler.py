@@ -142,9 +142,9 @@ def _indices(rows: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, turns: Sequence[Turn], operators: DrawOperators) -> Tensor:
-    """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`."""
+    """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`. Mutates: logits."""
     temperatures = torch.tensor([turn.params.temperature for turn in turns])
-    scaled = logits / to_device(temperatures, logits.device)[:, None]
+    scaled = logits.div_(to_device(temperatures, logits.device)[:, None])
     limits = limits_of([turn.params for turn in turns], logits.shape[-1])
     if limits is not None:
         operators.truncate(scaled, to_device(limits, logits.device))

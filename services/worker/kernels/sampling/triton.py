@@ -73,7 +73,7 @@ def gumbel(seed, token, position, sample, inverses, logs):
     return (noise >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def draw_kernel(
     best_scores,
     best_tokens,
