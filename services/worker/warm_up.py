@@ -11,11 +11,14 @@ from services.worker.kernels.lora.triton import RANK_STRIDE_STEP, DeviceLora
 from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.sampling.triton import draw
+from services.worker.kernels.sampling.truncation import truncate
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.decoder import Decoder
 
 MIXED_ROWS = 128
+ALIGNED_WIDTH = 16
+"""Triton compiles a kernel anew for integers that are multiples of this."""
 
 
 @torch.inference_mode()
@@ -36,7 +39,17 @@ def warm_up(
     for num_rows in sorted(sizes):
         hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows))
         logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
-        draw(logits, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
+        warm_up_sampling(logits)
+
+
+def warm_up_sampling(logits: torch.Tensor) -> None:
+    """Truncate and draw rows as wide as `logits` `[1, V]`, aligned and not: adapters that add
+    tokens bring any width, and kernels are compiled for each alignment."""
+    width = -(-logits.shape[1] // ALIGNED_WIDTH) * ALIGNED_WIDTH
+    for num_tokens in (width, width + 1):
+        scores = logits.new_zeros(1, num_tokens)
+        truncate(scores, scores.new_tensor([[num_tokens, 0.5, 0.0]]))
+        draw(scores, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
 
 
 def idle_batch(

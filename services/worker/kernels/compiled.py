@@ -28,9 +28,11 @@ from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
 from services.worker.kernels.lora import triton_work
+from services.worker.kernels.moe import triton as moe
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
 from services.worker.kernels.sampling import triton as sampling
+from services.worker.kernels.sampling import truncation
 from services.worker.kernels.silu import triton as silu
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -98,12 +100,14 @@ def resources(compiled: Any) -> Resources:
 def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
     yield _count_work()
-    yield _draw()
     yield _list_items()
+    yield from _draw()
+    yield _truncate()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
         yield from _fused(name)
+        yield from _moe(dtype, name)
 
 
 def _count_work() -> Variant:
@@ -192,13 +196,63 @@ def _list_items() -> Variant:
     return Variant("attention.list_items", kernel, types, constants, num_warps=1)
 
 
-def _draw() -> Variant:
-    kernel = sampling.draw_kernel
+def _draw() -> Iterator[Variant]:
     types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
     types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
-    return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
+    yield Variant(
+        "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
+    )
+    names = ("floors", "best_scores", "keys", "inverses", "logs")
+    of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
+    constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
+    yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
+
+
+NUM_EXPERTS, NUM_ACTIVE = 128, 8
+"""Qwen3-30B-A3B."""
+
+
+def _moe(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    tensor, widths = f"*{name}", ("num_outputs", "num_inputs")
+    types = dict.fromkeys(("y", "x", "weights"), tensor) | {"order": "*i64", "ends": "*i32"}
+    types |= dict.fromkeys(("num_experts", *widths), "i32")
+    for tiling in moe.tilings(dtype):
+        for of_tokens in (True, False):
+            yield Variant(
+                f"moe.grouped_linear-{tiling.block_rows}-{'up' if of_tokens else 'down'}.{name}",
+                moe.grouped_linear_kernel,
+                types,
+                moe.constants_of(tiling, NUM_EXPERTS, NUM_ACTIVE if of_tokens else 0, dtype),
+                tiling.num_warps,
+                tiling.num_stages,
+                widths,
+            )
+    yield Variant(
+        f"moe.combine.{name}",
+        moe.combine_kernel,
+        {"out": tensor, "y": tensor, "weights": "*fp32"},
+        {"WIDTH": 2048, "NUM_ACTIVE": NUM_ACTIVE, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS},
+    )
+
+
+def _truncate() -> Variant:
+    types = dict.fromkeys(("scores", "limits", "bests", "candidates"), "*fp32")
+    types |= {"powers": "*i32", "num_tokens": "i32"}
+    constants = {
+        "BLOCK": truncation.BLOCK_TOKENS,
+        "ROOM": truncation.BLOCK_TOKENS,
+        "NUM_BINS": truncation.NUM_BINS,
+    }
+    return Variant(
+        "sampling.truncate",
+        truncation.truncate_kernel,
+        types,
+        constants,
+        truncation.NUM_WARPS,
+        divisible=("num_tokens",),
+    )
 
 
 def _fused(name: str) -> Iterator[Variant]:

@@ -136,7 +136,7 @@ class Decoder:
         resized = lora.resized(self._head.site_id)
         num_own = self._head.base.out_features
         width = max([num_own, *(num_rows for _, _, num_rows in resized)])
-        logits = self._head.forward(hidden, lora, width).float()
+        logits = self._head.forward_float32(hidden, lora, width)
         softcap = self.config.logit_softcap
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
