@@ -102,7 +102,6 @@ class GpuPath:
         if arena.data.is_cuda:
             sites_and_size = self._masks[-1], limits.max_num_tokens
             warm_up(model, kv, self.lora, self._attention, *sites_and_size)
-        if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
             self.capture(limits.max_num_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:

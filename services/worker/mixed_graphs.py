@@ -34,7 +34,6 @@ from services.worker.attention.backend import (
 from services.worker.attention.interruptible import CosSin, InterruptingMetadata
 from services.worker.block_tables import BlockTables
 from services.worker.cuda_graphs import (
-    WARM_UP_RUNS,
     Graph,
     GraphMemory,
     forward_static,
@@ -335,8 +334,7 @@ class MixedGraphs:
         self._inputs.buffer.clear()
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
-            for _ in range(WARM_UP_RUNS):
-                self.record(PieceRecorder(self._inputs, size), sites)
+            self.record(PieceRecorder(self._inputs, size), sites)  # compiles and allocates
             torch.cuda.synchronize()
             gc.collect()
             gc.disable()  # what is collected during a capture might free memory of the device
