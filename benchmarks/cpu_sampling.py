@@ -109,9 +109,9 @@ def draws(num_rows: int, vocab_size: int, repetitions: int) -> dict[str, Any]:
 def choose(scores: Tensor, sampling: dict[str, Any], keys: Tensor, way: DrawOperators) -> Tensor:
     """Truncate and draw. Mutates: scores."""
     params = SamplingParams(max_tokens=1, seed=0, **sampling)
-    rows, limits = limits_of([params] * len(scores), scores.shape[-1])
-    if rows:
-        way.truncate(scores, limits)
+    limits = limits_of([params] * len(scores), scores.shape[-1])
+    if limits is not None:
+        way.truncate(scores, torch.from_numpy(limits))
     return way.draw(scores, keys)
 
 

@@ -15,7 +15,6 @@ from services.worker.adapters.loader import AtOnce, CopiedImage
 from services.worker.building import build_runner
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.runner import TorchRunner
-from services.worker.step_batch import runs_of
 
 GPU_RESERVE_BYTES = 7 << 30
 """Left to activations, graphs and libraries when the arena takes the rest."""
@@ -131,13 +130,13 @@ class BenchRunner:
 
     def graph_s(self, plan: StepPlan, repetitions: int) -> float | None:
         """Median seconds of the captured part of a step on the GPU; None without graphs."""
-        gpu = self.runner._batches.gpu
-        runs = runs_of(plan)
-        if gpu is None or not gpu.fits_graph(plan, runs):
+        gpu, step = self.runner._batches.gpu, self.runner._batches.read(plan)
+        graph = None if gpu is None else gpu.graph_of(step)
+        if gpu is None or graph is None:
             return None
         before = torch.zeros(0, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            return common.device_median_s(lambda: gpu.replay(plan, runs, before), repetitions)
+            return common.device_median_s(lambda: gpu.replay(graph, step, before), repetitions)
 
     def _run(self, plan: StepPlan) -> Callable[[], object]:
         return lambda: self.runner.execute(plan)

@@ -55,6 +55,7 @@ def build_runner(
     max_lora_rank: int = 256,
     max_resident: int = 4096,
     max_num_tokens: int = 2048,
+    max_num_rows: int = 256,
     load_format: str = "auto",
     cpu_isa: str = "auto",
     overlap: str = "off",
@@ -69,7 +70,7 @@ def build_runner(
         arena_bytes: for KV cache and adapters together.
         max_lora_rank: adapters of a higher rank are refused at load.
         max_resident: adapters that may be loaded at once; slots are below it.
-        max_num_tokens: the most positions of one step.
+        max_num_tokens, max_num_rows: the most positions and the most requests of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
@@ -86,26 +87,34 @@ def build_runner(
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    layout = AdapterLayout(
-        block_bytes=arena.block_bytes,
-        dtype=_dtype_key(torch_dtype),
-        keeps_half=isinstance(operators, NativeOperators),
-        max_rank=max_lora_rank,
-        base_key=weights_key(model_dir, geometry),
-        sites=sites.table,
-        ropes=base_ropes(config),
-        int8=adapter_dtype == "int8",
-    )
+    base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"
+    layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, is_int8)
     host = _host_tier(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
     reader = ModuleReader(geometry, sites.table, max_lora_rank)
     packer = Packer(reader, layout, SiteValues(sites, layout, torch_device))
     loader = AdapterLoader(adapters, packer, executors)
     info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
-    limits = max_resident, max_lora_rank, max_num_tokens
+    limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
+
+
+def _adapter_layout(
+    model: Decoder, kv: KvBuffer, operators: Operators, max_rank: int, base_key: str, int8: bool
+) -> AdapterLayout:
+    """How adapters are packed for this base; `base_key` names its weights."""
+    return AdapterLayout(
+        block_bytes=kv.arena.block_bytes,
+        dtype=_dtype_key(kv.planes(0)[0].dtype),
+        keeps_half=isinstance(operators, NativeOperators),
+        max_rank=max_rank,
+        base_key=base_key,
+        sites=model.site_weights.table,
+        ropes=base_ropes(model.config),
+        int8=int8,
+    )
 
 
 def _kv_buffer(
@@ -142,9 +151,9 @@ def _batch_maker(
     adapters: AdapterWeights,
     layout: AdapterLayout,
     device: torch.device,
-    limits: tuple[int, int, int],
+    limits: tuple[int, int, int, int],
 ) -> BatchMaker:
-    """`limits` = max_resident, max_lora_rank, max_num_tokens."""
+    """`limits` = max_resident, max_lora_rank, max_num_tokens, max_num_rows."""
     is_native = isinstance(operators, NativeOperators)
     return BatchMaker(
         kv,
@@ -163,7 +172,7 @@ def _gpu_path(
     operators: Operators,
     kv: KvBuffer,
     adapters: AdapterWeights,
-    limits: tuple[int, int, int],
+    limits: tuple[int, int, int, int],
     is_int8: bool,
 ) -> GpuPath | None:
     """Tables, workspace and captured graphs where Triton computes, else None."""

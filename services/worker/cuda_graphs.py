@@ -4,8 +4,9 @@ A graph is captured for each batch size of a short list: for the base alone, for
 attention, and for adapters anywhere. It reads its inputs at fixed addresses: `DecodeInputs` holds
 them for the largest batch, and a step fills the first rows. Rows up to the batch size are padding
 that writes nothing: no cache place, no keys, no adapter. Which adapters a step uses is read from
-device tables, so one graph serves any mix. Everything else (contexts, several adapters in one
-request, embeddings or norms of an adapter's own) runs eagerly, as does the head with sampling.
+device tables, so one graph serves any mix. Steps that compute prompts are in `mixed_graphs`.
+Everything else (several adapters in one request, embeddings or norms of an adapter's own) runs
+eagerly, as does the head with sampling.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from services.worker.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
-from services.worker.kernels.lora.runs import RowRun
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.kernels.lora.worklist import Arriving, LoraBatch
 from services.worker.model.batch import ForwardBatch
 from services.worker.model.decoder import Decoder
-from services.worker.request import StepPlan
-from services.worker.step_results import take_outputs
+from services.worker.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +32,58 @@ WARM_UP_RUNS = 2
 """Forward passes before a capture: kernels compile and libraries allocate in the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A graph, what it reads and where it leaves its result."""
+class Graph(Protocol):
+    """What is used of a `torch.cuda.CUDAGraph` once it is captured."""
 
-    graph: torch.cuda.CUDAGraph
+    def replay(self) -> None:
+        """Launch all that was captured."""
+        ...
+
+
+class CapturedStep(Protocol):
+    """A step that is captured, in one graph or in several."""
+
+    def replay(self, step: StepInputs, before: Tensor, landings: Sequence[Arriving]) -> Tensor:
+        """Hidden states `[T, H]`. The next replay overwrites them.
+
+        Args:
+            before: outputs of the step before, read by rows that follow them.
+            landings: adapters of the step whose bytes are not all on the device yet.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class GraphMemory:
+    """What all captures share: graphs never run at once, so they use the same memory."""
+
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A pure-decode step in one graph. Implements `CapturedStep`."""
+
+    graph: Graph
+    inputs: DecodeInputs
     batch: ForwardBatch
     """Kept for its workspaces, whose addresses the graph holds."""
     hidden: Tensor
-    """`[size, H]`; the next replay overwrites it."""
+    """`[size, H]`."""
+
+    def replay(self, step: StepInputs, before: Tensor, landings: Sequence[Arriving]) -> Tensor:
+        """See `CapturedStep`."""
+        for landing in landings:
+            landing.wait_all()
+        self.inputs.buffer.fill(step, step.runs)
+        self.inputs.buffer.take_outputs(before)
+        self.graph.replay()
+        return self.hidden[: step.num_rows]
 
 
 class DecodeGraphs:
-    """The captured steps of a runner."""
+    """The captured pure-decode steps of a runner."""
 
     def __init__(
         self,
@@ -61,64 +100,50 @@ class DecodeGraphs:
         self._model = model
         self._inputs = inputs
         self._table = table
-        self._masks = (frozenset[int](), *site_masks)
-        self._steps: dict[tuple[int, frozenset[int]], CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._masks = site_masks
+        self._steps: dict[tuple[int, int], DecodeGraph] = {}
 
-    def capture(self) -> None:
+    def capture(self, memory: GraphMemory) -> None:
         """Capture every batch size, largest first, so that the others fit into its memory."""
         began_s = time.monotonic()
-        kinds = [(size, sites) for size in reversed(BATCH_SIZES) for sites in self._masks]
-        for i, (size, sites) in enumerate(kinds):
-            self._steps[size, sites] = self._capture(size, sites)
-            logger.info("captured graph %d of %d: %d rows", i + 1, len(kinds), size)
-        logger.info("captured all graphs in %.1f s", time.monotonic() - began_s)
+        for size in reversed(BATCH_SIZES):
+            for mask, sites in enumerate(self._masks):
+                self._steps[size, mask] = self._capture(size, sites, memory)
+            logger.info("captured the decode graphs of %d rows", size)
+        elapsed_s = time.monotonic() - began_s
+        logger.info("captured %d decode graphs in %.1f s", len(self._steps), elapsed_s)
 
-    def fits(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
-        """Whether a graph can compute the step, which must run eagerly otherwise."""
-        return self._inputs.accepts(plan, runs)
-
-    def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
-        """Hidden states `[rows, H]` of a step that fits. The next call overwrites them.
+    def find(self, step: StepInputs, mask: int) -> DecodeGraph | None:
+        """The graph of a step, unless it computes prompts or is too large.
 
         Args:
-            before: outputs of the step before, read by rows that follow them.
+            mask: index of the sites that its adapters touch.
         """
-        size = batch_size_for(len(plan.rows))
-        assert size is not None, len(plan.rows)
-        touched = self._inputs.touched_sites(runs)
-        step = self._steps[size, next(sites for sites in self._masks if touched <= sites)]
-        self._inputs.fill(plan, runs, size)
-        take_outputs(self._inputs.input_ids, plan, before)
-        step.graph.replay()
-        return step.hidden[: len(plan.rows)]
+        if not step.is_decode:
+            return None
+        size = batch_size_for(step.num_rows)
+        return None if size is None else self._steps[size, mask]
 
-    def _capture(self, size: int, sites: frozenset[int]) -> CapturedStep:
+    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
         """Capture with padding rows only: what was in the cache stays as it is."""
-        self._inputs.fill(StepPlan(0, ()), (), size)
-        if sites:
-            self._inputs.work(size).fill(())
+        self._inputs.buffer.clear()
         batch = self._inputs.batch(size, sites, self._table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
         # libraries' workspaces, which would else be captured anew for every graph.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
             for _ in range(WARM_UP_RUNS):
-                self._forward(batch)
-        torch.cuda.current_stream().wait_stream(self._stream)
+                forward_static(self._model, batch)
+        torch.cuda.current_stream().wait_stream(memory.stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            hidden = self._forward(batch)
-        return CapturedStep(graph, batch, hidden)
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        return forward_static(self._model, batch)
+        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
+            hidden = forward_static(self._model, batch)
+        return DecodeGraph(graph, self._inputs, batch, hidden)
 
 
 def forward_static(model: Decoder, batch: ForwardBatch) -> Tensor:
-    """What a graph holds: count the adapters' work, then the forward pass."""
-    for work in batch.lora.works or ():
-        work.count()
+    """What a graph holds: list the adapters' groups, then the forward pass."""
+    if batch.lora.work is not None:
+        batch.lora.work.list_groups(len(batch.input_ids))
     return model.forward(batch)

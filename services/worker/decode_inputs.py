@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from dataclasses import replace
 
-import torch
-
-from services.worker.attention.backend import KvCacheParams
-from services.worker.attention.triton import (
-    TritonAttentionMetadata,
-    choose_splits,
-    decode_tiles,
-)
-from services.worker.kernels.lora.runs import RowRun, disjoint_passes
-from services.worker.kernels.lora.step_work import StepWork
+from services.worker.attention.backend import AttentionKernels, StaticInputs
+from services.worker.block_tables import BlockTables
+from services.worker.input_buffer import InputBuffer
+from services.worker.kernels.lora.step_work import MIN_RUNS, static_work
 from services.worker.kernels.lora.triton import DeviceLora
-from services.worker.kernels.lora.tuned import tuned_plan
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.ropes import Ropes
 from services.worker.memory.buffer import KvBuffer
 from services.worker.model.batch import ForwardBatch
-from services.worker.request import StepPlan
-from services.worker.transfers import copy_into
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -32,30 +21,6 @@ def batch_size_for(num_rows: int) -> int | None:
     return next((size for size in BATCH_SIZES if size >= num_rows), None)
 
 
-class BlockTables:
-    """Block tables at fixed addresses; only rows that changed are written again."""
-
-    def __init__(self, num_groups: int, max_rows: int, max_blocks: int, device: torch.device):
-        shape = num_groups, max_rows, max_blocks
-        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._host = torch.zeros(shape, dtype=torch.int32)
-        self._known: dict[tuple[int, int], list[int]] = {}
-
-    def fill(self, rows: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Copy each row's tables, one of each KV group."""
-        width, changed = 0, False
-        for i, tables in enumerate(rows):
-            for group, table in enumerate(tables):
-                if self._known.get((group, i)) == table:
-                    continue
-                self._known[group, i] = list(table)
-                self._host[group, i, : len(table)] = torch.tensor(table, dtype=torch.int32)
-                changed = True
-            width = max(width, *map(len, tables))
-        if changed:
-            copy_into(self.device[:, : len(rows), :width], self._host[:, : len(rows), :width])
-
-
 class DecodeInputs:
     """Static inputs of pure-decode steps, and the batches that read them."""
 
@@ -63,76 +28,16 @@ class DecodeInputs:
         self,
         kv: KvBuffer,
         lora: DeviceLora,
-        ropes: Ropes,
+        tables: BlockTables,
         max_model_len: int,
-        itemsize: int,
-        eager_sites: Set[int] = frozenset(),
+        attention: AttentionKernels,
     ) -> None:
-        """`eager_sites`: those that no graph holds, so that adapters may do anything there."""
-        device, rows = lora.tables.arena.device, BATCH_SIZES[-1]
         self._kv = kv
-        self._lora = lora
-        self._ropes = ropes
-        self._itemsize = itemsize
         self._max_model_len = max_model_len
-        self._eager_sites = eager_sites
-        num_groups = len(kv.windows)
-        self._numbers = torch.zeros(3 + num_groups, rows, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.rope_rows = self._numbers[:3]
-        self.places = self._numbers[3:]
-        self.tiles = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        max_blocks = -(-max_model_len // kv.tokens_per_block)
-        self.tables = BlockTables(num_groups, rows, max_blocks, device)
-        self._works: dict[int, StepWork] = {}
-
-    def accepts(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
-        """Whether a graph can compute the step."""
-        return (
-            plan.num_contexts == 0
-            and 0 < len(plan.rows) <= BATCH_SIZES[-1]
-            and all(row.num_tokens == 1 for row in plan.rows)
-            and all(row.start < self._max_model_len for row in plan.rows)
-            and len(disjoint_passes(runs)) <= 1
-            and all(self._lora.tables.in_torch(r.slot) <= self._eager_sites for r in runs)
-        )
-
-    def touched_sites(self, runs: Sequence[RowRun]) -> frozenset[int]:
-        """Sites of a graph where adapters of the step have something to add."""
-        return self._lora.sites_of(runs) - self._eager_sites
-
-    def fill(self, plan: StepPlan, runs: Sequence[RowRun], size: int) -> None:
-        """Copy a step to the device; rows after its last become padding up to `size`."""
-        rows, num_padding = plan.rows, size - len(plan.rows)
-        starts = [row.start for row in rows]
-        tables = [row.request.block_tables for row in rows]
-        num_groups = len(self._kv.windows)
-        places = (
-            [self._place(groups[g], start) for groups, start in zip(tables, starts, strict=True)]
-            for g in range(num_groups)
-        )
-        ropes = [self._ropes.row(row.slots, row.request.is_long) for row in rows]
-        numbers = torch.zeros(3 + num_groups, BATCH_SIZES[-1], dtype=torch.int64)
-        numbers[0, : len(rows)] = torch.tensor([row.input_ids()[0] for row in rows])
-        numbers[1, : len(rows)] = torch.tensor(starts)
-        numbers[2, : len(rows)] = torch.tensor(ropes)
-        numbers[3:] = -1
-        for group, group_places in enumerate(places):
-            numbers[3 + group, : len(rows)] = torch.tensor(group_places)
-        copy_into(self._numbers, numbers)
-        tiles = decode_tiles(starts, 0, 0) + [(0, 0, 0, 0)] * num_padding
-        copy_into(self.tiles[:size], torch.tensor(tiles, dtype=torch.int32))
-        self.tables.fill(tables)
-        if runs:
-            self.work(size).fill(runs)
-
-    def work(self, size: int) -> StepWork:
-        """The adapters' work of a batch size; runs may be of any length and any rank."""
-        if size not in self._works:
-            ranks = self._lora.planes.max_ranks
-            plan = tuned_plan(1, size, self._itemsize, self._lora.tables.arena.device)
-            plan = self._lora.fit(plan, size, ranks)
-            self._works[size] = StepWork(self._lora.tables, size, plan, ranks)
-        return self._works[size]
+        self._attention = attention
+        self.tables = tables
+        self.buffer = InputBuffer(BATCH_SIZES[-1], BATCH_SIZES[-1], MIN_RUNS, tables)
+        self._work = static_work(lora.tables, BATCH_SIZES[-1], self.buffer.runs)
 
     def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
         """The batch that a graph of `size` rows reads.
@@ -141,37 +46,20 @@ class DecodeInputs:
             sites: where adapters may add something; none = the base alone.
             table: names the adapters' tables.
         """
-        works = (self.work(size),) if sites else ()
-        return ForwardBatch(
-            input_ids=self.input_ids[:size],
-            positions=self.positions[:size],
-            attention=self._metadata(size),
-            lora=replace(table, runs=(), works=works, sites=sites),
-            rope_rows=self.rope_rows[:size],
-        )
-
-    def _metadata(self, size: int) -> TritonAttentionMetadata:
-        num_kv_heads = self._kv.planes(0)[0].shape[1]
-        return TritonAttentionMetadata(
-            num_contexts=0,
-            num_generations=size,
-            num_tokens=size,
-            num_ctx_tokens=0,
-            seq_lens=torch.ones(size, dtype=torch.int64),
-            prompt_lens=(),
-            request_ids=(),
-            kv_cache_params=KvCacheParams(use_cache=True),
-            kv_cache_manager=self._kv,
-            position_ids=self.positions[:size],
-            max_num_requests=size,
-            max_num_tokens=size,
-            is_cuda_graph=True,
+        work = self._work if sites else None
+        buffer = self.buffer
+        attention = StaticInputs(
+            cache=self._kv,
+            positions=buffer.positions[:size],
+            places=tuple(places[:size] for places in buffer.places),
             tables=tuple(self.tables.device),
-            places=tuple(places[:size] for places in self.places),
-            decode_tiles=self.tiles[:size],
-            num_splits=choose_splits(size, num_kv_heads, self._max_model_len),
+            table_rows=buffer.decode_rows[:size],
+            max_keys=self._max_model_len,
         )
-
-    def _place(self, table: Sequence[int], position: int) -> int:
-        num_slots = self._kv.tokens_per_block
-        return table[position // num_slots] * num_slots + position % num_slots
+        return ForwardBatch(
+            input_ids=buffer.input_ids[:size],
+            positions=buffer.positions[:size],
+            attention=self._attention.static_metadata(attention),
+            lora=replace(table, runs=(), work=work, sites=sites),
+            rope_rows=buffer.rope_rows[:size],
+        )

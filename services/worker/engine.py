@@ -196,6 +196,8 @@ class Engine:
         is_collecting = len(self._in_flight) > (self._runner.overlaps and bool(plan.rows))
         if is_collecting:
             tokens = self._collect_oldest()
+        if plan.awaits_masks:  # known, now that the tokens before are; some may be on their way
+            self._in_flight[-1].launched.choose_tokens()
         self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
         return StepOutput(
             step=plan.step,

@@ -157,6 +157,7 @@ def build_engine(config: EngineConfig, cpu_isa: str) -> Engine:
         max_lora_rank=config.max_lora_rank,
         max_resident=config.max_resident,
         max_num_tokens=config.max_step_tokens,
+        max_num_rows=config.max_running,
         load_format=config.load_format,
         cpu_isa=cpu_isa,
         overlap=config.overlap,

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from services.worker.adapters.landing import Landing
-from services.worker.cuda_graphs import DecodeGraphs
-from services.worker.decode_inputs import DecodeInputs
-from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.runs import RowRun
+from services.worker.block_tables import BlockTables
+from services.worker.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
+from services.worker.decode_inputs import BATCH_SIZES, DecodeInputs
+from services.worker.input_buffer import InputBuffer
+from services.worker.kernels.lora.device_records import Part
+from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
+from services.worker.kernels.lora.runs import RowRun, cut_at_tiles, dense_runs
 from services.worker.kernels.lora.side_stream import SideStream
+from services.worker.kernels.lora.step_work import fits_static_work
 from services.worker.kernels.lora.tables import DeltaTable
-from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, DeviceLora, Planes
+from services.worker.kernels.lora.triton import ALIGNED_ELEMENTS, MAX_PARTS, DeviceLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import Operators
 from services.worker.layers.triton_operators import TritonOperators
 from services.worker.memory.buffer import KvBuffer
+from services.worker.mixed_graphs import MixedGraphs, MixedInputs
 from services.worker.model.decoder import Decoder
 from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
-from services.worker.request import StepPlan
+from services.worker.step_inputs import StepInputs
 from services.worker.warm_up import warm_up
-
-MIN_PLANE_ROWS = 4096
-"""Rows of workspace at full width: 256 generations of 16 partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class GpuLimits:
     max_resident: int
     max_lora_rank: int
     max_num_tokens: int
+    max_num_rows: int
+    """The most requests of one step."""
 
 
 class GpuPath:
@@ -57,46 +62,72 @@ class GpuPath:
         assert isinstance(operators, TritonOperators), operators.name
         arena, sites = kv.arena, model.site_weights.table
         served = [site for site in sites.sites if site.kind in (LINEAR, LM_HEAD)]
-        modules = Counter(place.site_id for place in sites.places.values())
         self._table = table
         self._model = model
+        self._kv = kv
         self._landings: dict[int, Landing] = {}
         """By slot: adapters whose bytes the step's stream has not waited for."""
         self._served = {site.id for site in served}
         self._heads = frozenset(site.id for site in served if site.kind == LM_HEAD)
-        self._itemsize = kv.groups.itemsize
+        self._masks = (frozenset[int](), *site_masks(sites))
+        self._masks_of_slots: dict[int, int | None] = {}
+        """By slot: index of the sites that a graph must have; None = no graph computes it."""
+        stored = torch.int8 if int8 else kv.planes(0)[0].dtype
         tables = DeviceTables(
             arena.data.view(-1),
-            [site.in_features for site in sites.sites],
-            aligned_sites(sites),
+            stored,
+            site_shapes(sites, self._served, arena.block_bytes // stored.itemsize),
             limits.max_resident,
             record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
-            int8,
         )
-        max_ranks = limits.max_lora_rank * max(modules[site.id] for site in served)
-        rows = max(MIN_PLANE_ROWS, limits.max_num_tokens)
-        planes = Planes(rows, max_ranks, arena.data.device)
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
-        self.lora = DeviceLora(tables, planes, max(site.in_features for site in served), side)
+        self.lora = DeviceLora(tables, side)
         operators.lora = self.lora
-        self._graphs: DecodeGraphs | None = None
+        self._attention = operators.attention_kernels
+        self._max_model_len = model.config.max_position_embeddings
+        self._block_tables = BlockTables(
+            len(kv.windows),
+            max(limits.max_num_rows, BATCH_SIZES[-1]),
+            -(-self._max_model_len // kv.tokens_per_block),
+            kv.tokens_per_block,
+            arena.data.device,
+        )
+        self._graphs: list[DecodeGraphs | MixedGraphs] = []
         if arena.data.is_cuda:
-            warm_up(model, kv, self.lora, site_masks(sites)[-1], limits.max_num_tokens)
-        if arena.data.is_cuda and model.config.moe is None:  # the host chooses experts: no graph
-            inputs = self.decode_inputs(kv)
-            self._graphs = DecodeGraphs(model, inputs, self.lora_batch(()), site_masks(sites))
-            self._graphs.capture()
+            sites_and_size = self._masks[-1], limits.max_num_tokens
+            warm_up(model, kv, self.lora, self._attention, *sites_and_size)
+            self.capture(limits.max_num_tokens, GraphMemory())
 
-    def decode_inputs(self, kv: KvBuffer) -> DecodeInputs:
-        """Static inputs for graphs of this runner."""
-        max_model_len = self._model.config.max_position_embeddings
-        ropes = self._model.ropes
-        return DecodeInputs(kv, self.lora, ropes, max_model_len, self._itemsize, self._heads)
+    def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
+        """Capture the graphs of all steps up to some sizes."""
+        table = self.lora_batch(())
+        decode = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
+        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table, self._masks)
+        for graphs in (mixed, decode):
+            graphs.capture(memory)
+        self._graphs = [decode, mixed]
+
+    def decode_inputs(self) -> DecodeInputs:
+        """Static inputs of pure-decode steps."""
+        return DecodeInputs(
+            self._kv, self.lora, self._block_tables, self._max_model_len, self._attention
+        )
+
+    def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
+        """Static inputs of steps that compute prompts."""
+        return MixedInputs(self._kv, self.lora, self._block_tables, max_num_tokens, self._attention)
+
+    def eager_inputs(self, step: StepInputs) -> InputBuffer:
+        """Inputs of one step on the device."""
+        num_generations = step.num_rows - step.plan.num_contexts
+        buffer = InputBuffer(step.num_token_rows, num_generations, 0, self._block_tables)
+        buffer.fill(step)
+        return buffer
 
     def enter(self, slot: int, landing: Landing | None = None) -> None:
         """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
         for."""
-        sites = range(self.lora.tables.num_sites)
+        sites = range(len(self.lora.tables.shapes))
         found = {site: self._table.get((slot, site)) for site in sites}
         deltas = {site: delta for site, delta in found.items() if delta is not None}
         in_torch = {
@@ -105,40 +136,62 @@ class GpuPath:
             if site not in self._served or delta.replaces_rows
         }
         self.lora.tables.enter(slot, deltas, in_torch)
+        self._masks_of_slots[slot] = self.mask_of(slot)
         if landing is not None:
             self._landings[slot] = landing
+
+    def mask_of(self, slot: int) -> int | None:
+        """Index of the smallest set of sites whose graphs compute the adapter; None = none do.
+
+        The head is in no graph, so that an adapter may do anything there.
+        """
+        tables = self.lora.tables
+        if not tables.in_torch(slot) <= self._heads:
+            return None
+        touched = tables.sites_of(slot) - self._heads
+        return next(mask for mask, sites in enumerate(self._masks) if touched <= sites)
 
     def remove(self, slot: int) -> None:
         """Take a slot out of the device's tables; its blocks are free for steps to write."""
         self.lora.tables.remove(slot)
+        del self._masks_of_slots[slot]
         if (landing := self._landings.pop(slot, None)) is not None:
             landing.wait_all()
 
-    def fits_graph(self, plan: StepPlan, runs: Sequence[RowRun]) -> bool:
-        """Whether a graph can compute the step."""
-        return self._graphs is not None and self._graphs.fits(plan, runs)
+    def graph_of(self, step: StepInputs) -> CapturedStep | None:
+        """What computes the step without launching each kernel; None where it must run eagerly."""
+        if not self._graphs or not step.num_rows:
+            return None
+        masks = [self._masks_of_slots[run.slot] for run in step.runs]
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks):
+            return None
+        if not fits_static_work(self.lora.tables, cut_at_tiles(step.runs)):
+            return None
+        mask = max(known, default=0)
+        found = (graphs.find(step, mask) for graphs in self._graphs)
+        return next((graph for graph in found if graph is not None), None)
 
-    def replay(self, plan: StepPlan, runs: Sequence[RowRun], before: Tensor) -> Tensor:
-        """Hidden states of a step that fits a graph; `before` = outputs of the step before."""
-        assert self._graphs is not None, "no graph fits"
-        for landing in self._landings_of(runs):
-            landing.wait_all()
-        return self._graphs.replay(plan, runs, before)
+    def replay(self, graph: CapturedStep, step: StepInputs, before: Tensor) -> Tensor:
+        """Hidden states of a step; `before` = outputs of the step before."""
+        return graph.replay(step, before, self._landings_of(step.runs))
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
-        """The adapters of a step; with `num_rows`, their work is on the device already."""
-        if num_rows is None or not runs:
-            return LoraBatch(runs, self._table, None, self.lora.tables)
-        dense = self.lora.dense_runs(runs, num_rows)
-        others = [run for run in runs if run not in dense]
-        works = self.lora.begin(others, num_rows, self._itemsize)
-        touched = self.lora.sites_of(runs)
+        """The adapters of a step; without `num_rows`, for its head alone."""
         landings = tuple(self._landings_of(runs))
-        return LoraBatch(runs, self._table, None, self.lora.tables, works, touched, dense, landings)
+        if num_rows is None or not runs:
+            return LoraBatch(runs, self._table, None, self.lora.tables, landings=landings)
+        dense = dense_runs(runs)
+        others = [run for run in runs if run not in dense]
+        work = self.lora.begin(others, num_rows)
+        touched = self.lora.sites_of(runs)
+        return LoraBatch(runs, self._table, None, self.lora.tables, work, touched, dense, landings)
 
     def _landings_of(self, runs: Sequence[RowRun]) -> list[Landing]:
         """What a step of these runs has to wait for as it comes to each site. Adapters that do more
         than kernels can are waited for here, as a whole."""
+        if not self._landings:
+            return []
         self._landings = {
             s: arriving for s, arriving in self._landings.items() if not arriving.is_over
         }
@@ -159,12 +212,31 @@ def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
     return frozenset(attention & linear), frozenset(linear)
 
 
-def aligned_sites(sites: SiteTable) -> list[bool]:
-    """By site: whether all its widths are multiples of what kernels load at a time."""
-    widths = {site.id: [site.in_features, site.out_features] for site in sites.sites}
+def site_shapes(sites: SiteTable, served: Set[int], block_elements: int) -> list[SiteShape]:
+    """What launches need to know of each site; those that kernels do not serve have no parts.
+
+    Args:
+        block_elements: numbers of an adapter that a block of the arena holds.
+    """
+    cuts: dict[int, set[int]] = {site.id: {0, site.out_features} for site in sites.sites}
     for place in sites.places.values():
-        widths[place.site_id] += [place.out_begin, place.out_features]
-    return [all(width % ALIGNED_ELEMENTS == 0 for width in widths[site.id]) for site in sites.sites]
+        cuts[place.site_id] |= {place.out_begin, place.out_begin + place.out_features}
+    shapes = []
+    for site in sites.sites:
+        edges = sorted(cuts[site.id])
+        if len(edges) - 1 > MAX_PARTS:
+            edges = [0, site.out_features]
+        parts = [Part(site.id, begin, end - begin) for begin, end in pairwise(edges)]
+        widths = [site.in_features, *edges]
+        shapes.append(
+            SiteShape(
+                site.in_features,
+                tuple(parts) if site.id in served else (),
+                is_aligned=all(width % ALIGNED_ELEMENTS == 0 for width in widths),
+                may_be_cut=max(widths) > block_elements or len(cuts[site.id]) - 1 > MAX_PARTS,
+            )
+        )
+    return shapes
 
 
 def record_capacity(num_modules: int, max_resident: int, arena_bytes: int) -> int:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 RELEASED_BLOCK = -1
@@ -123,6 +124,11 @@ class Constraint(Protocol):
         ...
 
     @property
+    def is_quick(self) -> bool:
+        """True when masks take so little that a step may be launched before its mask is known."""
+        ...
+
+    @property
     def is_finished(self) -> bool:
         """True when nothing but the end may follow."""
         ...
@@ -132,7 +138,7 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence on its way through the engine.
 
@@ -210,6 +216,13 @@ class Request:
         return len(self.output_ids) + self.num_promised >= self.sampling.max_tokens
 
     @property
+    def must_wait(self) -> bool:
+        """True while no step may compute it: its next mask is not known, and may take long."""
+        if self.constraint is None:
+            return False
+        return self.is_held or (self.num_promised > 0 and not self.constraint.is_quick)
+
+    @property
     def max_num_tokens(self) -> int:
         """The most tokens whose KV this request can ever hold."""
         return len(self.prompt_ids) + self.sampling.max_tokens
@@ -251,19 +264,13 @@ class PlannedRow(NamedTuple):
         """True when the step chooses a token for it."""
         return self.needs_logits and not self.request.pooling
 
-    def input_ids(self) -> list[int]:
-        """Its tokens; 0 stands for one that only the device knows."""
-        if self.follows is not None:
-            return [0]
-        return self.request.tokens(self.start, self.start + self.num_tokens)
-
     @property
     def is_context(self) -> bool:
         """Context rows compute prompt positions; generation rows exactly one output position."""
         return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """What one step computes, in batch order: contexts, then generations; inside each by first
     slot, rows of the base last."""
@@ -271,23 +278,30 @@ class StepPlan:
     step: int
     rows: tuple[PlannedRow, ...]
 
-    @property
+    @cached_property
     def num_contexts(self) -> int:
         """Rows in the context phase; they come first."""
         return sum(row.is_context for row in self.rows)
 
-    @property
+    @cached_property
     def num_context_tokens(self) -> int:
         """Positions of the rows in the context phase."""
         contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
         return sum(row.num_tokens for row in contexts)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Positions computed by the step."""
         return sum(row.num_tokens for row in self.rows)
 
-    @property
+    @cached_property
+    def awaits_masks(self) -> bool:
+        """Whether a row's grammar has not seen the token before the one that the step chooses."""
+        return any(
+            row.follows is not None and row.request.constraint is not None for row in self.rows
+        )
+
+    @cached_property
     def num_distinct_adapters(self) -> int:
         """Distinct slots that the step reads."""
         return len({slot for row in self.rows for slot, _ in row.slots})
@@ -308,8 +322,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """What the runner returns for one planned row."""
 
     request_id: str

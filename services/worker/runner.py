@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,12 +26,18 @@ from services.worker.model.decoder import Decoder
 from services.worker.request import SampledRow, StepPlan
 from services.worker.runner_protocol import Copied, ModelInfo
 from services.worker.sampling.drawing import DrawOperators
-from services.worker.step_batch import BatchMaker, runs_of
+from services.worker.step_batch import BatchMaker
+from services.worker.step_inputs import StepInputs
 from services.worker.step_results import StepResults, choose, take_outputs
 from services.worker.steps import StepOrder, StepUnderWay
 
 if TYPE_CHECKING:  # Triton is not everywhere
+    from services.worker.cuda_graphs import CapturedStep
     from services.worker.gpu_path import GpuPath
+
+
+Passed: TypeAlias = tuple[Tensor, LoraBatch]
+"""What a forward pass leaves to sampling: hidden states `[T, H]`, and the adapters of its rows."""
 
 
 class TorchRunner:
@@ -144,32 +150,30 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepUnderWay:
         """Begin one forward pass and sampling: see `runner_protocol` and `step_results`."""
-        batch = None if self._fits_graph(plan) else self._batches.make(plan)
-        return self._order.launch(partial(self._compute, plan, batch))
+        step, gpu = self._batches.read(plan), self._batches.gpu
+        graph = None if gpu is None else gpu.graph_of(step)
+        if gpu is not None and graph is not None:
+            forward = partial(self._replay, step, gpu, graph)
+        else:
+            forward = partial(self._forward, step, self._batches.make(step))
+        return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
 
     def execute(self, plan: StepPlan) -> list[SampledRow]:
         """One step from beginning to end: for tools and tests."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> StepResults:
-        before = self._outputs
-        if batch is None:
-            hidden, lora = self._replay(plan, before)
-        else:
-            take_outputs(batch.input_ids, plan, before)
-            hidden, lora = self._model.forward(batch), batch.lora
-        eos_ids = self._info.eos_token_ids
-        results = choose(plan, hidden, lora, self._model, eos_ids, before, self._draws)
+    def _forward(self, step: StepInputs, batch: ForwardBatch) -> Passed:
+        take_outputs(batch.input_ids, step, self._outputs)
+        return self._model.forward(batch), batch.lora
+
+    @torch.inference_mode()
+    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
+        return gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs)
+
+    @torch.inference_mode()
+    def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
+        eos_ids, before = self._info.eos_token_ids, self._outputs
+        results = choose(step, *passed, self._model, eos_ids, before, self._draws)
         self._outputs = results.outputs
         return results
-
-    def _fits_graph(self, plan: StepPlan) -> bool:
-        gpu = self._batches.gpu
-        return gpu is not None and gpu.fits_graph(plan, runs_of(plan))
-
-    def _replay(self, plan: StepPlan, before: Tensor) -> tuple[Tensor, LoraBatch]:
-        """Hidden states `[T, H]` of a step that a graph computes, and its adapters."""
-        gpu, runs = self._batches.gpu, runs_of(plan)
-        assert gpu is not None, "graphs are of a GPU"
-        return gpu.replay(plan, runs, before), gpu.lora_batch(runs)

@@ -79,6 +79,10 @@ class Copied(Protocol):
 class LaunchedStep(Protocol):
     """A step that may be under way."""
 
+    def choose_tokens(self) -> None:
+        """Begin the sampling that the launch has left out, since the plan awaits masks."""
+        ...
+
     def result(self) -> list[SampledRow]:
         """Wait for its end; in the order of the plan's rows. Raises what the step raised."""
         ...
@@ -89,6 +93,9 @@ class DoneStep:
     """A step that ended before its launch returned."""
 
     rows: list[SampledRow]
+
+    def choose_tokens(self) -> None:
+        """They are chosen."""
 
     def result(self) -> list[SampledRow]:
         """Its rows."""
@@ -141,7 +148,8 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Begin one forward pass and sampling.
+        """Begin one forward pass and sampling; where the plan awaits masks, the forward pass alone.
+        The caller then takes in the tokens of the step before, and calls `choose_tokens`.
 
         Steps and changes of the adapters' tables take effect in the order of these calls. A plan
         may follow outputs of the step before. The plan's requests may change afterwards.

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.pooling import PooledRows, pool
-from services.worker.request import Logprobs, PlannedRow, SampledRow, StepPlan
+from services.worker.request import PlannedRow, SampledRow, StepPlan
 from services.worker.sampling.drawing import DrawOperators
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from services.worker.sampling.turn import next_turn
+from services.worker.step_inputs import StepInputs
 from services.worker.transfers import to_device
 
 
@@ -43,7 +45,7 @@ class StepResults:
     plan: StepPlan
     choices: Choices
     scores: Sequence[Sequence[LogprobRows]]
-    """Of each row's prompt."""
+    """Of the prompts of the plan's first rows; empty where no row asks for any."""
     pooled: PooledRows | None
     end: torch.cuda.Event | None
 
@@ -57,20 +59,19 @@ class StepResults:
         if self.end is not None:
             self.end.synchronize()
         sampled = iter(self.choices.read())
+        scores = [[entry for part in parts for entry in part.read()] for parts in self.scores]
+        scores += [[]] * (len(self.plan.rows) - len(scores))
         pooled = repeat(()) if self.pooled is None else self.pooled.read()
         out = []
-        for row, parts, vector in zip(self.plan.rows, self.scores, pooled, strict=False):
-            scores: list[Logprobs] = [entry for part in parts for entry in part.read()]
-            choice = next(sampled) if row.chooses else None
-            token_id, logprobs = (choice.token_id, choice.logprobs) if choice else (None, None)
-            out.append(
-                SampledRow(row.request.request_id, token_id, logprobs, tuple(scores), vector)
-            )
+        for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
+            token_id, logprobs = next(sampled) if row.chooses else (None, None)
+            request_id = row.request.request_id
+            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector))
         return out
 
 
 def choose(
-    plan: StepPlan,
+    step: StepInputs,
     hidden: Tensor,
     lora: LoraBatch,
     heads: Heads,
@@ -91,52 +92,47 @@ def choose(
     """
 
     def logits_of(token_rows: Tensor) -> Tensor:
+        if len(token_rows) == len(hidden):  # ascending, so these are all rows in order
+            return heads.logits(hidden, lora)
         chosen = lora.select(token_rows.tolist())
         return heads.logits(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
 
-    ends = [end for _, end in _token_spans(plan.rows)]
-    turns = [next_turn(row, before) for row in plan.rows if row.chooses]
-    last_rows = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.chooses]
-    scores = _score_prompts(plan.rows, logits_of)
-    choices = sample(torch.tensor(last_rows, dtype=torch.int64), turns, logits_of, eos_ids, draws)
-    pooled = pool(plan.rows, hidden, lora, heads.scores)
+    rows = step.plan.rows
+    choosing = [row for row in rows if row.chooses]
+    turns = [next_turn(row, before) for row in choosing]
+    last_rows = np.cumsum(step.num_tokens) - 1
+    if len(choosing) < len(rows):
+        last_rows = last_rows[[row.chooses for row in rows]]
+    scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
+    choices = sample(torch.from_numpy(last_rows), turns, logits_of, eos_ids, draws)
+    pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
     end = None
     if hidden.is_cuda:
         end = torch.cuda.Event()
         end.record()
-    return StepResults(plan, choices, scores, pooled, end)
+    return StepResults(step.plan, choices, scores, pooled, end)
 
 
-def take_outputs(input_ids: Tensor, plan: StepPlan, outputs: Tensor) -> None:
+def take_outputs(input_ids: Tensor, step: StepInputs, outputs: Tensor) -> None:
     """Put in the tokens that the step before chose and that only the device knows.
 
     Args:
         input_ids: int64 `[T]`. Mutated.
         outputs: of the step before.
     """
-    places, sources, begin = [], [], 0
-    for row in plan.rows:
-        if row.follows is not None:
-            places.append(begin)
-            sources.append(row.follows)
-        begin += row.num_tokens
-    if places:
-        table = to_device(torch.tensor([places, sources]), input_ids.device)
-        input_ids.index_copy_(0, table[0], outputs.index_select(0, table[1]))
-
-
-def _token_spans(rows: Sequence[PlannedRow]) -> list[tuple[int, int]]:
-    """Token rows [begin, end) of each planned row."""
-    spans, begin = [], 0
-    for row in rows:
-        spans.append((begin, begin + row.num_tokens))
-        begin += row.num_tokens
-    return spans
+    if step.follows.shape[1]:
+        token_rows, sources = to_device(torch.from_numpy(step.follows), input_ids.device)
+        input_ids.index_copy_(0, token_rows, outputs.index_select(0, sources))
 
 
 def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[list[LogprobRows]]:
+    """Of rows in the context phase, which are a step's first."""
+    if all(row.request.sampling.prompt_logprobs is None for row in rows):
+        return []
     out: list[list[LogprobRows]] = []
-    for row, (begin, _) in zip(rows, _token_spans(rows), strict=True):
+    end = 0
+    for row in rows:
+        begin, end = end, end + row.num_tokens
         num_top, prompt = row.request.sampling.prompt_logprobs, row.request.prompt_ids
         next_ids = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
         if num_top is None or not next_ids:

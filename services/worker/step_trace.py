@@ -29,6 +29,10 @@ class TracedStep:
     adapter_bytes: int
     launched: LaunchedStep
 
+    def choose_tokens(self) -> None:
+        """Let the step choose."""
+        self.launched.choose_tokens()
+
     def result(self) -> list[SampledRow]:
         """The step's."""
         rows = self.launched.result()

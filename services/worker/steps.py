@@ -18,14 +18,23 @@ from services.worker.step_results import StepResults
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepUnderWay:
     """Implements `runner_protocol.LaunchedStep`."""
 
-    results: Future[StepResults]
+    results: Future[StepResults] | None
+    """None while its sampling has not begun."""
+    sampling: Callable[[], Future[StepResults]] | None = None
+    """Begins it."""
+
+    def choose_tokens(self) -> None:
+        """Begin the sampling."""
+        assert self.results is None and self.sampling is not None, "sampling has begun"
+        self.results = self.sampling()
 
     def result(self) -> list[SampledRow]:
         """Wait for the step."""
+        assert self.results is not None, "sampling has not begun"
         return self.results.result().read()
 
 
@@ -39,9 +48,14 @@ class StepOrder:
         has_thread = self.overlaps and not has_stream
         self._executor: Executor = ThreadPoolExecutor(1, "step") if has_thread else AtOnce()
 
-    def launch(self, compute: Callable[[], StepResults]) -> StepUnderWay:
-        """Begin a step."""
-        return StepUnderWay(self._executor.submit(compute))
+    def launch(
+        self, forward: Callable[[], T], choose: Callable[[T], StepResults], at_once: bool
+    ) -> StepUnderWay:
+        """Begin a step: its forward pass and, where that is to be `at_once`, its sampling."""
+        if at_once:
+            return StepUnderWay(self._executor.submit(lambda: choose(forward())))
+        passed = self._executor.submit(forward)
+        return StepUnderWay(None, lambda: self._executor.submit(lambda: choose(passed.result())))
 
     def between(self, change: Callable[[], T]) -> T:
         """Do something after all steps launched and before any that comes. Waits for it."""

@@ -68,6 +68,9 @@ class StepUnderWay:
     end_s: float
     clock: VirtualClock
 
+    def choose_tokens(self) -> None:
+        """They are chosen."""
+
     def result(self) -> list[SampledRow]:
         self.clock.advance_to(self.end_s)
         return self.rows

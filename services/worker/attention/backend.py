@@ -10,9 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+if TYPE_CHECKING:  # the model's types lie above attention
+    from services.worker.model.config import ModelConfig
 
 
 class AttentionMask(enum.Enum):
@@ -94,7 +97,28 @@ class AttentionMetadata:
         return tuple(spans)
 
     def prepare(self) -> None:
-        """Complete a backend's own fields; called once a step, before the first layer."""
+        """Complete a backend's own fields from the predefined ones; called once for each step."""
+
+    def begin_forward(self) -> None:
+        """Launch what all layers share. Called at the beginning of each forward pass, so a captured
+        step contains it: it may read inputs on the device and must not wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """One generation in each row, at addresses that a captured step reads again and again."""
+
+    cache: KvCache
+    positions: Tensor
+    """int64 `[size]`."""
+    places: tuple[Tensor, ...]
+    """Per KV group: int64 `[size]`, block * T + slot of each new token; -1 for a padding row."""
+    tables: tuple[Tensor, ...]
+    """Per KV group: int32 `[rows, blocks]`: block ids in position order."""
+    table_rows: Tensor
+    """int32 `[size]`: the row of each generation in `tables`."""
+    max_keys: int
+    """The most keys that a row may see."""
 
 
 class AttentionBackend(Protocol):
@@ -117,6 +141,33 @@ class AttentionBackend(Protocol):
         Returns:
             `[num_tokens, num_heads * head_dim]`.
         """
+        ...
+
+
+class AttentionKernels(Protocol):
+    """What a device's attention library offers: layers, and metadata for each way of running a
+    step. `services/worker/attention/triton.py` is one; another implements these five methods."""
+
+    def layer(self, config: ModelConfig, layer: int) -> AttentionBackend:
+        """The backend of one layer."""
+        ...
+
+    def metadata(self, **fields: Any) -> AttentionMetadata:
+        """Metadata of one step, from the predefined fields of AttentionMetadata."""
+        ...
+
+    def static_metadata(self, inputs: StaticInputs) -> AttentionMetadata:
+        """Metadata of a step that is captured once and replayed with other values in `inputs`."""
+        ...
+
+    def idle_metadata(self, cache: KvCache, positions: Tensor) -> AttentionMetadata:
+        """Metadata of a step that leaves the cache as it is: a context of all `positions` but the
+        last, if there are several, and a generation."""
+        ...
+
+    def warm_up_variants(self) -> tuple[int, ...]:
+        """Sizes of idle steps, in tokens, that launch every kernel in every variant between them:
+        after them nothing is compiled, whatever lengths and batches follow."""
         ...
 
 

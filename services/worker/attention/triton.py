@@ -1,4 +1,4 @@
-"""Attention on GPUs by Triton kernels: contexts in tiles of queries, generations in splits of keys.
+"""Attention on GPUs by Triton kernels: contexts in tiles of queries, generations in items of keys.
 
 A pass needs the KV cache; pooling models, which have none, use `vanilla`.
 """
@@ -7,50 +7,72 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionMask, AttentionMetadata
+from services.worker.attention.backend import (
+    AttentionMask,
+    AttentionMetadata,
+    KvCache,
+    KvCacheParams,
+    StaticInputs,
+)
 from services.worker.kernels.attention import triton as kernels
-from services.worker.kernels.attention.triton import HeadShape, PartialSums
+from services.worker.kernels.attention import work_items
+from services.worker.kernels.attention.shapes import HeadShape
+from services.worker.kernels.attention.work_items import PartialSums
 from services.worker.kernels.rope.triton import rotate_and_append
+from services.worker.model.config import ModelConfig
 from services.worker.transfers import to_device
 
-MAX_SPLITS = 16
-KEYS_PER_SPLIT = 256
-"""Fewer keys are not worth a split of their own."""
-TARGET_PROGRAMS = 2 * 132
-"""Two waves of the multiprocessors of an H200."""
 
+class Workspace:
+    """Keeps one `PartialSums` for the steps of a runner, which run one after another."""
 
-def choose_splits(num_rows: int, num_kv_heads: int, max_keys: int) -> int:
-    """Splits of each generation's keys: a power of two that fills the device. Pure."""
-    wanted = min(TARGET_PROGRAMS // (num_rows * num_kv_heads), -(-max_keys // KEYS_PER_SPLIT))
-    splits = 1
-    while splits * 2 <= min(wanted, MAX_SPLITS):
-        splits *= 2
-    return splits
+    def __init__(self) -> None:
+        self._sums: PartialSums | None = None
+
+    def partial_sums(
+        self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
+    ) -> PartialSums:
+        """At least for that many. A larger step replaces what is kept; captured steps hold on to
+        their own."""
+        if self._sums is None or not self._sums.holds(num_items, num_rows):
+            self._sums = work_items.make_partial_sums(num_items, num_rows, shape, device)
+        return self._sums
 
 
 @dataclass(slots=True)
 class TritonAttentionMetadata(AttentionMetadata):
-    """Adds block tables, tiles and cache places on the device."""
+    """Adds block tables, tiles, items and cache places on the device."""
 
+    workspace: Workspace = field(default_factory=Workspace)
     tables: tuple[Tensor, ...] = ()
-    """Per KV group: int32 `[num_requests, blocks]`."""
+    """Per KV group: int32 `[rows, blocks]`."""
+    table_rows: Sequence[int] | None = None
+    """The row of each sequence's blocks in `tables`; None = the sequences are the rows in order.
+    Set where `tables`, `places` and `decode_rows` are made by the caller."""
+    decode_rows: Tensor | None = None
+    """int32 `[num_generations]` on the device: `table_rows` of the generations."""
+    out: Tensor | None = None
+    """`[num_tokens, num_heads * head_dim]`: where results go; None = to a new tensor."""
     places: tuple[Tensor, ...] = ()
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
-    decode_tiles: Tensor | None = None
-    """int32 `[num_generations, 4]`."""
-    num_splits: int = 1
+    max_items: int = 0
+    """Items of the generations, at most."""
     spans: tuple[tuple[int, int, int], ...] = ()
     """As `context_spans` says."""
     _context_tiles: dict[int, Tensor] = field(default_factory=dict)
+    _items: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window."""
     _partial: PartialSums | None = None
 
     def prepare(self) -> None:
-        """Compute tables, tiles and places from the predefined fields."""
+        """Compute tables, places and sizes from the predefined fields."""
         params = self.kv_cache_params
         assert params.use_cache, "passes without a cache use the vanilla backend"
         if self.is_dummy_attention:
@@ -59,48 +81,66 @@ class TritonAttentionMetadata(AttentionMetadata):
         device, num_slots = self.position_ids.device, self.kv_cache_manager.tokens_per_block
         starts = params.num_cached_tokens_per_seq
         self.spans = self.context_spans()
-        self.tables = tuple(_table(rows, device) for rows in params.block_tables)
-        self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
-        tiles = decode_tiles(starts[self.num_contexts :], self.num_contexts, self.num_ctx_tokens)
-        self.decode_tiles = to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), device)
-        longest = max(starts[self.num_contexts :], default=0) + 1
-        num_kv_heads = self.kv_cache_manager.planes(0)[0].shape[1]
-        self.num_splits = choose_splits(max(1, self.num_generations), num_kv_heads, longest)
+        if self.table_rows is None:
+            self.tables = tuple(_table(rows, device) for rows in params.block_tables)
+            self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
+            self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
+        self.max_items = sum(
+            work_items.max_splits(start + 1) for start in starts[self.num_contexts :]
+        )
+
+    def begin_forward(self) -> None:
+        """List the items of the generations, for each window that layers have."""
+        if self.is_dummy_attention or not self.num_generations:
+            return
+        assert self.position_ids is not None and self.kv_cache_manager is not None
+        assert self.decode_rows is not None, "prepared, or set by the caller"
+        rows = self.num_ctx_tokens, self.num_tokens
+        for group, window in enumerate(self.kv_cache_manager.windows):
+            if window in self.kv_cache_manager.windows[:group]:
+                continue
+            if window not in self._items:
+                device = self.position_ids.device
+                self._items[window] = work_items.empty_items(self.max_items, device)
+            inputs = self.position_ids, self.places[group], self.decode_rows
+            work_items.list_items(self._items[window], *inputs, rows, window)
+
+    def items(self, window: int | None) -> Tensor:
+        """Items of the generations for layers of a window, once `begin_forward` has run."""
+        return self._items[window]
 
     def context_tiles(self, block_rows: int) -> Tensor:
         """int32 `[n, 4]` on the device; made once a step."""
         if block_rows not in self._context_tiles:
             assert self.position_ids is not None
-            rows = kernels.context_tiles(self.spans, block_rows)
-            tiles = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+            rows = kernels.context_tiles(self.spans, block_rows, self.table_rows)
+            tiles = torch.tensor(rows, dtype=torch.int32).view(-1, kernels.TILE_WORDS)
             self._context_tiles[block_rows] = to_device(tiles, self.position_ids.device)
         return self._context_tiles[block_rows]
 
     def partial_sums(self, shape: HeadShape) -> PartialSums:
-        """Workspace of the generations; all layers take turns."""
+        """Workspace of the generations, the same for all layers."""
         if self._partial is None:
             assert self.position_ids is not None
-            self._partial = kernels.make_partial_sums(
-                max(1, self.num_generations), shape, self.num_splits, self.position_ids.device
+            self._partial = self.workspace.partial_sums(
+                self.max_items, self.num_generations, shape, self.position_ids.device
             )
         return self._partial
 
 
-def decode_tiles(
-    starts: Sequence[int], first_sequence: int, first_row: int
-) -> list[tuple[int, int, int, int]]:
-    """One tile for each generation: (sequence, token row, end row, position)."""
-    return [
-        (first_sequence + i, first_row + i, first_row + i + 1, start)
-        for i, start in enumerate(starts)
-    ]
+def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
+    """int32 `[num_rows]`."""
+    return torch.arange(first, first + num_rows, dtype=torch.int32, device=device)
 
 
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """int32 `[sequences, longest]`; places after a sequence's last block are never read."""
-    width = max(map(len, rows), default=0)
-    padded = [[*row, *([0] * (width - len(row)))] for row in rows]
-    return to_device(torch.tensor(padded, dtype=torch.int32).view(len(rows), width), device)
+    lens = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    width = int(lens.max(initial=0))
+    table = np.zeros((len(rows), width), dtype=np.int32)
+    ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lens.sum()))
+    table[np.arange(width) < lens[:, None]] = ids
+    return to_device(torch.from_numpy(table), device)
 
 
 def _places(
@@ -116,22 +156,9 @@ def _places(
 class TritonAttention:
     """One layer."""
 
-    def __init__(
-        self,
-        layer_idx: int,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, layer_idx: int, shape: HeadShape) -> None:
         self._layer = layer_idx
-        scale = head_dim**-0.5 if scale is None else scale
-        self._shape = HeadShape(
-            num_heads, num_kv_heads or num_heads, head_dim, scale, softcap, window
-        )
+        self._shape = shape
 
     def forward(
         self,
@@ -178,7 +205,7 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> Tensor:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(q.shape) if metadata.out is None else metadata.out
         if metadata.num_contexts:
             self._contexts(out, q, planes, group, metadata)
         if metadata.num_generations:
@@ -193,12 +220,8 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> None:
-        tiling = kernels.context_tiling(self._shape, q.itemsize)
-        tiles = metadata.context_tiles(tiling.block_rows)
-        partial = PartialSums(q, q)  # one split: never touched
-        rows = 0, metadata.num_ctx_tokens
-        tables = metadata.tables[group]
-        kernels.attend(out, q, planes, tiles, tables, self._shape, tiling, partial, rows)
+        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q.itemsize))
+        kernels.attend_contexts(out, q, planes, tiles, metadata.tables[group], self._shape)
 
     def _generations(
         self,
@@ -208,9 +231,84 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> None:
-        assert metadata.decode_tiles is not None
-        tiling = kernels.decode_tiling(self._shape, metadata.num_splits, q.itemsize)
-        partial = metadata.partial_sums(self._shape)
-        rows = metadata.num_ctx_tokens, metadata.num_tokens
-        tiles, tables = metadata.decode_tiles, metadata.tables[group]
-        kernels.attend(out, q, planes, tiles, tables, self._shape, tiling, partial, rows)
+        items, partial = metadata.items(self._shape.window), metadata.partial_sums(self._shape)
+        first_row, tables = metadata.num_ctx_tokens, metadata.tables[group]
+        kernels.attend_generations(out, q, planes, items, tables, first_row, self._shape, partial)
+
+
+class TritonKernels:
+    """Implements `backend.AttentionKernels`."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+
+    def layer(self, config: ModelConfig, layer: int) -> TritonAttention:
+        """See AttentionKernels."""
+        shape = HeadShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.attention_softcap,
+            config.windows[layer],
+        )
+        return TritonAttention(layer, shape)
+
+    def metadata(self, **fields: Any) -> TritonAttentionMetadata:
+        """See AttentionKernels."""
+        return TritonAttentionMetadata(**fields, workspace=self._workspace)
+
+    def static_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
+        """See AttentionKernels. Padding rows have one item without keys."""
+        size = len(inputs.positions)
+        return TritonAttentionMetadata(
+            num_contexts=0,
+            num_generations=size,
+            num_tokens=size,
+            num_ctx_tokens=0,
+            seq_lens=torch.ones(size, dtype=torch.int64),
+            prompt_lens=(),
+            request_ids=(),
+            kv_cache_params=KvCacheParams(use_cache=True),
+            kv_cache_manager=inputs.cache,
+            position_ids=inputs.positions,
+            max_num_requests=size,
+            max_num_tokens=size,
+            is_cuda_graph=True,
+            workspace=self._workspace,
+            tables=inputs.tables,
+            decode_rows=inputs.table_rows,
+            places=inputs.places,
+            max_items=size * work_items.max_splits(inputs.max_keys),
+        )
+
+    def idle_metadata(self, cache: KvCache, positions: Tensor) -> TritonAttentionMetadata:
+        """See AttentionKernels. Contexts read the arena's first block, whatever is in it."""
+        num_ctx_tokens = len(positions) - 1
+        lens = [num_ctx_tokens, 1] if num_ctx_tokens else [1]
+        blocks = [0] * -(-len(positions) // cache.tokens_per_block)
+        metadata = TritonAttentionMetadata(
+            num_contexts=len(lens) - 1,
+            num_generations=1,
+            num_tokens=len(positions),
+            num_ctx_tokens=num_ctx_tokens,
+            seq_lens=torch.tensor(lens),
+            prompt_lens=(),
+            request_ids=(),
+            kv_cache_params=KvCacheParams(
+                use_cache=True,
+                num_cached_tokens_per_seq=(0,) * len(lens),
+                block_tables=([blocks] * len(lens),) * len(cache.windows),
+            ),
+            kv_cache_manager=cache,
+            position_ids=positions,
+            workspace=self._workspace,
+        )
+        metadata.prepare()
+        metadata.places = tuple(torch.full_like(places, -1) for places in metadata.places)
+        return metadata
+
+    def warm_up_variants(self) -> tuple[int, ...]:
+        """See AttentionKernels. Kernels depend on nothing but the model, so that one step with a
+        context and a generation launches them all."""
+        return (2,)

@@ -1,8 +1,10 @@
-"""Attention in plain torch: what other backends are compared with.
+"""Attention in plain torch, on any device: what other backends are compared with.
 
 Contexts run one by one over exactly the keys they see; generations run together, padded to the
-longest. Scores and softmax are float32 inside torch's fused attention, which adds masks to scores:
-places that nothing was written to are made zero before they are read, since they could be NaN.
+longest. Scores and softmax are float32. On CPUs torch's fused attention computes them. On other
+devices they are separate products, so that no fused kernel has a part in the reference. Masks are
+added to scores: places that nothing was written to are made zero before they are read, since they
+could be NaN.
 """
 
 from __future__ import annotations
@@ -228,11 +230,12 @@ class VanillaAttention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
-        if self._softcap is None:
+        if self._softcap is None and q.device.type == "cpu":
             k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale)
         scores = torch.matmul(q.float(), k.mT.float()).mul_(self._scale)
-        scores = torch.tanh(scores / self._softcap) * self._softcap
+        if self._softcap is not None:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
         if visible is not None:
             scores = scores.masked_fill_(~visible, float("-inf"))
         return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)

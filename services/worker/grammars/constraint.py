@@ -9,6 +9,7 @@ that write the same bytes: it may come where all of them may, one after another.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 
@@ -17,6 +18,10 @@ from llguidance import LLMatcher, LLTokenizer
 from loraplex.errors import InvalidRequest
 from services.worker.grammars.compiling import bad_grammar
 from services.worker.request import Grammar, GrammarTokens
+
+QUICK_MASK_S = 0.001
+"""Steps on GPUs take several times as long: a mask that is computed while one runs is there before
+the step chooses its tokens."""
 
 
 class Follower:
@@ -81,12 +86,18 @@ class GrammarConstraint:
         self._executor = executor
         self.is_finished = False
         """True when nothing but the end may follow, or the end has been there."""
-        self.mask: Future[bytes] = executor.submit(follower.bitmask)
+        self._mask_s = 0.0
+        self.mask: Future[bytes] = executor.submit(self._compute_mask)
 
     @property
     def is_ready(self) -> bool:
         """True when `bitmask` would not wait."""
         return self.mask.done()
+
+    @property
+    def is_quick(self) -> bool:
+        """True when the last mask took less than `QUICK_MASK_S`."""
+        return self._mask_s < QUICK_MASK_S
 
     def bitmask(self) -> bytes:
         """The tokens that may come next, one bit each; none where the grammar has no way on."""
@@ -104,7 +115,13 @@ class GrammarConstraint:
             raise bad_grammar(self._grammar, reason)
         self.is_finished = self._follower.is_finished
         if not self.is_finished:  # from here on the matcher belongs to the thread until it is done
-            self.mask = self._executor.submit(self._follower.bitmask)
+            self.mask = self._executor.submit(self._compute_mask)
+
+    def _compute_mask(self) -> bytes:
+        begin_s = time.monotonic()
+        mask = self._follower.bitmask()
+        self._mask_s = time.monotonic() - begin_s
+        return mask
 
 
 def resume(follower: Follower, grammar: Grammar, output_ids: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ looks like: pointers 16-byte aligned, strides divisible by 16, and the constants
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import tempfile
@@ -20,22 +19,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from services.worker.kernels.attention import shapes as attention_shapes
 from services.worker.kernels.attention import triton as attention_launch
 from services.worker.kernels.attention import triton_kernels as attention
+from services.worker.kernels.attention import work_items
 from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
-from services.worker.kernels.lora import triton_work
+from services.worker.kernels.lora.device_records import Part
+from services.worker.kernels.lora.device_tables import SiteShape
+from services.worker.kernels.lora.step_work import MIN_RUNS
+from services.worker.kernels.moe import triton as moe
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
 from services.worker.kernels.sampling import triton as sampling
+from services.worker.kernels.sampling import truncation
 from services.worker.kernels.silu import triton as silu
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITIES = (80, 90, 100)
 WARP_THREADS = 32
-WIDEST_INPUTS = 14336
-"""Llama-3-8B's down projection: the most partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,112 +98,168 @@ def resources(compiled: Any) -> Resources:
 
 def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
-    yield _count_work()
-    yield _draw()
+    yield _list_groups()
+    yield _list_items()
+    yield from _draw()
+    yield _truncate()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
         yield from _fused(name)
+        yield from _moe(dtype, name)
 
 
-def _count_work() -> Variant:
-    names = list(triton_work.count_work.arg_names)
-    types = dict.fromkeys(names[:-1], "i32")
-    types |= dict.fromkeys(("runs", "index", "in_features", "ends"), "*i32")
-    types["records"] = "*i64"
-    return Variant("lora.count_work", triton_work.count_work, types, {"MAX_RUNS": 256})
+def _list_groups() -> Variant:
+    kernel = lora.list_groups
+    names = [name for name in kernel.arg_names if name.islower()]
+    types = dict.fromkeys(names, "i32")
+    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "tickets", "done"), "*i32")
+    types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
+    return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
+
+
+QKV = SiteShape(4096, (Part(0, 0, 4096), Part(0, 4096, 1024), Part(0, 5120, 1024)), True, False)
+GATE_UP = SiteShape(4096, (Part(0, 0, 14336), Part(0, 14336, 14336)), True, False)
+DOWN = SiteShape(14336, (Part(0, 0, 4096),), True, False)
+"""Sites of Llama-3-8B: three parts, the most outputs, and the most partial sums."""
 
 
 def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
-    half, single = lora_plan.PLANS_HALF, lora_plan.PLANS_FLOAT32
-    tables = {"planes": "*fp32", "arena": "*u8", "runs": "*i32", "index": "*i32"}
-    tables |= {"records": "*i64", "ends": "*i32"}
-    strides = ("x_stride", "y_stride", "plane_stride", "rank_stride", "num_inputs")
-    types = dict.fromkeys(("site", "num_sites", *strides), "i32") | tables
-    types |= {"x": f"*{name}", "y": f"*{name}"}
-    for family, plan in (single if dtype is torch.float32 else half).items():
-        of_int8 = (False, True) if dtype is torch.bfloat16 else (False,)
-        for int8, kernel in itertools.product(of_int8, (lora.shrink, lora.expand)):
-            if kernel is lora.shrink:
-                constants = lora_launch.shrink_constants(plan, 256, dtype, 16, int8)
-            else:
-                inputs = WIDEST_INPUTS
-                constants = lora_launch.expand_constants(plan, 256, inputs, dtype, 16, int8)
-            yield Variant(
-                f"lora.{kernel.__name__}{'-int8' * int8}.{family}.{name}",
-                kernel,
-                {key: value for key, value in types.items() if key in kernel.arg_names},
-                constants,
-                plan.num_warps,
-                plan.num_stages,
-                strides,
-            )
+    kernel = lora.update_site
+    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
+    types |= dict.fromkeys(("y", "x", "weight", "arena", "h"), f"*{name}")
+    types |= dict.fromkeys(("partial", "vector_arena"), "*fp32")
+    types |= dict.fromkeys(("entries", "lanes", "vectors"), "*i64")
+    types |= dict.fromkeys(("counts", "tile_ends", "tickets", "done"), "*i32")
+    is_half = dtype is not torch.float32
+    for site, shape in (("qkv", QKV), ("gate_up", GATE_UP), ("down", DOWN)):
+        num_outputs = shape.parts[-1].end
+        apart = lora_plan.expand_plan(num_outputs, dtype.itemsize)
+        launches = [("shrink", apart, True, False), ("expand", apart, False, True)]
+        if is_half:
+            launches.append(("fused", lora_plan.fused_plan(num_outputs), True, True))
+        for launch, plan, shrinks, expands in launches:
+            for int8 in (False, True) if dtype is torch.bfloat16 and site == "qkv" else (False,):
+                flags = int8, shrinks, expands, launch == "fused"
+                yield Variant(
+                    f"lora.{launch}{'-int8' * int8}-{site}.{name}",
+                    kernel,
+                    types | ({"arena": "*i8"} if int8 else {}),
+                    lora_launch.constants_of(plan, shape, dtype, *flags),
+                    plan.num_warps,
+                    divisible=("x_stride", "y_stride", "num_inputs"),
+                )
 
 
-HEADS = attention_launch.HeadShape(32, 8, 128, 128**-0.5, None, None)
+HEADS = attention_shapes.HeadShape(32, 8, 128, 128**-0.5, None, None)
 """Llama-3-8B."""
+WINDOWED_HEADS = attention_shapes.HeadShape(16, 8, 256, 256**-0.5, 50.0, 4096)
+"""Gemma-2-9B's layers with a window."""
 
 
 def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
-    shape, tensor = HEADS, f"*{name}"
-    head = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": shape.block_dim}
-    tilings = {
-        "decode": attention_launch.decode_tiling(shape, 8, dtype.itemsize),
-        "context": attention_launch.context_tiling(shape, dtype.itemsize),
-    }
+    tensor = f"*{name}"
     types = dict.fromkeys(("q", "k_plane", "v_plane", "out"), tensor)
     types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
-    types |= dict.fromkeys(("tiles", "tables"), "*i32")
+    types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
     strides = ("plane_stride", "q_stride", "out_stride")
-    types |= dict.fromkeys((*strides, "table_stride", "first_row", "num_heads", "window"), "i32")
-    types |= {"scale": "fp32", "softcap": "fp32"}
-    for phase, tiling in tilings.items():
-        constants = head | {
-            "NUM_SHARED": shape.num_shared,
-            "BLOCK_SHARED": shape.block_shared,
-            "BLOCK_ROWS": tiling.block_rows,
-            "BLOCK_KEYS": tiling.block_keys,
-            "TOKENS": 16,
-            "NUM_SPLITS": tiling.num_splits,
-            "HAS_SOFTCAP": phase == "context",
-            "HAS_WINDOW": phase == "context",
-            "WIDEN": False,
-        }
-        yield Variant(
-            f"attention.{phase}.{name}",
-            attention.attend,
-            types,
-            constants,
-            tiling.num_warps,
-            tiling.num_stages,
-            strides,
+    words = ("table_stride", "first_row", "num_kv_heads", "window")
+    types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
+        contexts = attention_shapes.context_tiling(shape, dtype.itemsize)
+        generations = attention_shapes.generation_tiling(shape, dtype.itemsize)
+        kernels = (
+            ("contexts", contexts, attention_launch.context_constants),
+            ("generations", generations, attention_launch.generation_constants),
         )
-    yield Variant(
-        f"attention.combine.{name}",
-        attention.combine,
-        {key: types[key] for key in attention.combine.arg_names if key in types},
-        head | {"NUM_SPLITS": 8},
-        num_warps=1,
-        divisible=("out_stride",),
-    )
+        for phase, tiling, constants_of in kernels:
+            kernel = getattr(attention, f"attend_{phase}")
+            yield Variant(
+                f"attention.{phase}{suffix}.{name}",
+                kernel,
+                {key: value for key, value in types.items() if key in kernel.arg_names},
+                constants_of(shape, tiling, 16) | {"WIDEN": False},
+                tiling.num_warps,
+                tiling.num_stages,
+                strides,
+            )
     yield Variant(
         f"attention.append.{name}",
         attention.append,
         dict.fromkeys(("k", "v", "k_plane", "v_plane"), tensor)
         | {"places": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
-        head | {"TOKENS": 16},
+        {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim},
         num_warps=1,
         divisible=("k_stride", "v_stride", "plane_stride"),
     )
 
 
-def _draw() -> Variant:
-    kernel = sampling.draw_kernel
+def _list_items() -> Variant:
+    kernel = attention.list_items
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "places": "*i64"}
+    types |= dict.fromkeys(("sequences", "items"), "*i32")
+    types = {key: value for key, value in types.items() if key.islower()}
+    constants = work_items.LIST_CONSTANTS
+    return Variant("attention.list_items", kernel, types, constants, num_warps=1)
+
+
+def _draw() -> Iterator[Variant]:
     types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
     types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
-    return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
+    yield Variant(
+        "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
+    )
+    names = ("floors", "best_scores", "keys", "inverses", "logs")
+    of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
+    constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
+    yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
+
+
+NUM_EXPERTS, NUM_ACTIVE = 128, 8
+"""Qwen3-30B-A3B."""
+
+
+def _moe(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    tensor, widths = f"*{name}", ("num_outputs", "num_inputs")
+    types = dict.fromkeys(("y", "x", "weights"), tensor) | {"order": "*i64", "ends": "*i32"}
+    types |= dict.fromkeys(("num_experts", *widths), "i32")
+    for tiling in moe.tilings(dtype):
+        for of_tokens in (True, False):
+            yield Variant(
+                f"moe.grouped_linear-{tiling.block_rows}-{'up' if of_tokens else 'down'}.{name}",
+                moe.grouped_linear_kernel,
+                types,
+                moe.constants_of(tiling, NUM_EXPERTS, NUM_ACTIVE if of_tokens else 0, dtype),
+                tiling.num_warps,
+                tiling.num_stages,
+                widths,
+            )
+    yield Variant(
+        f"moe.combine.{name}",
+        moe.combine_kernel,
+        {"out": tensor, "y": tensor, "weights": "*fp32"},
+        {"WIDTH": 2048, "NUM_ACTIVE": NUM_ACTIVE, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS},
+    )
+
+
+def _truncate() -> Variant:
+    types = dict.fromkeys(("scores", "limits", "bests", "candidates"), "*fp32")
+    types |= {"powers": "*i32", "num_tokens": "i32"}
+    constants = {
+        "BLOCK": truncation.BLOCK_TOKENS,
+        "ROOM": truncation.BLOCK_TOKENS,
+        "NUM_BINS": truncation.NUM_BINS,
+    }
+    return Variant(
+        "sampling.truncate",
+        truncation.truncate_kernel,
+        types,
+        constants,
+        truncation.NUM_WARPS,
+        divisible=("num_tokens",),
+    )
 
 
 def _fused(name: str) -> Iterator[Variant]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,9 +19,23 @@ class BaseLinear(Protocol):
         """`[T, in]` -> fresh `[T, out]`."""
         ...
 
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> fresh float32 `[T, out]`, not rounded to x's dtype where
+        `keeps_float32(x)`."""
+        ...
+
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end) as the layer uses them, float32 `[end - begin, in]`."""
         ...
+
+
+def keeps_float32(x: Tensor) -> bool:
+    """Whether products of x and a weight of its dtype can be stored in float32 as they are summed.
+
+    GPU libraries sum half-precision products in float32, and can store that sum. Elsewhere the
+    product is rounded to x's dtype first.
+    """
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class DenseLinear:
@@ -33,6 +48,12 @@ class DenseLinear:
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         return F.linear(x, self.weight)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        if keeps_float32(x):
+            return torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        return self.apply(x).float()
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""

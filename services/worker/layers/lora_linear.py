@@ -14,8 +14,9 @@ from typing import Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.linear import BaseLinear
+from services.worker.layers.linear import BaseLinear, keeps_float32
 
 
 @runtime_checkable
@@ -51,8 +52,20 @@ class LoraLinear:
         if self._joined is not None and num_outputs <= self.base.out_features:
             y = self._joined.product(self.base, x, self.site_id, lora)
         else:
-            y = self.base.apply(x)
-            if num_outputs > self.base.out_features:
-                y = F.pad(y, (0, num_outputs - self.base.out_features))
+            y = self._widened(self.base.apply(x), num_outputs)
             self._add_lora(y, x, self.site_id, lora)
         return y if self._bias is None else y.add_(self._bias)
+
+    def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
+        """As `forward`, with a float32 result that is not rounded to x's dtype on the way where the
+        device allows it. Adapters are then added in torch: kernels want y to have x's dtype."""
+        if not keeps_float32(x):
+            return self.forward(x, lora, num_outputs).float()
+        y = self._widened(self.base.apply_float32(x), num_outputs)
+        lora.await_site(self.site_id)
+        portable.add_lora(y, x, self.site_id, lora)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _widened(self, y: Tensor, num_outputs: int) -> Tensor:
+        missing = num_outputs - self.base.out_features
+        return F.pad(y, (0, missing)) if missing > 0 else y

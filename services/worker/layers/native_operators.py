@@ -14,6 +14,7 @@ from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import CosSin
@@ -62,6 +63,12 @@ class NativeOperators:
         """See Operators."""
         return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
 
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """See Operators."""
+        return looped
+
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
         return NativeAttention(
@@ -101,6 +108,10 @@ class PackedLinear:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear(x, self._packed, self.out_features)
 
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
+
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
@@ -117,6 +128,10 @@ class TiledLinear:
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear_tiles(x, self._packed, self.out_features)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""

@@ -38,6 +38,11 @@ class Ropes:
         """Nobody uses the slot any more."""
         self._slots.discard(slot)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether any resident adapter has a rotary embedding of its own."""
+        return bool(self._slots)
+
     def row(self, slots: Sequence[tuple[int, float]], is_long: bool) -> int:
         """Table row of a request with adapters in `slots`; those with a rope are always alone."""
         own = bool(slots) and slots[0][0] in self._slots

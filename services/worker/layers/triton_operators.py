@@ -6,22 +6,30 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionBackend, AttentionMetadata
-from services.worker.attention.triton import TritonAttention, TritonAttentionMetadata
+from services.worker.attention.backend import (
+    AttentionBackend,
+    AttentionKernels,
+    AttentionMetadata,
+    RotatingBackend,
+)
+from services.worker.attention.interruptible import InterruptibleAttention
+from services.worker.attention.triton import TritonKernels
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.triton import DeviceLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.norm.triton import add_rms_norm
 from services.worker.kernels.sampling.triton import draw
+from services.worker.kernels.sampling.truncation import truncate
 from services.worker.kernels.silu.triton import silu_and_multiply
+from services.worker.layers.grouped_experts import GroupedExperts
 from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import Rotate
 from services.worker.model.config import ModelConfig
 from services.worker.sampling.drawing import DrawOperators
-from services.worker.sampling.masks import truncate
 
 
 class TritonOperators:
@@ -29,12 +37,13 @@ class TritonOperators:
 
     name = "triton"
     adapter_copy_bytes = 0
-    make_metadata: Callable[..., AttentionMetadata] = TritonAttentionMetadata
     rotate: Rotate = TorchOperators.rotate
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
         self.lora: DeviceLora | None = None
+        self.attention_kernels: AttentionKernels = TritonKernels()
+        self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata
         self._torch = TorchOperators()
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -53,17 +62,18 @@ class TritonOperators:
         """See Operators."""
         return silu_and_multiply if activation == "silu" else self._torch.gate(activation)
 
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """See Operators."""
+        return GroupedExperts(gate_up, down, num_active, self.gate(activation), looped)
+
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        return TritonAttention(
-            layer,
-            config.num_heads,
-            config.head_dim,
-            config.num_kv_heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            window=config.windows[layer],
-        )
+        backend = self.attention_kernels.layer(config, layer)
+        if isinstance(backend, RotatingBackend):
+            return InterruptibleAttention(backend)
+        return backend
 
 
 class TritonLora:

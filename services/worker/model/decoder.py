@@ -113,6 +113,7 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[T, H]` after the last norm."""
+        batch.attention.begin_forward()
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
@@ -135,7 +136,7 @@ class Decoder:
         resized = lora.resized(self._head.site_id)
         num_own = self._head.base.out_features
         width = max([num_own, *(num_rows for _, _, num_rows in resized)])
-        logits = self._head.forward(hidden, lora, width).float()
+        logits = self._head.forward_float32(hidden, lora, width)
         softcap = self.config.logit_softcap
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap

@@ -89,7 +89,7 @@ class Placement:
         return [
             member
             for member in self._running.decoding
-            if member.request.num_computed >= member.num_placed and not member.request.is_held
+            if member.request.num_computed >= member.num_placed and not member.request.must_wait
         ]
 
     def _release_passed(self, now: float) -> None:

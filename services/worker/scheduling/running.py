@@ -113,7 +113,7 @@ class RunningBatch:
             del self.ending[request_id]
 
     def decode_rows(self) -> list[PlannedRow]:
-        """A row for every request that decodes and is not held."""
+        """A row for every request that decodes and need not wait."""
         return [
             PlannedRow(
                 request,
@@ -124,7 +124,7 @@ class RunningBatch:
                 request.promised_output if request.num_promised else None,
             )
             for member in self.decoding
-            if not (request := member.request).is_held
+            if not (request := member.request).must_wait
         ]
 
     def check_integrity(self) -> None:

@@ -7,7 +7,6 @@ prefixes, and as the last resort those of the request that arrived last, which i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
@@ -74,8 +73,8 @@ class Scheduler:
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
-        self._in_flight: deque[bool] = deque()
-        """Of each step launched and not landed: whether no other can be planned without it."""
+        self._num_in_flight = 0
+        """Steps launched and not landed."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self.num_preemptions = 0
@@ -144,15 +143,16 @@ class Scheduler:
     def plan(self, now: float, arrive: Callable[[int], bool] | None = None) -> StepPlan:
         """Decide one step. Mutates requests' block tables; queues loads and evictions.
 
-        While a step is in flight, the plan is empty where it would depend on what that one
-        chooses, or would have to preempt: then the next plan comes after that step.
+        While a step is in flight, the plan is empty where it would have to preempt: then the next
+        plan comes after that step. A request whose grammar needs long for a mask is left out until
+        the token in flight is known; the others are not.
 
         Args:
             arrive: carries out loads that were queued, and returns whether one of them is here
                 already; called with the number of rows that the step has without them.
         """
         must_go = outgrown(self._running, self._limits.rope_switch_len)
-        if self._in_flight and (any(self._in_flight) or must_go):
+        if self._num_in_flight and must_go:
             return self._number(())
         for request in must_go:
             self._preempt(request, now)
@@ -160,7 +160,7 @@ class Scheduler:
         wanted = self._placement.wanted(shares)
         has_preempted = False
         if not self._placement.grow_all(wanted, now):
-            if self._in_flight:
+            if self._num_in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
         decodes = self._running.decode_rows()
@@ -186,7 +186,7 @@ class Scheduler:
     def launched(self, plan: StepPlan) -> None:
         """The device has been given `plan`, which has rows: what is planned from now on comes
         after it, and finds its positions in the KV cache."""
-        num_outputs, is_awaited = 0, False
+        num_outputs = 0
         for row in plan.rows:
             request = row.request
             request.num_computed += row.num_tokens
@@ -198,12 +198,11 @@ class Scheduler:
                 num_outputs += 1
             if row.needs_logits:
                 self._running.caught_up(request)
-                is_awaited = is_awaited or request.constraint is not None
-        self._in_flight.append(is_awaited)
+        self._num_in_flight += 1
 
     def landed(self, plan: StepPlan) -> None:
         """The step that was launched first of those in flight has ended."""
-        self._in_flight.popleft()
+        self._num_in_flight -= 1
         self._arena.retire(plan.step)
 
     def runs(self, request: Request) -> bool:

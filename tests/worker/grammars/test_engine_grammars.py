@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from services.worker.building import build_runner
 from services.worker.engine import Engine
+from services.worker.grammars import constraint
 from services.worker.messages import Cancel, Command, Submit
-from services.worker.request import FinishReason, Grammar, SamplingParams
+from services.worker.request import FinishReason, Grammar, SamplingParams, StepPlan
 from services.worker.runner import TorchRunner
 from tests.worker.commands import make_config, make_submit
 
@@ -219,6 +220,26 @@ def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(stage: Stage)
     assert set(together) == {"free", "object", "digits", "late"}
     for request in requests:
         assert stage.run(request) == {request.request_id: together[request.request_id]}
+
+
+@pytest.mark.parametrize("quick_s", [60.0, 0.0], ids=["planned ahead", "left out meanwhile"])
+def test_steps_that_overlap_give_the_same_tokens_under_grammars(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, quick_s: float
+) -> None:
+    monkeypatch.setattr(constraint, "QUICK_MASK_S", quick_s)
+    requests = [
+        submit("free", max_tokens=24, seed=4, frequency_penalty=0.5),
+        submit("object", OBJECT, seed=5, repetition_penalty=1.1),
+        submit("digits", Grammar("regex", ("[0-9]{12}",)), seed=6, temperature=0.0),
+    ]
+    expected = dict(stage.run(*requests))
+    runner = build_runner(BASE, device="cpu", dtype="float32", arena_bytes=4 << 20, overlap="on")
+    overlapped = Stage(Engine(runner, make_config(model_dir=str(BASE)), time.monotonic))
+    plans: list[StepPlan] = []
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    assert overlapped.run(*requests) == expected
+    assert any(plan.awaits_masks for plan in plans) == (quick_s > 0)
 
 
 def test_eos_ends_the_output_only_where_the_grammar_accepts(stage: Stage) -> None:

@@ -21,7 +21,7 @@ from services.worker.kernels.compiled import resources, variants
 def wanted(variant, target):
     kernel, dtype = variant.name.rsplit(".", 1)
     if "int8" in kernel:
-        return "prefill" not in kernel and target < 100
+        return target < 100
     if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):
         return False
     if target == 90:
@@ -82,11 +82,30 @@ def test_no_kernel_spills_more_than_six_words(compiled):
 
 
 def test_shared_memory_leaves_room_for_two_programs_on_a_multiprocessor(compiled):
-    assert [row["name"] for row in compiled if row["shared"] > 82 * 1024] == []
+    contexts = "attention.contexts"  # one program has as many warps as two of the others
+    others = [row for row in compiled if not row["name"].startswith(contexts)]
+    assert [row["name"] for row in others if row["shared"] > 82 * 1024] == []
+
+
+def test_shared_memory_of_every_kernel_fits_the_smallest_gpu_since_ampere(compiled):
+    assert [row["name"] for row in compiled if row["shared"] > 99 * 1024] == []
+
+
+def test_attention_copies_two_steps_of_keys_and_values_ahead_of_the_one_it_computes(compiled):
+    """Each array has as many buffers as there are stages but one: copies of a step are committed
+    while the step before it is still on its way."""
+    rows = [row for row in compiled if row["name"].startswith("attention.generations.bf16")]
+    assert {row["target"] for row in rows} == {80, 90, 100}
+    head_bytes = 64 * 128 * 2
+    assert all(row["shared"] >= 2 * 2 * head_bytes for row in rows)
 
 
 def test_half_precision_adapters_are_read_sixteen_bytes_at_a_time(compiled):
-    lora = [row for row in compiled if row["name"].startswith(("lora.shrink", "lora.expand"))]
+    lora = [
+        row
+        for row in compiled
+        if row["name"].startswith(("lora.shrink", "lora.expand", "lora.fused"))
+    ]
     half = [row for row in lora if not row["name"].endswith("fp32")]
     assert len(half) >= 10
     assert [row["name"] for row in half if row["narrow"] or not row["wide"]] == []

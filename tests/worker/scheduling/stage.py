@@ -47,6 +47,9 @@ def make_request(
 class AnyToken:
     """A grammar's place, for requests whose next step depends on what the last one chose."""
 
+    def __init__(self, is_quick: bool = False) -> None:
+        self.is_quick = is_quick
+
     is_ready = True
     is_finished = False
 
@@ -213,7 +216,8 @@ class Stage:
         assert end < len(request.prompt_ids) + request.sampling.max_tokens, "more than it needs"
         assert (row.follows is None) == (end <= request.num_tokens)
         if row.follows is not None:
-            assert request.constraint is None and row.num_tokens == 1
+            assert request.constraint is None or request.constraint.is_quick
+            assert row.num_tokens == 1
             choosing = [r.request for r in self.in_flight[-1].plan.rows if r.chooses]
             assert choosing[row.follows] is request
 

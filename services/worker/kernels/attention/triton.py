@@ -1,112 +1,62 @@
-"""Launches of paged attention: append keys and values, attend in tiles, join splits."""
+"""Launches of paged attention: append keys and values, attend with contexts and generations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.worker.kernels.attention import triton_kernels as kernels
-from services.worker.kernels.launch import must_widen, power_of_two
+from services.worker.kernels.attention.shapes import (
+    HeadShape,
+    Tiling,
+    context_tiling,
+    generation_tiling,
+    joined_splits,
+)
+from services.worker.kernels.attention.work_items import SPARE_ITEMS, PartialSums
+from services.worker.kernels.launch import must_widen, num_programs, power_of_two
 
-MIN_QUERIES = 16
-"""Rows of the smallest tensor-core product."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Heads of one layer and its arithmetic."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float | None
-    window: int | None
-
-    @property
-    def num_shared(self) -> int:
-        """Query heads of one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def block_shared(self) -> int:
-        """The same as a power of two."""
-        return power_of_two(self.num_shared)
-
-    @property
-    def block_dim(self) -> int:
-        """Head dimension as a power of two that products accept."""
-        return max(16, power_of_two(self.head_dim))
+TILE_WORDS = kernels.TILE_WORDS.value
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTiling:
-    """Sizes of one launch."""
-
-    block_rows: int
-    """Token rows of a tile; a power of two."""
-    block_keys: int
-    num_splits: int
-    num_warps: int = 4
-    num_stages: int = 2
+def rows_of_tile(shape: HeadShape, itemsize: int) -> int:
+    """Token rows of a tile of `attend_contexts`."""
+    return context_tiling(shape, itemsize).block_queries // shape.block_shared
 
 
-@dataclass(frozen=True, slots=True)
-class PartialSums:
-    """Float32 workspace of decode splits: values and (maximum, sum) of each row, head and split."""
+def context_tiles(
+    spans: Sequence[tuple[int, int, int]], block_rows: int, table_rows: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Rows of `tiles` for contexts given as (first token row, end row, first position).
 
-    values: Tensor
-    stats: Tensor
+    Tiles that see the most keys come first, so that no long one is left at the end of a launch.
 
-
-def decode_tiling(shape: HeadShape, num_splits: int, itemsize: int) -> AttentionTiling:
-    """One row of each sequence, as many rows of the product as heads share."""
-    rows = max(1, MIN_QUERIES // shape.block_shared)
-    if itemsize == 4:
-        return AttentionTiling(rows, 16, num_splits, num_warps=8)
-    return AttentionTiling(rows, 64, num_splits)
-
-
-def context_tiling(shape: HeadShape, itemsize: int) -> AttentionTiling:
-    """64 queries of a product, fewer in float32, which has no tensor cores; one split."""
-    if itemsize == 4:
-        return AttentionTiling(max(1, 32 // shape.block_shared), 16, 1, num_warps=8)
-    return AttentionTiling(max(1, 64 // shape.block_shared), 64, 1)
-
-
-def context_tiles(spans: Sequence[tuple[int, int, int]], block_rows: int) -> list[list[int]]:
-    """Rows of `tiles` for contexts given as (first token row, end row, first position)."""
-    return [
-        [sequence, row, min(row + block_rows, end), start + row - begin]
+    Args:
+        table_rows: of each context in the block tables; None = in order.
+    """
+    tiles = [
+        [
+            sequence if table_rows is None else table_rows[sequence],
+            row,
+            min(row + block_rows, end),
+            start + row - begin,
+        ]
         for sequence, (begin, end, start) in enumerate(spans)
         for row in range(begin, end, block_rows)
     ]
+    return sorted(tiles, key=lambda tile: -tile[3])
 
 
-def make_partial_sums(
-    max_rows: int, shape: HeadShape, num_splits: int, device: torch.device
-) -> PartialSums:
-    """Workspace for `max_rows` generations."""
-    lines = max_rows * shape.num_heads * num_splits
-    return PartialSums(
-        torch.empty(lines, shape.block_dim, dtype=torch.float32, device=device),
-        torch.empty(lines, 2, dtype=torch.float32, device=device),
-    )
-
-
-def attend(
+def attend_contexts(
     out: Tensor,
     q: Tensor,
     planes: tuple[Tensor, Tensor],
     tiles: Tensor,
     tables: Tensor,
     shape: HeadShape,
-    tiling: AttentionTiling,
-    partial: PartialSums,
-    rows: tuple[int, int],
+    tiling: Tiling | None = None,
 ) -> None:
     """Semantics: out[t, h] = softmax(softcap(scale * q[t, h] K^T)) V over the keys that t sees.
 
@@ -114,63 +64,107 @@ def attend(
         out, q: `[tokens, num_heads * head_dim]`, rows contiguous. Of `out`, the tiles' rows are
             mutated.
         planes: K and V of the layer in every block, each `[num_blocks, Hkv, T, D]`.
-        tiles: int32 `[n, 4]`: sequence, first token row, end row, position of the first row.
-        tables: int32 `[sequences, blocks]`; ids that no query sees are not read.
-        partial: used with several splits only, by rows counted from `rows[0]`.
-        rows: token rows [begin, end) that the tiles cover.
+        tiles: int32 `[n, 4]`: sequence, first token row, end row, position of the first row; of
+            `rows_of_tile` rows each.
+        tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
+        tiling: for experiments.
     """
-    k_plane, v_plane = planes
-    num_tokens = k_plane.shape[2]
-    assert k_plane.stride() == v_plane.stride(), (k_plane.stride(), v_plane.stride())
-    assert q.stride(1) == out.stride(1) == tables.stride(1) == 1, (q.stride(), tables.stride())
-    strides = k_plane.stride(0), q.stride(0), out.stride(0), tables.stride(0)
-    arithmetic = shape.scale, shape.softcap or 0.0, shape.window or 0
-    kernels.attend[(len(tiles), shape.num_kv_heads, tiling.num_splits)](
+    tiling = tiling or context_tiling(shape, q.itemsize)
+    kernels.attend_contexts[(shape.num_kv_heads, len(tiles))](
         q,
-        k_plane,
-        v_plane,
+        *planes,
         out,
-        partial.values,
-        partial.stats,
         tiles,
         tables,
-        *strides,
-        rows[0],
-        shape.num_heads,
-        *arithmetic,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_DIM=shape.block_dim,
-        NUM_SHARED=shape.num_shared,
-        BLOCK_SHARED=shape.block_shared,
-        BLOCK_ROWS=tiling.block_rows,
-        BLOCK_KEYS=tiling.block_keys,
-        TOKENS=num_tokens,
-        NUM_SPLITS=tiling.num_splits,
-        HAS_SOFTCAP=shape.softcap is not None,
-        HAS_WINDOW=shape.window is not None,
+        *_strides(out, q, planes, tables),
+        shape.scale,
+        shape.softcap or 0.0,
+        shape.window or 0,
+        **context_constants(shape, tiling, planes[0].shape[2]),
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    if tiling.num_splits > 1:
-        _combine(out, shape, tiling.num_splits, partial, rows)
 
 
-def _combine(
-    out: Tensor, shape: HeadShape, num_splits: int, partial: PartialSums, rows: tuple[int, int]
+def attend_generations(
+    out: Tensor,
+    q: Tensor,
+    planes: tuple[Tensor, Tensor],
+    items: Tensor,
+    tables: Tensor,
+    first_row: int,
+    shape: HeadShape,
+    partial: PartialSums,
+    tiling: Tiling | None = None,
 ) -> None:
-    kernels.combine[(rows[1] - rows[0], shape.num_heads)](
+    """`attend_contexts` for sequences with one query each.
+
+    Args:
+        items: as `work_items.list_items` fills it for the layer's window.
+        first_row: token row of the first generation.
+        partial: holds as many items and rows as there are. Mutated.
+    """
+    tiling = tiling or generation_tiling(shape, q.itemsize)
+    grid = num_programs(q.device, tiling.programs_per_processor)
+    assert grid <= SPARE_ITEMS, grid
+    kernels.attend_generations[(grid,)](
+        q,
+        *planes,
+        out,
+        items,
         partial.values,
         partial.stats,
-        out,
-        shape.num_heads,
-        rows[0],
-        out.stride(0),
-        HEAD_DIM=shape.head_dim,
-        BLOCK_DIM=shape.block_dim,
-        NUM_SPLITS=num_splits,
-        num_warps=1,
+        partial.num_finished,
+        tables,
+        *_strides(out, q, planes, tables),
+        first_row,
+        shape.num_kv_heads,
+        shape.scale,
+        shape.softcap or 0.0,
+        **generation_constants(shape, tiling, planes[0].shape[2]),
+        WIDEN=must_widen(q.dtype),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
+
+
+def _strides(
+    out: Tensor, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor
+) -> tuple[int, int, int, int]:
+    k_plane, v_plane = planes
+    assert k_plane.stride() == v_plane.stride(), (k_plane.stride(), v_plane.stride())
+    assert q.stride(1) == out.stride(1) == tables.stride(1) == 1, (q.stride(), tables.stride())
+    return k_plane.stride(0), q.stride(0), out.stride(0), tables.stride(0)
+
+
+def context_constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str, Any]:
+    """Compile-time arguments of `attend_contexts` besides WIDEN."""
+    block_rows = tiling.block_queries // shape.block_shared
+    return _constants(shape, tiling, block_tokens) | {
+        "BLOCK_ROWS": block_rows,
+        "HAS_WINDOW": shape.window is not None,
+    }
+
+
+def generation_constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str, Any]:
+    """Compile-time arguments of `attend_generations` besides WIDEN."""
+    return _constants(shape, tiling, block_tokens) | {
+        "BLOCK_QUERIES": tiling.block_queries,
+        "JOINED_SPLITS": joined_splits(shape),
+    }
+
+
+def _constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_DIM": shape.block_dim,
+        "NUM_SHARED": shape.num_shared,
+        "BLOCK_SHARED": shape.block_shared,
+        "BLOCK_KEYS": tiling.block_keys,
+        "TOKENS": block_tokens,
+        "HAS_SOFTCAP": shape.softcap is not None,
+    }
 
 
 def append(k: Tensor, v: Tensor, planes: tuple[Tensor, Tensor], places: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Triton programs of paged attention. Layouts and grids: README.md; launches: `triton.py`.
 
-One program attends with a tile: some query rows of one sequence times the query heads that share a
-KV head, over one split of the keys. Contexts and generations differ in tile and split sizes only.
+Contexts and generations share `_attend_keys`, the loop over keys. Contexts call it with many
+queries of one sequence and a causal mask, generations with one query and a range that needs none.
 """
 
 from __future__ import annotations
@@ -9,26 +9,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 NO_SCORE = tl.constexpr(-1.0e30)
 TILE_WORDS = tl.constexpr(4)
+ITEM_WORDS = tl.constexpr(6)
+
+ALL_KEYS = tl.constexpr(0)
+"""Every query sees every key of the range, whose length is a multiple of the step."""
+KEYS_BELOW_END = tl.constexpr(1)
+"""Every query sees every key of the range."""
+CAUSAL_KEYS = tl.constexpr(2)
+"""A query sees the keys up to its own position, and within its window if there is one."""
 
 
-@triton.jit(do_not_specialize=["first_row", "window", "table_stride"])
-def attend(
-    q, k_plane, v_plane, out, partial, partial_stats, tiles, tables,
-    plane_stride, q_stride, out_stride, table_stride, first_row, num_heads, scale, softcap, window,
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def attend_contexts(
+    q, k_plane, v_plane, out, tiles, tables,
+    plane_stride, q_stride, out_stride, table_stride, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    TOKENS: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys that t sees.
 
-    Grid: (tile, KV head, split). `tiles [n, 4]` int32: sequence, first token row, end row, position
-    of the first row. `tables [sequences, blocks]` int32. With several splits each writes its
-    maximum, sum and values to `partial`; `combine` joins them in order.
+    Grid: (KV head, tile). `tiles [n, 4]` int32: sequence, first token row, end row, position of the
+    first row. `tables [sequences, blocks]` int32.
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * TILE_WORDS).to(tl.int64)
     row_begin = tl.load(tiles + tile * TILE_WORDS + 1)
     row_end = tl.load(tiles + tile * TILE_WORDS + 2)
@@ -40,75 +48,115 @@ def attend(
     dim = tl.arange(0, BLOCK_DIM)
     mask = is_query[:, None] & (dim < HEAD_DIM)[None, :]
     q_at = q + row.to(tl.int64)[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
-    query = tl.load(q_at, mask=mask, other=0.0)
-    key_begin, end = _visible_keys(start, row_end - row_begin, window, BLOCK_KEYS, HAS_WINDOW)
-    span = tl.cdiv(tl.cdiv(end - key_begin, NUM_SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    begin = key_begin + split * span
+    query = _load_query(q_at, mask, WIDEN)
+    position = start + row - row_begin
     head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
+    k_head, v_head = k_plane + head_at, v_plane + head_at
+    table = tables + sequence * table_stride
+    top = tl.full((BLOCK_ROWS * BLOCK_SHARED,), NO_SCORE, tl.float32)
+    total = tl.zeros((BLOCK_ROWS * BLOCK_SHARED,), tl.float32)
+    values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
+
+    end = start + row_end - row_begin
+    begin, all_begin, all_end = _ranges(start, end, window, BLOCK_KEYS, HAS_WINDOW)
+    if HAS_WINDOW:
+        top, total, values = _attend_keys(
+            query, top, total, values, k_head, v_head, table, plane_stride, begin,
+            tl.minimum(all_begin, end), position, start, scale, softcap, window, HEAD_DIM,
+            BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, CAUSAL_KEYS,
+        )  # fmt: skip
     top, total, values = _attend_keys(
-        query, start + row - row_begin, start, k_plane + head_at, v_plane + head_at,
-        tables + sequence * table_stride, plane_stride, begin, tl.minimum(end, begin + span),
-        scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_ROWS * BLOCK_SHARED, BLOCK_KEYS,
-        TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN,
+        query, top, total, values, k_head, v_head, table, plane_stride, all_begin, all_end,
+        position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
+        HAS_SOFTCAP, HAS_WINDOW, WIDEN, ALL_KEYS,
     )  # fmt: skip
-    if NUM_SPLITS == 1:
-        out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
-        values = values / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out_at + dim[None, :], values.to(out.dtype.element_ty), mask=mask)
-    else:
-        line = ((row - first_row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
-        place = partial + line[:, None] * BLOCK_DIM + dim[None, :]
-        tl.store(place, values, mask=is_query[:, None])
-        tl.store(partial_stats + line * 2, top, mask=is_query)
-        tl.store(partial_stats + line * 2 + 1, total, mask=is_query)
+    top, total, values = _attend_keys(
+        query, top, total, values, k_head, v_head, table, plane_stride, all_end, end,
+        position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
+        HAS_SOFTCAP, HAS_WINDOW, WIDEN, CAUSAL_KEYS,
+    )  # fmt: skip
+    out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
+    values = values / total[:, None]
+    tl.store(out_at + dim[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _visible_keys(start, num_rows, window, BLOCK_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Positions [begin, end) that any of the rows from position `start` on sees."""
+def _load_query(q_at, mask, WIDEN: tl.constexpr):
+    query = tl.load(q_at, mask=mask, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    return query
+
+
+@triton.jit
+def _ranges(start, end, window, BLOCK_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Keys of rows at positions [start, end): the first that any of them sees, rounded down, and
+    the range [all_begin, all_end) that all of them see, which needs no mask."""
     begin = 0
+    all_begin = 0
+    all_end = (start + 1) // BLOCK_KEYS * BLOCK_KEYS
     if HAS_WINDOW:
         begin = tl.maximum(0, start - window + 1) // BLOCK_KEYS * BLOCK_KEYS
-    return begin, start + num_rows
+        all_begin = tl.cdiv(tl.maximum(0, end - window), BLOCK_KEYS) * BLOCK_KEYS
+        all_end = tl.maximum(all_begin, all_end)
+    return begin, all_begin, all_end
 
 
 @triton.jit
 def _attend_keys(
-    query, position, start, k_head, v_head, table, plane_stride, begin, end, scale, softcap, window,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+    query, top, total, values, k_head, v_head, table, plane_stride, begin, end, position, start,
+    scale, softcap, window, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax over keys [begin, end): maximum, sum, and values `[queries, BLOCK_DIM]`."""
+    """Add keys [begin, end) to a running softmax in base 2.
+
+    `top`, `total` float32 `[queries]` are its maximum and sum, `values` float32 `[queries,
+    BLOCK_DIM]`; returns them. A query that has seen no key yet may hold anything finite in `total`
+    and `values`: the first key that it sees scales that by zero.
+    """
     dim = tl.arange(0, BLOCK_DIM)
-    top = tl.full((BLOCK_QUERIES,), NO_SCORE, tl.float32)
-    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
-    values = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
-    if WIDEN:
-        query = query.to(tl.float32)
+    step = tl.arange(0, BLOCK_KEYS)
+    # Block ids are read a step ahead, so that copies of keys and values need not wait for them.
+    next_block = tl.load(table + (begin + step) // TOKENS, mask=begin + step < end, other=0)
     for at in tl.range(begin, end, BLOCK_KEYS):
-        key = at + tl.arange(0, BLOCK_KEYS)
+        key = at + step
         is_key = key < end
-        if HAS_WINDOW:
-            # Blocks behind the first row's window may be gone.
-            is_key = is_key & (key > start - window)
-        block = tl.load(table + key // TOKENS, mask=is_key, other=0).to(tl.int64)
-        place = block * plane_stride + (key % TOKENS) * HEAD_DIM
-        mask = is_key[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(k_head + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        v = tl.load(v_head + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        block = next_block.to(tl.int64)
+        next_key = key + BLOCK_KEYS
+        next_block = tl.load(table + next_key // TOKENS, mask=next_key < end, other=0)
+        offset = (block * plane_stride + (key % TOKENS) * HEAD_DIM)[:, None] + dim[None, :]
+        if SEEN == ALL_KEYS and HEAD_DIM == BLOCK_DIM:
+            k = tl.load(k_head + offset)
+            v = tl.load(v_head + offset)
+        else:
+            mask = (dim < HEAD_DIM)[None, :]
+            if SEEN == CAUSAL_KEYS and HAS_WINDOW:
+                # Blocks behind the first row's window may be gone.
+                is_key = is_key & (key > start - window)
+            if SEEN != ALL_KEYS:
+                mask = is_key[:, None] & mask
+            k = tl.load(k_head + offset, mask=mask, other=0.0)
+            v = tl.load(v_head + offset, mask=mask, other=0.0)
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        factor = scale * LOG2_E
         if HAS_SOFTCAP:
-            scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
-        seen = is_key[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, NO_SCORE)
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp(scores - new_top[:, None]), 0.0)
-        shrink = tl.exp(top - new_top)
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
+            power = tl.exp2(scores * (2.0 * factor / softcap))
+            scores = (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+            factor = 1.0
+        if SEEN == KEYS_BELOW_END:
+            scores = tl.where(is_key[None, :], scores, NO_SCORE)
+        elif SEEN == CAUSAL_KEYS:
+            is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(is_seen, scores, NO_SCORE)
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
+        weights = tl.exp2(scores * factor - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         values = values * shrink[:, None]
         values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee")
@@ -116,34 +164,176 @@ def _attend_keys(
     return top, total, values
 
 
-@triton.jit(do_not_specialize=["first_row"])
-def combine(
-    partial,
-    partial_stats,
-    out,
-    num_heads,
-    first_row,
-    out_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+@triton.jit(do_not_specialize=["sequence_stride", "first_row", "num_rows", "window", "max_splits"])
+def list_items(
+    positions, places, sequences, items, sequence_stride, first_row, num_rows, window, max_splits,
+    SPLIT_KEYS: tl.constexpr, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
+
+    `positions`, `places` int64 `[first_row + num_rows]`. `sequences` int32 `[num_rows]`: rows of
+    the block tables. `items [1 + n, 6]` int32: the number of items, then for each its row,
+    sequence, first key, end key, and the first item and number of items of its row. They are in
+    order of rows and keys. A row without a place in the cache is padding: one item without keys.
+    """
+    row = tl.program_id(0)
+    first_item = 0
+    for begin in range(0, row, BLOCK_ROWS):
+        rows = begin + tl.arange(0, BLOCK_ROWS)
+        is_before = rows < row
+        at = first_row + rows
+        position = tl.load(positions + at, mask=is_before, other=0)
+        place = tl.load(places + at, mask=is_before, other=-1)
+        _, _, _, count = _split_keys(position, place, window, max_splits, SPLIT_KEYS, KEY_STEP)
+        first_item += tl.sum(tl.where(is_before, count, 0), axis=0)
+    position, place = tl.load(positions + first_row + row), tl.load(places + first_row + row)
+    begin, end, span, count = _split_keys(position, place, window, max_splits, SPLIT_KEYS, KEY_STEP)
+    split = tl.arange(0, BLOCK_SPLITS)
+    is_split = split < count
+    item_begin = begin + split * span
+    item = items + (1 + first_item + split) * ITEM_WORDS
+    same = tl.zeros_like(split)
+    tl.store(item, row + same, mask=is_split)
+    tl.store(item + 1, tl.load(sequences + row * sequence_stride) + same, mask=is_split)
+    tl.store(item + 2, item_begin, mask=is_split)
+    tl.store(item + 3, tl.minimum(item_begin + span, end), mask=is_split)
+    tl.store(item + 4, first_item + same, mask=is_split)
+    tl.store(item + 5, count + same, mask=is_split)
+    if row == num_rows - 1:
+        tl.store(items, first_item + count)
+
+
+@triton.jit
+def _split_keys(
+    position, place, window, max_splits, SPLIT_KEYS: tl.constexpr, KEY_STEP: tl.constexpr
 ):
-    """Join the splits of one row and head, in order. Grid: (row, head)."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """First key, end key, keys of an item, number of items. As `work_items.split_keys`."""
+    position = position.to(tl.int32)
+    begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
+    end = tl.where(place >= 0, position + 1, begin)
+    num_keys = end - begin
+    count = (num_keys + SPLIT_KEYS // 2) // SPLIT_KEYS
+    count = tl.minimum(tl.maximum(count, 1), max_splits)
+    span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
+    span = tl.maximum(span, KEY_STEP)
+    return begin, end, span, tl.maximum((num_keys + span - 1) // span, 1)
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_row"])
+def attend_generations(
+    q, k_plane, v_plane, out, items, partial, partial_stats, num_finished, tables,
+    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads,
+    scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`attend_contexts` for one query of each sequence.
+
+    Grid: a fixed number of programs that share the pairs of item and KV head evenly. `items` are
+    those of `list_items`. The only item of a row writes `out`. Of several, each writes its maximum,
+    sum and values to `partial_stats` and `partial`, and the one that finishes last joins them.
+    `num_finished [rows, num_kv_heads]` int32 counts them; it is zero before and after a launch.
+    """
+    num_pairs = tl.load(items) * num_kv_heads
+    queries = tl.arange(0, BLOCK_QUERIES)
+    is_query = queries < NUM_SHARED
     dim = tl.arange(0, BLOCK_DIM)
-    line = (row.to(tl.int64) * num_heads + head) * NUM_SPLITS
-    top = tl.load(partial_stats + line * 2)
-    for split in tl.static_range(1, NUM_SPLITS):
-        top = tl.maximum(top, tl.load(partial_stats + (line + split) * 2))
-    total = 0.0
-    values = tl.zeros((BLOCK_DIM,), tl.float32)
-    for split in tl.static_range(0, NUM_SPLITS):
-        weight = tl.exp(tl.load(partial_stats + (line + split) * 2) - top)
-        total += weight * tl.load(partial_stats + (line + split) * 2 + 1)
-        values += weight * tl.load(partial + (line + split) * BLOCK_DIM + dim)
-    place = out + (first_row + row).to(tl.int64) * out_stride + head * HEAD_DIM + dim
-    total = tl.where(total > 0, total, 1.0)
-    tl.store(place, (values / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    row, sequence, begin, end, first, num_splits = _load_item(items, program // num_kv_heads)
+    for at in range(program, num_pairs, num_programs):
+        item, kv_head = at // num_kv_heads, at % num_kv_heads
+        next_item = (at + num_programs) // num_kv_heads  # its words arrive during this one
+        following = _load_item(items, next_item)
+        head = kv_head * NUM_SHARED + queries
+        offset = (head * HEAD_DIM)[:, None] + dim[None, :]
+        mask = is_query[:, None] & (dim < HEAD_DIM)[None, :]
+        token_row = (first_row + row).to(tl.int64)
+        query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
+        head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
+        top, total, values = _attend_keys(
+            query, tl.full((BLOCK_QUERIES,), NO_SCORE, tl.float32),
+            tl.zeros((BLOCK_QUERIES,), tl.float32),
+            tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at, v_plane + head_at,
+            tables + sequence.to(tl.int64) * table_stride, plane_stride,
+            begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
+            HAS_SOFTCAP, False, WIDEN, KEYS_BELOW_END,
+        )  # fmt: skip
+        if num_splits == 1:
+            average = (values / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + token_row * out_stride + offset, average, mask=mask)
+        else:
+            num_heads = num_kv_heads * NUM_SHARED
+            line = item.to(tl.int64) * num_heads + head
+            _store_part(
+                partial + line[:, None] * BLOCK_DIM + dim[None, :], partial_stats + line * 2,
+                top, total, values, is_query, mask,
+            )  # fmt: skip
+            counter = num_finished + row * num_kv_heads + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                _join(
+                    out + token_row * out_stride, partial, partial_stats, first, num_splits,
+                    kv_head, num_heads, counter, HEAD_DIM, BLOCK_DIM, NUM_SHARED, BLOCK_SHARED,
+                    JOINED_SPLITS,
+                )  # fmt: skip
+        row, sequence, begin, end, first, num_splits = following
+
+
+@triton.jit
+def _load_item(items, item):
+    """Row, sequence, first key, end key, first item of the row, number of items of the row."""
+    at = items + (1 + item) * ITEM_WORDS
+    row, sequence, begin = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return row, sequence, begin, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def _store_part(values_at, stats_at, top, total, values, is_query, mask):
+    """Store the partial sums of an item, which may be counted as finished afterwards."""
+    tl.store(values_at, values, mask=mask)
+    tl.store(stats_at, top, mask=is_query)
+    tl.store(stats_at + 1, total, mask=is_query)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+
+
+@triton.jit
+def _join(
+    out_row, partial, partial_stats, first, num_splits, kv_head, num_heads, counter,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr, JOINED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store the softmax over all items of a row for the heads that share a KV head, in order of
+    keys, JOINED_SPLITS at a time, and reset the counter of the row. Other programs have just
+    written the items, so loads bypass L1."""
+    split, shared = tl.arange(0, JOINED_SPLITS), tl.arange(0, BLOCK_SHARED)
+    dim = tl.arange(0, BLOCK_DIM)
+    is_head, is_dim = shared < NUM_SHARED, dim < HEAD_DIM
+    head = kv_head * NUM_SHARED + shared
+    top = tl.full((BLOCK_SHARED,), NO_SCORE, tl.float32)
+    total = tl.zeros((BLOCK_SHARED,), tl.float32)
+    values = tl.zeros((BLOCK_SHARED, BLOCK_DIM), tl.float32)
+    for begin in range(0, num_splits, JOINED_SPLITS):
+        is_line = (begin + split < num_splits)[:, None] & is_head[None, :]
+        line = (first + begin + split).to(tl.int64)[:, None] * num_heads + head[None, :]
+        stats = partial_stats + line * 2
+        tops = tl.load(stats, mask=is_line, other=NO_SCORE, cache_modifier=".cg")
+        totals = tl.load(stats + 1, mask=is_line, other=0.0, cache_modifier=".cg")
+        part_at = partial + line[:, :, None] * BLOCK_DIM + dim[None, None, :]
+        part_mask = is_line[:, :, None] & is_dim[None, None, :]
+        parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        weights = tl.exp2(tops - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights * totals, axis=0)
+        values = values * shrink[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
+        top = new_top
+    average = values / tl.where(is_head, total, 1.0)[:, None]
+    offset = (head * HEAD_DIM)[:, None] + dim[None, :]
+    mask = is_head[:, None] & is_dim[None, :]
+    tl.store(out_row + offset, average.to(out_row.dtype.element_ty), mask=mask)
+    tl.store(counter, 0)
 
 
 @triton.jit

@@ -124,7 +124,9 @@ def _vectors(delta: SiteDelta, part: Part, arena_address: int) -> list[Record]:
         ]
         if any(found):
             places = (
-                ABSENT if tile is None else _element(tile, arena_address) + part.begin - tile.col_begin
+                ABSENT
+                if tile is None
+                else _element(tile, arena_address) + part.begin - tile.col_begin
                 for tile in found
             )
             records.append((0, _pair(begin - part.begin, end - part.begin), *places, 0, 0, 0))

@@ -39,10 +39,12 @@ def num_splits(num_inputs: int) -> int:
     return -(-num_inputs // SPLIT_INPUTS)
 
 
-def num_shrink_programs(num_rows: int) -> int:
-    """Programs that compute the intermediate: enough for an adapter of its own for each row. Where
-    the base product shares the launch they take its place on the device, so there are few."""
-    return 8 * num_rows if num_rows <= MAX_WIDE_FUSED_ROWS else 512
+def num_shrink_programs(num_rows: int, shares_launch: bool) -> int:
+    """Programs that compute the intermediate. Those that share their launch with the base product
+    take its place on the device while it begins, so they are few."""
+    if not shares_launch:
+        return 512
+    return 8 if num_rows <= MAX_FUSED_ROWS else 32
 
 
 def is_fused(num_rows: int, num_outputs: int) -> bool:
@@ -52,14 +54,16 @@ def is_fused(num_rows: int, num_outputs: int) -> bool:
 
 
 def fused_plan(num_outputs: int) -> SitePlan:
-    """Of a launch that computes the base product as well."""
+    """Of a launch that computes the base product as well; up to 110 KiB of shared memory."""
     if num_outputs > WIDE_OUTPUTS:
-        return SitePlan(64, 256, 3)
+        return SitePlan(128, 128, 3)
     return SitePlan(32, 128, 8)
 
 
-def expand_plan(num_outputs: int, itemsize: int) -> SitePlan:
+def expand_plan(num_rows: int, num_outputs: int, itemsize: int) -> SitePlan:
     """Of a launch that adds to a base product."""
     if itemsize == 4:
         return SitePlan(64, block_ranks=16, block_shrink=32, shrink_stages=2)
-    return SitePlan(256, block_ranks=16) if num_outputs > WIDE_OUTPUTS else SitePlan(64)
+    if num_rows <= 64 and num_outputs <= WIDE_OUTPUTS:
+        return SitePlan(64, block_ranks=64)
+    return SitePlan(128)

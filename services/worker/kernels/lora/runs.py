@@ -7,20 +7,25 @@ last), so an adapter has at most two runs unless requests combine several. Rows 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from services.worker.kernels.lora.plan import TILE_ROWS
 
 DENSE_MIN_ROWS = 256
 """Rows of one adapter from which a library's products take less time than tiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowRun:
+class RowRun(NamedTuple):
     """Token rows [begin, end) that use `slot` with one coefficient."""
 
     slot: int
     coef: float
     begin: int
     end: int
+
+
+_BY_FIRST_ROW = attrgetter("begin", "slot")
 
 
 def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
@@ -33,14 +38,13 @@ def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[R
     runs: list[RowRun] = []
     row = 0
     for num_tokens, adapters in rows:
-        used = set(adapters)
-        for key in [key for key in begins if key not in used]:
+        for key in [key for key in begins if key not in adapters]:
             runs.append(RowRun(*key, begins.pop(key), row))
         for key in adapters:
             begins.setdefault(key, row)
         row += num_tokens
     runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
-    return tuple(sorted(runs, key=lambda run: (run.begin, run.slot)))
+    return tuple(sorted(runs, key=_BY_FIRST_ROW))
 
 
 def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
@@ -59,3 +63,13 @@ def dense_runs(runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
     if len(disjoint_passes(runs)) != 1:
         return ()
     return tuple(run for run in runs if run.end - run.begin >= DENSE_MIN_ROWS)
+
+
+def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
+    """The same rows in runs that lie in one row tile each, ordered by tile."""
+    cut = [
+        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
+        for run in runs
+        for begin in range(run.begin - run.begin % TILE_ROWS, run.end, TILE_ROWS)
+    ]
+    return sorted(cut, key=lambda run: run.begin // TILE_ROWS)

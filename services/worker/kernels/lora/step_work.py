@@ -12,12 +12,16 @@ from services.worker.kernels.launch import power_of_two
 from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import TILE_ROWS, num_splits
-from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
+from services.worker.kernels.lora.runs import RowRun, cut_at_tiles
 from services.worker.transfers import copy_into
 
 MIN_RUNS = 256
 """Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
+
+
+MAX_RUN_VECTORS = 2
+"""Vector records of a part that a run may have in a captured step: one, or two where it is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class WorkSize:
 class StepWork:
     """The lists of one step, and the workspace of its updates."""
 
-    def __init__(self, tables: DeviceTables, size: WorkSize) -> None:
+    def __init__(self, tables: DeviceTables, size: WorkSize, runs: Tensor | None = None) -> None:
+        """`runs`: int32 `[max_runs, 4]` on the device that somebody else fills, in place of
+        `fill`."""
         device, num_parts = tables.arena.device, len(tables.parts)
         self.tables = tables
         self.max_runs = max(MIN_RUNS, power_of_two(size.num_runs))
@@ -51,7 +57,8 @@ class StepWork:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         words = RECORD_WORDS
-        self.runs = integers(self.max_runs, 4)
+        self.runs = integers(self.max_runs, 4) if runs is None else runs
+        assert self.runs.shape == (self.max_runs, 4), self.runs.shape
         self.entries = integers(num_parts, self.max_groups, words, dtype=torch.int64)
         self.lanes = integers(num_parts, self.max_groups, GROUP_ROWS, dtype=torch.int64)
         self.counts = integers(num_parts, 2)
@@ -84,9 +91,10 @@ class StepWork:
         words += [(0, 0, 0, 0)] * (self.max_runs - len(words))
         copy_into(self.runs, torch.tensor(words, dtype=torch.int32))
 
-    def list_groups(self) -> None:
-        """List the groups of all parts in one launch."""
-        tables = self.tables
+    def list_groups(self, num_rows: int) -> None:
+        """List the groups of all parts in one launch, for a step of so many token rows."""
+        tables, num_tiles = self.tables, -(-num_rows // TILE_ROWS)
+        assert num_tiles <= self.max_tiles, (num_rows, self.max_tiles)
         kernels.list_groups[(len(tables.parts),)](
             self.runs,
             tables.index,
@@ -102,7 +110,7 @@ class StepWork:
             len(tables.parts),
             self.max_groups,
             self.max_tiles,
-            self.max_tiles,
+            num_tiles,
             self.max_vectors,
             MAX_RUNS=self.max_runs,
         )
@@ -116,14 +124,19 @@ def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> Wo
     return WorkSize(num_rows, len(cut), groups, vectors)
 
 
-def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
-    """The same rows in runs that lie in one row tile each, ordered by tile."""
-    cut = [
-        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
-        for run in runs
-        for begin in range(run.begin - run.begin % TILE_ROWS, run.end, TILE_ROWS)
-    ]
-    return sorted(cut, key=lambda run: run.begin // TILE_ROWS)
+def static_work(tables: DeviceTables, max_rows: int, runs: Tensor) -> StepWork:
+    """That of all captured steps of up to `max_rows` token rows, whose runs are in `runs`."""
+    vectors = MAX_RUN_VECTORS * len(runs)
+    return StepWork(tables, WorkSize(max_rows, len(runs), GRAPH_GROUPS, vectors), runs)
+
+
+def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
+    """Whether captured steps have room for these runs, which are cut at tiles."""
+    return (
+        len(runs) <= MIN_RUNS
+        and sum(tables.max_groups(run.slot) for run in runs) <= GRAPH_GROUPS
+        and all(tables.max_vectors(run.slot) <= MAX_RUN_VECTORS for run in runs)
+    )
 
 
 def _num_partial_sums(tables: DeviceTables) -> list[int]:

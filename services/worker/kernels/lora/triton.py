@@ -8,6 +8,7 @@ on the device and grids are fixed, so a captured graph serves any mix of adapter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from services.worker.kernels.launch import must_widen
 from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora.dense import add_dense
-from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
 from services.worker.kernels.lora.plan import (
     SPLIT_INPUTS,
     TILE_ROWS,
@@ -26,9 +27,9 @@ from services.worker.kernels.lora.plan import (
     num_shrink_programs,
     num_splits,
 )
-from services.worker.kernels.lora.runs import RowRun, dense_runs
+from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.side_stream import SideStream
-from services.worker.kernels.lora.step_work import StepWork, WorkSize, work_size
+from services.worker.kernels.lora.step_work import StepWork, work_size
 from services.worker.kernels.lora.worklist import LoraBatch
 
 ALIGNED_ELEMENTS = 16
@@ -48,7 +49,7 @@ class DeviceLora:
         """Upload a step's runs and list their groups at every site."""
         work = StepWork(self.tables, work_size(self.tables, runs, num_rows))
         work.fill(runs)
-        work.list_groups()
+        work.list_groups(num_rows)
         return work
 
     def product(self, base_weight: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
@@ -92,14 +93,6 @@ class DeviceLora:
         for run in lora.dense:
             if (delta := lora.table.get((run.slot, site_id))) is not None:
                 add_dense(y, x, delta, run)
-
-    def size_of(self, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
-        """See `work_size`."""
-        return work_size(self.tables, runs, num_rows)
-
-    def dense_runs(self, runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
-        """Those of a step that library products compute; rows that combine adapters are in none."""
-        return dense_runs(runs)
 
     def touches(self, lora: LoraBatch, site_id: int) -> bool:
         """Whether kernels have anything to add at a site."""
@@ -195,24 +188,42 @@ def launch(
         num_shrink,
         num_row_tiles,
         work.max_vectors,
-        NUM_PARTS=len(ends),
-        SPLITS=num_splits(num_inputs),
-        SPLIT_INPUTS=SPLIT_INPUTS,
-        BLOCK_OUTPUTS=plan.block_outputs,
-        BLOCK_INPUTS=plan.block_inputs,
-        BLOCK_RANKS=plan.block_ranks,
-        BLOCK_SHRINK=plan.block_shrink,
-        SHRINKS=shrinks,
-        EXPANDS=expands,
-        HAS_BASE=base_weight is not None,
-        HAS_CUTS=shape.may_be_cut,
-        INT8=tables.is_int8,
-        WIDEN=must_widen(x.dtype),
-        ALIGN=ALIGNED_ELEMENTS if shape.is_aligned else 1,
-        STAGES=plan.stages,
-        SHRINK_STAGES=plan.shrink_stages,
+        **constants_of(
+            plan, shape, x.dtype, tables.is_int8, shrinks, expands, base_weight is not None
+        ),
         num_warps=plan.num_warps,
     )
+
+
+def constants_of(
+    plan: SitePlan,
+    shape: SiteShape,
+    dtype: torch.dtype,
+    is_int8: bool,
+    shrinks: bool,
+    expands: bool,
+    has_base: bool,
+) -> dict[str, Any]:
+    """What `update_site` is compiled for; `dtype` is that of x and y."""
+    return {
+        "NUM_PARTS": len(shape.parts),
+        "SPLITS": num_splits(shape.num_inputs),
+        "SPLIT_INPUTS": SPLIT_INPUTS,
+        "BLOCK_OUTPUTS": plan.block_outputs,
+        "BLOCK_INPUTS": plan.block_inputs,
+        "BLOCK_RANKS": plan.block_ranks,
+        "BLOCK_SHRINK": plan.block_shrink,
+        "SHRINKS": shrinks,
+        "EXPANDS": expands,
+        "HAS_BASE": has_base,
+        "HAS_CUTS": shape.may_be_cut,
+        "INT8": is_int8,
+        "WIDEN": must_widen(dtype),
+        "ALIGN": ALIGNED_ELEMENTS if shape.is_aligned else 1,
+        "STAGES": plan.stages,
+        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
+        "SHRINK_STAGES": 1 if is_int8 else plan.shrink_stages,
+    }
 
 
 def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:

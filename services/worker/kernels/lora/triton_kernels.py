@@ -1,4 +1,4 @@
-"""Triton programs of the low-rank update. Layouts, words and grids: README.md; launches: `triton.py`.
+"""Triton programs of the low-rank update. Layouts, words and grids: README.md.
 
 An adapter's rank rows come in groups of at most 16. A step lists, for each part of each site, the
 groups of its adapters: their token rows, and where their rows of A and B lie. The update of a part
@@ -32,6 +32,13 @@ def _low(word):
 @triton.jit
 def _high(word):
     return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def _aligned(value, ALIGN: tl.constexpr):
+    """The value, a multiple of ALIGN, in a form from which the compiler sees that it is one. (It
+    forgets `tl.multiple_of` at calls and in loops.)"""
+    return value // ALIGN * ALIGN
 
 
 @triton.jit
@@ -215,8 +222,8 @@ def _partial_intermediate(
     rows, size = tl.load(entry + 1), tl.load(entry + 5)
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
     is_rank, is_row = r < _low(size), _low(rows) + t < _high(rows)
-    a_stride = tl.multiple_of(_low(tl.load(entry + 2)), ALIGN)
-    a_rows = arena + tl.multiple_of(tl.load(entry), ALIGN) + r * a_stride
+    a_stride = _aligned(_low(tl.load(entry + 2)), ALIGN)
+    a_rows = arena + _aligned(tl.load(entry), ALIGN) + r * a_stride
     x_rows = x + (_low(rows) + t).to(tl.int64) * x_stride
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
     first_input = 0
@@ -224,6 +231,7 @@ def _partial_intermediate(
         cut = tl.load(entry + 3)
         first_input = _low(cut)
         in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, _high(cut))
+    in_end = _aligned(in_end, ALIGN)
     total = tl.zeros((GROUP_ROWS, TILE_ROWS), tl.float32)
     for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
         k = at + tl.arange(0, BLOCK_SHRINK)
@@ -242,8 +250,8 @@ def _partial_intermediate(
 
 @triton.jit
 def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
-    """h[g] of a row tile: values in the rows of the group, zeros elsewhere. Half precision keeps two
-    numbers whose sum is the value, so that it is not rounded to one."""
+    """h[g] of a row tile: values in the rows of the group, zeros elsewhere. Half precision keeps
+    two numbers whose sum is the value, so that it is not rounded to one."""
     PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
     rows, size = tl.load(entry + 1), tl.load(entry + 5)
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
@@ -289,7 +297,7 @@ def _expand_tile(
     column_tile -= _choose(local, 0, tiles_1, tiles_2, tiles_3)
     begin = _choose(local, 0, end_0, end_1, end_2)
     end = _choose(local, end_0, end_1, end_2, end_3)
-    begin = tl.multiple_of(begin, ALIGN)
+    begin, end = _aligned(begin, ALIGN), _aligned(end, ALIGN)
     part = first_part + local
     ends = tile_ends + part * max_tiles + row_tile
     last_group = tl.load(ends)
@@ -384,7 +392,7 @@ def _load_b(
         cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
         mask = mask & (column[None, :] >= _low(cut)[:, None])
         mask = mask & (column[None, :] < _high(cut)[:, None])
-    rows = arena + tl.multiple_of(b_rows, ALIGN)
+    rows = arena + _aligned(b_rows, ALIGN)
     return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
 
 

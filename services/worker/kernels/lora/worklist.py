@@ -26,6 +26,10 @@ class Arriving(Protocol):
         """Let the current stream wait for its bytes at a site."""
         ...
 
+    def wait_all(self) -> None:
+        """Let the current stream wait for all its bytes."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoraBatch:
@@ -83,6 +87,8 @@ class LoraBatch:
     def resized(self, site_id: int) -> list[tuple[int, int, int]]:
         """Token rows [begin, end) whose adapter has an embedding and head of another length than
         the base's, and that length."""
+        if not self._may_replace_rows:
+            return []
         found = ((run, self.table.get((run.slot, site_id))) for run in self.runs)
         return [
             (run.begin, run.end, delta.num_rows)

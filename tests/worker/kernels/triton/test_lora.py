@@ -12,7 +12,7 @@ from services.worker.kernels.lora import triton as fast
 from services.worker.kernels.lora.device_records import Part
 from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
 from services.worker.kernels.lora.plan import SPLIT_INPUTS
-from services.worker.kernels.lora.runs import DENSE_MIN_ROWS, RowRun, row_runs
+from services.worker.kernels.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
 from services.worker.kernels.lora.step_work import StepWork, work_size
 from services.worker.kernels.lora.tables import SiteDelta, Slice
 from services.worker.kernels.lora.worklist import LoraBatch
@@ -34,9 +34,7 @@ def site_shapes(num_inputs, num_outputs, cuts=()):
     return [SiteShape(8, ()), SiteShape(num_inputs, parts), SiteShape(8, ())]
 
 
-def build(
-    rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64), int8=False, cuts=()
-):
+def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64), int8=False, cuts=()):
     """Tables with adapters of random shapes at SITE."""
     _, num_inputs, num_outputs = shape
     arena = PackedArena(400, block_bytes, device, rng)
@@ -55,7 +53,7 @@ def build(
 def apply(y, x, runs, tables):
     work = StepWork(tables, work_size(tables, runs, len(x)))
     work.fill(runs)
-    work.list_groups()
+    work.list_groups(len(x))
     fast.add_lora(y, x, SITE, work)
 
 
@@ -127,13 +125,13 @@ def test_rows_outside_of_every_run_and_absent_sites_stay_as_they_are(device):
     runs = [RowRun(0, 1.0, 1, 3)]
     work = StepWork(tables, work_size(tables, runs, len(x)))
     work.fill(runs)
-    work.list_groups()
+    work.list_groups(len(x))
     fast.add_lora(y, x, SITE, work)
     assert y[[0, 3]].isnan().all()
     assert not y[1:3].isnan().any()
     tables.remove(0)
     before = y.clone()
-    work.list_groups()
+    work.list_groups(len(x))
     fast.add_lora(y, x, SITE, work)
     assert torch.equal(y[1:3], before[1:3])
 
@@ -214,7 +212,7 @@ def test_a_long_run_by_library_products_and_its_neighbour_in_tiles_equal_torch(d
     tables, table = build(random.Random(9), (num_rows, 20, 24), torch.float32, device, 1024, (17,))
     lora = fast.DeviceLora(tables)
     runs = (RowRun(0, 0.5, 0, DENSE_MIN_ROWS), RowRun(1, 1.0, DENSE_MIN_ROWS, num_rows - 2))
-    dense = lora.dense_runs(runs)
+    dense = dense_runs(runs)
     assert dense == runs[:1]
     batch = LoraBatch(runs, table, None, tables, lora.begin(runs[1:], num_rows), None, dense)
     x, y = torch.randn(num_rows, 20, device=device), torch.randn(num_rows, 24, device=device)

@@ -10,10 +10,8 @@ from services.worker.adapters.landing import Landing, Stalls
 from services.worker.adapters.loader import CopiedImage
 from services.worker.building import build_runner
 from services.worker.cuda_graphs import forward_static
-from services.worker.decode_inputs import BlockTables
 from services.worker.gpu_path import site_masks
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.step_batch import runs_of
 from services.worker.warm_up import idle_batch
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
@@ -66,6 +64,11 @@ def plan_of(requests):
     return StepPlan(0, tuple(rows))
 
 
+def forward(runner, plan):
+    """Hidden states of an eager step."""
+    return runner._model.forward(runner._batches.make(runner._batches.read(plan)))
+
+
 def run_step(runner, requests):
     plan = plan_of(requests)
     for row, sampled in zip(plan.rows, runner.execute(plan), strict=True):
@@ -92,17 +95,16 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
     (plain, plain_plan, expected), (runner, plan, outputs) = runs.values()
     assert outputs == expected
 
-    gpu = runner._batches.gpu
-    inputs = gpu.decode_inputs(runner._batches.kv)
-    assert inputs.accepts(plan, runs_of(plan))
-    assert runner._batches.make(plan).rope_rows is not None
+    gpu, batches = runner._batches.gpu, runner._batches
+    inputs = gpu.decode_inputs()
+    assert batches.make(batches.read(plan)).rope_rows is not None
     fewer = StepPlan(1, plain_plan.rows[1:]), StepPlan(1, plan.rows[1:])
     for plain_step, step in ((plain_plan, plan), fewer):  # what one step leaves, the next replaces
         with torch.inference_mode():
-            eager = plain._model.forward(plain._batches.make(plain_step))
-            inputs.fill(step, runs_of(step), size := 4)  # rows of padding
-            sites = inputs.touched_sites(runs_of(step))
-            batch = inputs.batch(size, sites, gpu.lora_batch(()))
+            eager = forward(plain, plain_step)
+            read = batches.read(step)
+            inputs.buffer.fill(read, read.runs)
+            batch = inputs.batch(4, gpu._masks[-1], gpu.lora_batch(()))  # rows of padding
             with AsksNobody() as asked:
                 static = forward_static(runner._model, batch)
         torch.testing.assert_close(static[: len(step.rows)], eager, rtol=1e-4, atol=1e-4)
@@ -176,7 +178,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))
     plan = StepPlan(0, (row,))
     with torch.inference_mode():
-        expected = runner._model.forward(runner._batches.make(plan))
+        expected = forward(runner, plan)
     runner.unload_adapter(slot)
 
     events = [BytesToCome(runner.arena, block) for block in blocks]
@@ -184,7 +186,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     landing = Landing(index, InOrder(events), Stalls(lambda: events[0]))
     runner.enter_adapter(slot, CopiedImage(folder, index, tuple(blocks), 0.0, landing))
     with torch.inference_mode():
-        found = runner._model.forward(runner._batches.make(plan))
+        found = forward(runner, plan)
     assert torch.equal(found, expected)
     assert landing.is_over
     runner.unload_adapter(slot)
@@ -220,7 +222,7 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
     before = runner.arena.data.clone()
     sites = site_masks(runner._model.site_weights.table)[-1]
     with torch.inference_mode():
-        hidden = runner._model.forward(idle_batch(kv, gpu.lora, sites, 5, 2))
+        hidden = runner._model.forward(idle_batch(kv, gpu.lora, gpu._attention, sites, 6))
     assert hidden.shape[0] == 6
     assert runner.arena.data.equal(before)
 
@@ -232,17 +234,8 @@ def test_graph_replay_equals_eager(kernel_runner, device):
     run_step(runner, requests)
     plan, gpu = plan_of(requests), runner._batches.gpu
     with torch.inference_mode():
-        eager = runner._model.forward(runner._batches.make(plan))
+        eager = forward(runner, plan)
         before = torch.zeros(0, dtype=torch.int64, device=device)
-        replayed = gpu.replay(plan, runs_of(plan), before)
+        step = runner._batches.read(plan)
+        replayed = gpu.replay(gpu.graph_of(step), step, before)
     torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)
-
-
-def test_only_block_tables_that_changed_are_written_again(device):
-    tables = BlockTables(2, 4, 8, device)
-    tables.fill([[[5, 6], [1]], [[7], [2]]])
-    tables.fill([[[5, 6, 9], [1]]])
-    assert tables.device[0, 0, :3].tolist() == [5, 6, 9]
-    tables.fill([[[5, 6, 9], [1]], [[7], [3]]])
-    assert tables.device[0, 1, 0] == 7
-    assert tables.device[1, :2, 0].tolist() == [1, 3]

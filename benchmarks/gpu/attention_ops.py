@@ -1,0 +1,295 @@
+"""Paged attention of one layer on a GPU: generations against copy bandwidth, contexts in TFLOP/s.
+
+    python -m benchmarks.gpu.attention_ops [--tune] [--only decode|prefill]
+                                           [--device cpu --tiny, with TRITON_INTERPRET=1]
+
+Heads are those of Llama-3-8B. The layers of one cache are captured one after the other in a graph,
+so that keys and values come from memory. Uneven cases have one or several long sequences beside
+short ones. Before a case is timed, its result is compared with a float32 softmax. `--tune` times
+other tiles, and for generations other sizes of items.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.gpu import common
+from services.worker.attention.backend import KvCacheParams
+from services.worker.attention.triton import TritonAttentionMetadata
+from services.worker.kernels.attention import triton as kernels
+from services.worker.kernels.attention import work_items
+from services.worker.kernels.attention.shapes import (
+    HeadShape,
+    Tiling,
+    context_tiling,
+    generation_tiling,
+)
+from services.worker.kernels.launch import INTERPRETING
+from services.worker.memory.buffer import ArenaBuffer, KvBuffer
+from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+
+HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
+TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)
+MAX_DIFFERENCE = 2e-2
+SPLITS = (128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sequences given as (computed tokens, new tokens)."""
+
+    name: str
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(num == 1 for _, num in self.pieces)
+
+
+def decode(name: str, lens: Sequence[int]) -> Case:
+    """Generations that see `lens` keys."""
+    return Case(name, tuple((num - 1, 1) for num in lens))
+
+
+CASES = (
+    decode("1 x 1k", [1025]),
+    decode("1 x 8k", [8192]),
+    decode("1 x 32k", [32768]),
+    decode("8 x 1k", [1025] * 8),
+    decode("64 x 1k", [1025] * 64),
+    decode("63 x 1k, 1 x 32k", [1025] * 32 + [32768] + [1025] * 31),
+    decode("64 x 256..8k", [256 + 128 * i for i in range(64)]),
+    decode("256 x 1k", [1025] * 256),
+    Case("512", ((0, 512),)),
+    Case("2k", ((0, 2048),)),
+    Case("8 x 512", ((0, 512),) * 8),
+    Case("8k", ((0, 8192),)),
+    Case("512 after 8k", ((8192, 512),)),
+    Case("2k after 30k", ((30720, 2048),)),
+)
+TINY_CASES = (decode("tiny", [700, 5]), Case("tiny prefill", ((40, 70), (0, 5))))
+
+
+def context_tilings(default: Tiling) -> Iterator[Tiling]:
+    """Alternatives for half precision and heads of 128."""
+    for queries, keys, warps, stages in (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (64, 128, 4, 2),
+    ):
+        yield replace(
+            default, block_queries=queries, block_keys=keys, num_warps=warps, num_stages=stages
+        )
+
+
+def generation_tilings(default: Tiling) -> Iterator[Tiling]:
+    """Alternatives for half precision and heads of 128."""
+    for keys, warps, stages, programs in (
+        (64, 4, 2, 5),
+        (64, 4, 4, 2),
+        (64, 8, 3, 2),
+        (64, 2, 3, 3),
+        (32, 4, 4, 4),
+        (32, 2, 4, 4),
+        (128, 4, 3, 1),
+        (128, 8, 3, 1),
+    ):
+        yield replace(
+            default,
+            block_keys=keys,
+            num_warps=warps,
+            num_stages=stages,
+            programs_per_processor=programs,
+        )
+
+
+class Bench:
+    """One step of a case over every layer of a cache with random keys and values."""
+
+    def __init__(self, shape: HeadShape, case: Case, num_layers: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.shape, self.case, self.num_layers = shape, case, num_layers
+        dtype = torch.bfloat16
+        groups = plan_kv_groups([None] * num_layers, shape.num_kv_heads, shape.head_dim, 2)
+        assert len(groups.groups) == 1, "one block table for all layers"
+        counts = [-(-(start + num) // TOKENS_PER_BLOCK) for start, num in case.pieces]
+        arena = ArenaBuffer(sum(counts), groups.block_bytes, device)
+        arena.flat(dtype).normal_()
+        self.kv = KvBuffer(arena, groups, dtype)
+        blocks = iter(torch.randperm(sum(counts)).tolist())
+        self.tables = [[next(blocks) for _ in range(count)] for count in counts]
+        self.metadata = self._metadata(device)
+        num_tokens = sum(num for _, num in case.pieces)
+        self.q = torch.randn(num_tokens, shape.num_heads * shape.head_dim, device=device).to(dtype)
+        self.out = torch.empty_like(self.q)
+
+    def _metadata(self, device: torch.device) -> TritonAttentionMetadata:
+        lens = [num for _, num in self.case.pieces]
+        positions = [start + i for start, num in self.case.pieces for i in range(num)]
+        num_generations = len(lens) if self.case.is_decode else 0
+        metadata = TritonAttentionMetadata(
+            num_contexts=len(lens) - num_generations,
+            num_generations=num_generations,
+            num_tokens=sum(lens),
+            num_ctx_tokens=sum(lens) - num_generations,
+            seq_lens=torch.tensor(lens),
+            prompt_lens=lens,
+            request_ids=(),
+            kv_cache_params=KvCacheParams(
+                use_cache=True,
+                num_cached_tokens_per_seq=tuple(start for start, _ in self.case.pieces),
+                block_tables=(self.tables,),
+            ),
+            kv_cache_manager=self.kv,
+            position_ids=torch.tensor(positions, device=device),
+        )
+        metadata.prepare()
+        return metadata
+
+    def run(self, tiling: Tiling, split: int) -> Callable[[], None]:
+        """Attention of all layers."""
+        if not self.case.is_decode:
+            return self._contexts(tiling)
+        metadata, device = self.metadata, self.q.device
+        keys = [start + 1 for start, _ in self.case.pieces]
+        num_items = sum(work_items.max_splits(num, split) for num in keys)
+        items = work_items.empty_items(num_items, device)
+        rows, positions = (0, len(keys)), metadata.position_ids
+        assert positions is not None
+        table_rows = metadata.decode_rows
+        assert table_rows is not None
+        inputs = positions, metadata.places[0], table_rows
+        work_items.list_items(items, *inputs, rows, None, split)
+        partial = work_items.make_partial_sums(num_items, len(keys), self.shape, device)
+
+        def run() -> None:
+            for layer in range(self.num_layers):
+                kernels.attend_generations(
+                    self.out, self.q, self.kv.planes(layer), items, metadata.tables[0], 0,
+                    self.shape, partial, tiling,
+                )  # fmt: skip
+
+        return run
+
+    def _contexts(self, tiling: Tiling) -> Callable[[], None]:
+        tiles = self.metadata.context_tiles(tiling.block_queries // self.shape.block_shared)
+
+        def run() -> None:
+            for layer in range(self.num_layers):
+                kernels.attend_contexts(
+                    self.out, self.q, self.kv.planes(layer), tiles, self.metadata.tables[0],
+                    self.shape, tiling,
+                )  # fmt: skip
+
+        return run
+
+    def check(self) -> None:
+        """Compare the last row of each sequence, which sees the most keys, on the last layer."""
+        row = 0
+        for table, (start, num) in zip(self.tables, self.case.pieces, strict=True):
+            row += num
+            keys, values = (
+                plane[table].transpose(0, 1).flatten(1, 2)[:, : start + num].float()
+                for plane in self.kv.planes(self.num_layers - 1)
+            )
+            q = self.q[row - 1].float().view(self.shape.num_kv_heads, -1, self.shape.head_dim)
+            weights = (q @ keys.mT * self.shape.scale).softmax(-1)
+            difference = (self.out[row - 1] - (weights @ values).flatten()).abs().max()
+            assert difference < MAX_DIFFERENCE, (self.case.name, start, float(difference))
+
+    def row(self, seconds: float, bytes_per_s: float) -> dict[str, Any]:
+        """Figures of a layer that takes so long."""
+        shape = self.shape
+        facts = {"case": self.case.name, "microseconds": seconds * 1e6}
+        if self.case.is_decode:
+            num_keys = sum(start + 1 for start, _ in self.case.pieces)
+            num_bytes = 2 * 2 * num_keys * shape.num_kv_heads * shape.head_dim
+            return facts | {"share_of_bandwidth": num_bytes / bytes_per_s / seconds}
+        pairs = sum(num * start + num * (num + 1) / 2 for start, num in self.case.pieces)
+        return facts | {"tflops": 4 * pairs * shape.num_heads * shape.head_dim / seconds / 1e12}
+
+
+def main() -> None:
+    """Check, time, print, write."""
+    args = parse_args()
+    device = torch.device(args.device)
+    bytes_per_s = common.copy_bytes_per_s(device, common.COPY_BYTES >> 10 * args.tiny)
+    shape = TINY_HEADS if args.tiny else HEADS
+    rows = []
+    for case in TINY_CASES if args.tiny else CASES:
+        if args.only and (args.only == "decode") != case.is_decode:
+            continue
+        bench = Bench(shape, case, 2 if args.tiny else 32, device)
+        default = (generation_tiling if case.is_decode else context_tiling)(shape, 2)
+        for tiling, split in settings(case, default, args.tune):
+            try:
+                rows.append(measure(bench, tiling, split, bytes_per_s))
+            except OutOfResources as error:
+                print(f"{case.name}, {tiling}: {error}", flush=True)
+                continue
+            print(rows[-1], flush=True)
+            common.write_results("attention_ops", device, {"rows": rows}, args.out)
+        del bench
+    common.print_table(rows)
+
+
+def settings(case: Case, default: Tiling, tunes: bool) -> Iterator[tuple[Tiling, int]]:
+    """The default, then alternatives of one thing at a time."""
+    yield default, work_items.SPLIT_KEYS
+    if not tunes:
+        return
+    for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
+        yield tiling, work_items.SPLIT_KEYS
+    for split in SPLITS if case.is_decode else ():
+        if split != work_items.SPLIT_KEYS:
+            yield default, split
+
+
+def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dict[str, Any]:
+    """One row of the table."""
+    run = bench.run(tiling, split)
+    run()
+    bench.check()
+    if INTERPRETING:
+        seconds = common.median_s(run, bench.q.device, 1)
+    else:
+        graph = capture(run)
+        graph.replay()
+        seconds = common.device_median_s(graph.replay, 10)
+    facts = bench.row(seconds / bench.num_layers, bytes_per_s)
+    names = ("block_queries", "block_keys", "num_warps", "num_stages", "programs_per_processor")
+    facts |= {name: getattr(tiling, name) for name in names}
+    return facts | ({"split": split} if bench.case.is_decode else {})
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of one run."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--tune", action="store_true", help="other tiles and items")
+    parser.add_argument("--tiny", action="store_true", help="small heads: does it run at all")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
