@@ -227,12 +227,14 @@ def _fused(name: str) -> Iterator[Variant]:
         | dict.fromkeys(strides, "i32"),
         {
             "NUM_HEADS": 32,
+            "NUM_KV_HEADS": 8,
+            "BLOCK_HEADS": rope.BLOCK_HEADS,
             "TOKENS": 16,
             "HEAD_DIM": 128,
             "BLOCK_DIM": 128,
             "HALF": 64,
             "BLOCK_HALF": 64,
         },
-        num_warps=1,
+        num_warps=2,
         divisible=strides,
     )
