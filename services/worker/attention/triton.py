@@ -225,7 +225,7 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> None:
-        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q.itemsize))
+        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q))
         kernels.attend_contexts(out, q, planes, tiles, metadata.tables[group], self._shape)
 
     def _generations(
