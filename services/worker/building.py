@@ -35,6 +35,7 @@ from services.worker.numerics import (
     dtype_name,
     fingerprint,
     half_wins,
+    require_ieee_float32,
     resolve_device,
     resolve_dtype,
 )
@@ -57,6 +58,7 @@ def build_runner(
     max_num_tokens: int = 2048,
     load_format: str = "auto",
     cpu_isa: str = "auto",
+    attention_backend: str = "auto",
     overlap: str = "off",
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
@@ -72,6 +74,7 @@ def build_runner(
         max_num_tokens: the most positions of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
+        attention_backend: see `choose_operators`.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
         overlap, executors: see `StepOrder` and `AdapterLoader`.
@@ -80,7 +83,8 @@ def build_runner(
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
+    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes, attention_backend)
+    require_ieee_float32()
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)

@@ -77,6 +77,14 @@ def set_threads(weight_bytes: int) -> None:
         torch.set_num_threads(choose_threads(weight_bytes, usable_cores()))
 
 
+def require_ieee_float32() -> None:
+    """Make torch compute float32 products on CUDA in float32 proper, not in TF32.
+
+    This is torch's default, which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
+    """
+    torch.set_float32_matmul_precision("highest")
+
+
 def fingerprint(
     base_fingerprint: str, device: torch.device, dtype: torch.dtype, operators: str
 ) -> str:
