@@ -45,12 +45,16 @@ class Case:
     rank: int = 16
     targets: tuple[str, ...] = ALL_SEVEN
     prompt_lens: tuple[int, ...] = ()
+    query_tokens: int = 1
+    """Tokens of each generation: more than 1 as speculation verifies them, without a graph."""
 
 
 CASES = (
     Case("decode 64, base", 64),
+    Case("verify 64 x 4 tokens, base", 64, query_tokens=4),
     Case("decode 64, 64 adapters on qkvo", 64, 64, targets=ATTENTION),
     Case("decode 64, 64 adapters on all seven", 64, 64),
+    Case("verify 64 x 4 tokens, 64 adapters on all seven", 64, 64, query_tokens=4),
     Case("decode 64, 4 adapters on all seven", 64, 4),
     Case("decode 1, base", 1),
     Case("decode 1, 1 adapter on all seven", 1, 1),
@@ -66,6 +70,7 @@ TINY_CASES = (
     Case("decode 2, base", 2),
     Case("decode 2, 2 adapters", 2, 2, 8),
     Case("mixed 2 + 20, 3 adapters", 2, 3, 4, prompt_lens=(20,)),
+    Case("verify 2 x 4 tokens", 2, 2, 4, query_tokens=4),
 )
 
 
@@ -145,6 +150,8 @@ def plan_of(bench: BenchRunner, case: Case, context: int) -> StepPlan:
     num_prompts = len(case.prompt_lens)
     slots = spread(num_prompts + case.num_generations, case.num_adapters)
     prompts = bench.prefill_plan(case.prompt_lens, slots[:num_prompts])
+    if case.query_tokens > 1:
+        return bench.verify_plan(slots, context, case.query_tokens)
     generations = bench.decode_plan(slots[num_prompts:], context)
     return StepPlan(0, (*prompts.rows, *generations.rows))
 
