@@ -27,7 +27,7 @@ from services.worker.layers.operators import Operators
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer, blocks_for
 from services.worker.memory.kv_layout import plan_kv_groups
 from services.worker.model.config import ModelConfig
-from services.worker.model.decoder import Decoder
+from services.worker.model.decoder import Decoder, SiteWeights
 from services.worker.model.families import read_model_config
 from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from services.worker.model.own_rope import base_ropes
@@ -35,7 +35,6 @@ from services.worker.numerics import (
     dtype_name,
     fingerprint,
     half_wins,
-    require_ieee_float32,
     resolve_device,
     resolve_dtype,
 )
@@ -74,17 +73,15 @@ def build_runner(
         max_num_tokens: the most positions of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
-        attention_backend: see `choose_operators`.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        overlap, executors: see `StepOrder` and `AdapterLoader`.
+        attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
 
     Raises: LoraplexError naming the file, field or setting that is wrong.
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes, attention_backend)
-    require_ieee_float32()
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
@@ -102,8 +99,7 @@ def build_runner(
     )
     host = _host_tier(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
-    reader = ModuleReader(geometry, sites.table, max_lora_rank)
-    packer = Packer(reader, layout, SiteValues(sites, layout, torch_device))
+    packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
     info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
     limits = max_resident, max_lora_rank, max_num_tokens
@@ -132,6 +128,14 @@ def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
         return load_format == "auto" and half_wins(*published(folder), cpu_isa)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
         return False
+
+
+def _packer(
+    layout: AdapterLayout, geometry: Geometry, sites: SiteWeights, device: torch.device
+) -> Packer:
+    """Reads adapters of this base and lays their bytes out."""
+    reader = ModuleReader(geometry, sites.table, layout.max_rank)
+    return Packer(reader, layout, SiteValues(sites, layout, device))
 
 
 def _dtype_key(dtype: torch.dtype) -> str:
