@@ -9,7 +9,6 @@ from benchmarks.gpu.bench_runner import BenchRunner
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.request import StepPlan
-from services.worker.step_batch import runs_of
 
 MAX_DIFFERENCE = 2e-2
 """Of two ways to compute the same in half precision, over the largest value."""
@@ -43,13 +42,15 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
     Raises:
         WrongResult: they differ by more than rounding.
     """
-    gpu, runs = bench.runner._batches.gpu, runs_of(plan)
+    batches = bench.runner._batches
+    gpu, step = batches.gpu, batches.read(plan)
+    runs = step.runs
     if gpu is None:
         return
-    if gpu.fits_graph(plan, runs):
-        eager = bench.runner._model.forward(bench.runner._batches.make(plan)).clone()
+    if (graph := gpu.graph_of(step)) is not None:
+        eager = bench.runner._model.forward(batches.make(step)).clone()
         before = torch.zeros(0, dtype=torch.int64, device=bench.device)
-        compare(gpu.replay(plan, runs, before), eager, "a graph and the same step without it")
+        compare(gpu.replay(graph, step, before), eager, "a graph and the same step without it")
     if not runs:
         return
     lora = gpu.lora_batch(runs, plan.num_tokens)

@@ -22,7 +22,6 @@ from services.worker.layers.moe import Expert, LoopedExperts
 from services.worker.layers.operators import TorchOperators
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.step_batch import runs_of
 from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.kernels.triton.reads import note_reads
@@ -210,15 +209,16 @@ def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
                 row.request.output_ids.append(sampled.token_id)
         with torch.inference_mode():
             plan = plan_of(requests)
-            hidden = runner._model.forward(runner._batches.make(plan))
+            step = runner._batches.read(plan)
+            hidden = runner._model.forward(runner._batches.make(step))
         outputs[isa] = [request.output_ids for request in requests], hidden
     assert outputs["auto"][0] == outputs["torch"][0]
     torch.testing.assert_close(outputs["auto"][1], outputs["torch"][1], rtol=1e-4, atol=1e-4)
 
     gpu = runner._batches.gpu
-    inputs = gpu.decode_inputs(runner._batches.kv)
+    inputs = gpu.decode_inputs()
     with torch.inference_mode():
-        inputs.fill(plan, runs_of(plan), 4)
+        inputs.buffer.fill(step, step.runs)
         batch: ForwardBatch = inputs.batch(4, frozenset(), gpu.lora_batch(()))
         reads = note_reads(monkeypatch)
         with AsksNobody() as asked:
