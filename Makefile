@@ -47,9 +47,10 @@ test-long: ## Run the fuzzers, soaks and kill loops
 	@GOAL=$@ scripts/setup.sh run test
 	@$(BIN)/pytest -m long --timeout 0 $(ARGS)
 
-test-gpu: ## Run the tests that need a CUDA device
+test-gpu: ## Run the tests that need a CUDA device, on 8 processes: make test-gpu ARGS='-n 2'
 	@GOAL=$@ scripts/setup.sh run test
-	@$(BIN)/pytest -m gpu $(ARGS)
+	@mkdir -p build
+	@$(BIN)/pytest -m gpu -n 8 --timeout 300 --junitxml build/test-gpu.xml --durations 15 $(ARGS)
 
 test-s3: ## Run the tests of the object store and the registry on real S3 servers
 	@GOAL=$@ scripts/setup.sh run test

@@ -84,13 +84,15 @@ class Bench:
     engine: Engine
     folders: list[Path]
     num_blocks: list[int]
+    shape: Shape = SMALL
+    max_rank: int = max(RANKS)
     order: random.Random = field(default_factory=lambda: random.Random(0))
     num_sent: int = 0
 
     def fetched(self, index: int) -> Fetched:
         """Where an adapter is."""
         path = str(self.folders[index])
-        return Fetched(digest_of(index), path, max(RANKS), self.num_blocks[index])
+        return Fetched(digest_of(index), path, self.max_rank, self.num_blocks[index])
 
     def request(self, adapter: int | None, max_tokens: int) -> Submit:
         """A prompt of its own."""
@@ -98,7 +100,7 @@ class Bench:
         digests = () if adapter is None else (digest_of(adapter),)
         return Submit(
             request_id=str(self.num_sent),
-            prompt_ids=[self.order.randrange(300, SMALL.vocab_size) for _ in range(NUM_PROMPT)],
+            prompt_ids=[self.order.randrange(2, self.shape.vocab_size) for _ in range(NUM_PROMPT)],
             sampling=SamplingParams(max_tokens, seed=0, ignore_eos=True),
             adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
         )
@@ -130,7 +132,7 @@ class Bench:
         while self.engine.has_requests:
             copies += len(self.step().copies_s)
         elapsed_s = time.perf_counter() - begin_s
-        base_bytes = 2 * SMALL.num_weights
+        base_bytes = 2 * self.shape.num_weights
         num_bytes = statistics.fmean(size for _, size in self.runner.steps)
         return {
             "num_adapters": num_adapters,

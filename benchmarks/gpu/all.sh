@@ -1,54 +1,116 @@
 #!/bin/sh
-# Everything that is measured on a GPU, in one go: tests, decode, overlap, prefill, operators, the tables of
-# the S-LoRA paper, loading.
+# Everything that is measured on a GPU, in two parts of at most nine minutes each.
 #
-#     benchmarks/gpu/all.sh [--dry-run] [OUT_DIR]
+#     benchmarks/gpu/all.sh [--dry-run] 1|2|parity [OUT_DIR]
 #
-# --dry-run runs every part on a CPU, on a tiny base, kernels alone interpreted: to see that it runs at all.
-# VLLM= and SGLANG= name checkouts that hold `vllm/` or `sglang/` (SGLang: its folder `python`), whose kernels
-# then run beside ours; results name their commits.
+# Part 1: the kernels' tests, decode steps of an 8B model (uneven contexts and the tax on the base among
+# them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
+# Part 2: operators beside those of other engines, other tilings, prefill, and where a step's time goes,
+# with four tokens a row as speculation verifies them.
+# `parity` runs the parity suite and writes its table; it needs half an hour on 16 cores.
+#
+# --dry-run runs a part on a CPU, on a tiny base, kernels alone interpreted: to see that it runs at all.
+# VLLM= and SGLANG= name folders that hold the package `vllm` or `sglang` (of a checkout of SGLang: its
+# folder `python`); only the folders with their Triton kernels for LoRA are read. Results name commits.
 # Needs Python 3.11 or later with torch >= 2.11, its triton, transformers, peft and what these bring; no
 # network and no virtual environment (PYTHON= names the interpreter). For msgspec and llguidance, where
-# they are missing, small files of `standins/` stand in; the tests run where pytest is. Each part has its
-# own limit and a failure of one does not stop the next; the exit status is the number of parts that failed.
+# they are missing, small files of `standins/` stand in. The tests run where pytest is, in parallel where
+# pytest-xdist is. Every step has a limit, and what is left of the nine minutes is another; a failure does
+# not stop the next step. Results are written after every setting. The exit status is the number of steps
+# that failed.
 set -u
-cd "$(dirname "$0")/../.." || exit 1
+cd "$(dirname "$0")/../.." || exit 99
 PYTHON="${PYTHON:-python3}"
 ON="--device cuda"
-OVERLAP="$ON --shape llama-3-8b --batch 64"
-TESTS=tests/worker/kernels/triton
 KERNELS=""
+PART_S=530
 SLACK=1
 if [ "${1:-}" = --dry-run ]; then
     shift
-    SLACK=20 ON="--device cpu --tiny"
-    KERNELS="env TRITON_INTERPRET=1" TESTS=tests/worker/kernels/triton/test_fused.py
-    OVERLAP="--device cpu --shape tiny --batch 2 --steps 2 --arena-bytes 8388608"
+    SLACK=20 PART_S=7200 ON="--device cpu --tiny" KERNELS="env TRITON_INTERPRET=1"
 fi
-OUT="${1:-benchmarks/results}"
+PART="${1:-}"
+OUT="${2:-benchmarks/results}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-"$PYTHON" -c 'import msgspec, llguidance' 2>/dev/null || PYTHONPATH="$PYTHONPATH:$PWD/benchmarks/gpu/standins"
+for library in msgspec llguidance; do
+    "$PYTHON" -c "import $library" 2>/dev/null && continue
+    mkdir -p "${TMPDIR:-/tmp}/loraplex-standins"
+    cp "benchmarks/gpu/standins/$library.py" "${TMPDIR:-/tmp}/loraplex-standins/"
+    PYTHONPATH="$PYTHONPATH:${TMPDIR:-/tmp}/loraplex-standins"
+done
 PEERS="${VLLM:+--vllm $VLLM} ${SGLANG:+--sglang $SGLANG}"
 mkdir -p "$OUT"
+began_s=$(date +%s)
 failed=0
 
-part() {
+# step LIMIT_S COMMAND...: run it for at most that long, or for what is left.
+step() {
     limit_s=$(($1 * SLACK))
     shift
+    left_s=$((PART_S + began_s - $(date +%s)))
+    if [ "$left_s" -lt 10 ]; then
+        echo "== no time left: $*"
+        failed=$((failed + 1))
+        return
+    fi
+    [ "$left_s" -lt "$limit_s" ] && limit_s=$left_s
     echo "== $*"
+    begin_s=$(date +%s)
     timeout "$limit_s" "$@" || { echo "== failed ($?): $*"; failed=$((failed + 1)); }
+    echo "== $(($(date +%s) - begin_s)) s"
 }
 
-[ "$KERNELS" ] || part 10 nvidia-smi
-if "$PYTHON" -c 'import pytest' 2>/dev/null; then
-    part 100 $KERNELS "$PYTHON" -m pytest -c benchmarks/gpu/pytest.ini --confcutdir tests/worker/kernels/triton \
-        -q -p no:cacheprovider "$TESTS"
-fi
-part 130 "$PYTHON" -m benchmarks.gpu.gpu_decode $ON --shape llama-3-8b --out "$OUT"
-part 45 "$PYTHON" -m benchmarks.overlap $OVERLAP --out "$OUT"
-part 55 "$PYTHON" -m benchmarks.gpu.prefill $ON --out "$OUT"
-part 60 $KERNELS "$PYTHON" -m benchmarks.gpu.gpu_lora_ops $ON --out "$OUT" $PEERS
-part 60 "$PYTHON" -m benchmarks.gpu.slora_tables $ON --settings s2,s1 --out "$OUT"
-part 30 "$PYTHON" -m benchmarks.gpu.cold_load $ON --out "$OUT"
-part 40 "$PYTHON" -m benchmarks.gpu.gpu_decode $ON --shape llama-2-7b --steps 200 --out "$OUT"
+has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+
+# tests LIMIT_S FOLDER...: in parallel, each test limited, a line and a junit file for each.
+tests() {
+    limit_s=$1
+    shift
+    if ! has pytest; then
+        echo "== no pytest: the tests do not run"
+        return
+    fi
+    options="-c benchmarks/gpu/pytest.ini --rootdir . --confcutdir tests/worker -q -p no:cacheprovider"
+    has xdist && options="$options -n ${TEST_PROCESSES:-8}"
+    has pytest_timeout && options="$options --timeout 150"
+    step "$limit_s" $KERNELS "$PYTHON" -m pytest $options --durations 15 -rfE \
+        --junitxml "$OUT/tests-$PART.xml" "$@"
+}
+
+gpu() { step "$1" $KERNELS "$PYTHON" -m "benchmarks.gpu.$2" $ON --out "$OUT" $3; }
+
+case "$PART" in
+1)
+    if [ "$KERNELS" ]; then
+        TEST_PROCESSES=2 tests 60 tests/worker/kernels/triton/test_fused.py
+    else
+        step 10 nvidia-smi
+        tests 200 tests/worker/kernels/triton
+    fi
+    KERNELS=""
+    gpu 170 gpu_decode ""
+    gpu 40 cold_load ""
+    gpu 110 gpu_engine ""
+    ;;
+2)
+    gpu 240 gpu_lora_ops "$PEERS"
+    gpu 120 gpu_lora_ops "--tune --tune-s 80"
+    KERNELS=""
+    gpu 100 prefill ""
+    gpu 70 profile_step "--cases decode.64,.base|verify"
+    ;;
+parity)
+    PART_S=7200
+    device=cuda
+    [ "$KERNELS" ] && device=cpu
+    KERNELS=""
+    tests 3600 tests/worker/parity -m "not long" --device $device
+    step 3600 "$PYTHON" -m tests.worker.parity.write_table --device $device --out "$OUT/parity.md" \
+        $([ $device = cpu ] && echo llama)
+    ;;
+*)
+    echo "usage: benchmarks/gpu/all.sh [--dry-run] 1|2|parity [OUT_DIR]" >&2
+    exit 99
+    ;;
+esac
 exit "$failed"

@@ -31,7 +31,7 @@ from services.worker.kernels.attention.shapes import (
     context_tiling,
     generation_tiling,
 )
-from services.worker.kernels.launch import INTERPRETING
+from services.worker.kernels.launch import INTERPRETING, shared_bytes
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer
 from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 
@@ -83,7 +83,9 @@ def context_tilings(default: Tiling) -> Iterator[Tiling]:
     for queries, keys, warps, stages in (
         (64, 64, 4, 2),
         (64, 64, 4, 3),
-        (128, 64, 8, 3),
+        (64, 32, 4, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 4),
         (128, 128, 8, 2),
         (64, 128, 4, 2),
     ):
@@ -230,7 +232,9 @@ def main() -> None:
         if args.only and (args.only == "decode") != case.is_decode:
             continue
         bench = Bench(shape, case, 2 if args.tiny else 32, device)
-        default = (generation_tiling if case.is_decode else context_tiling)(shape, 2)
+        default = generation_tiling(shape, 2)
+        if not case.is_decode:
+            default = context_tiling(shape, 2, shared_bytes(device))
         for tiling, split in settings(case, default, args.tune):
             try:
                 rows.append(measure(bench, tiling, split, bytes_per_s))

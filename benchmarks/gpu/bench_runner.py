@@ -27,17 +27,28 @@ class DoesNotFit(Exception):
 class BenchRunner:
     """Loads adapters and makes plans for one case at a time."""
 
-    def __init__(self, shape: Shape, root: Path, args: argparse.Namespace, max_num_tokens: int):
-        """`args`: device, dtype, arena_bytes (0 = what a GPU has left), context."""
+    def __init__(
+        self,
+        shape: Shape,
+        root: Path,
+        args: argparse.Namespace,
+        max_num_tokens: int,
+        *,
+        max_resident: int = 512,
+        max_model_len: int = 0,
+    ):
+        """`args`: device, dtype, arena_bytes (0 = what a GPU has left), context. `max_model_len`:
+        at least; 0 = what the context and the largest step need."""
         self.shape, self._root = shape, root
-        base = common.write_base(shape, root / "base", max(2 * args.context, max_num_tokens))
+        longest = max(2 * args.context, max_num_tokens, max_model_len)
+        base = common.write_base(shape, root / "base", longest)
         self.runner: TorchRunner = build_runner(
             base,
             device=args.device,
             dtype=args.dtype,
             arena_bytes=args.arena_bytes or free_arena_bytes(shape),
             max_lora_rank=128,
-            max_resident=512,
+            max_resident=max_resident,
             max_num_tokens=max_num_tokens,
             load_format="dummy",
             executors=(AtOnce(), AtOnce()),
@@ -94,14 +105,34 @@ class BenchRunner:
             write_adapter(self.shape, folder, rank, dtype, seed=rank, targets=targets)
         return folder
 
-    def decode_plan(self, slots: Sequence[int | None], context: int) -> StepPlan:
+    def decode_plan(self, slots: Sequence[int | None], context: int | Sequence[int]) -> StepPlan:
         """One token for each slot's row, every sequence with a full context."""
+        contexts = [context] * len(slots) if isinstance(context, int) else context
+        rows = []
+        for i, (slot, num_cached) in enumerate(zip(slots, contexts, strict=True)):
+            request = self.request(i, num_cached + 1)
+            request.prompt_ids, request.output_ids = request.prompt_ids[:num_cached], [3]
+            request.num_computed = num_cached
+            rows.append(PlannedRow(request, num_cached, 1, True, _adapters(slot)))
+        return StepPlan(0, tuple(rows))
+
+    def chunk_plans(self, num_tokens: int, chunk_tokens: int, slot: int | None) -> list[StepPlan]:
+        """The steps of one prompt that is computed in chunks. Raises DoesNotFit."""
+        request, plans = self.request(0, num_tokens), []
+        for begin in range(0, num_tokens, chunk_tokens):
+            num = min(chunk_tokens, num_tokens - begin)
+            is_last = begin + num == num_tokens
+            row = PlannedRow(request, begin, num, is_last, _adapters(slot))
+            plans.append(StepPlan(0, (row,)))
+        return plans
+
+    def verify_plan(self, slots: Sequence[int | None], context: int, num_tokens: int) -> StepPlan:
+        """`num_tokens` tokens for each slot's row after a context, as speculation verifies."""
         rows = []
         for i, slot in enumerate(slots):
-            request = self.request(i, context + 1)
-            request.prompt_ids, request.output_ids = request.prompt_ids[:context], [3]
+            request = self.request(i, context + num_tokens)
             request.num_computed = context
-            rows.append(PlannedRow(request, context, 1, True, _adapters(slot)))
+            rows.append(PlannedRow(request, context, num_tokens, True, _adapters(slot)))
         return StepPlan(0, tuple(rows))
 
     def prefill_plan(self, lens: Sequence[int], slots: Sequence[int | None]) -> StepPlan:

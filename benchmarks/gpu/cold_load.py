@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import common
+from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter
 from services.worker.adapters.loader import AtOnce
 from services.worker.building import build_runner
+from services.worker.runner import TorchRunner
 from services.worker.runner_protocol import Copied
 
 
@@ -39,6 +41,7 @@ def main() -> None:
             load_format="dummy",
             executors=(AtOnce(), AtOnce()),
         )
+        runner.arena.data.zero_()
         device = runner.arena.data.device
         dtype = getattr(torch, runner.model_info().dtype)
         folder = Path(scratch) / "adapter"
@@ -53,6 +56,7 @@ def main() -> None:
         begin_s = time.perf_counter()
         copied = copy()
         disk_copy_s = time.perf_counter() - begin_s
+        check_copy(runner, folder, blocks)
         copy_s = common.median_s(copy, device, args.repetitions)
         enters = []
         for _ in range(args.repetitions):
@@ -76,6 +80,20 @@ def main() -> None:
     }
     common.print_table([row])
     print(f"wrote {common.write_results('cold_load', device, row, args.out)}")
+
+
+def check_copy(runner: TorchRunner, folder: Path, blocks: list[int]) -> None:
+    """Compare the blocks with the same adapter as it is loaded without image and pinned memory.
+
+    Raises:
+        WrongResult: they differ.
+    """
+    others = range(len(blocks), 2 * len(blocks))
+    runner.load_adapter(1, folder, others)
+    common.synchronize(runner.arena.data.device)
+    if not runner.arena.data[blocks].equal(runner.arena.data[list(others)]):
+        raise WrongResult("the copied image is not the packed adapter")
+    runner.unload_adapter(1)
 
 
 def pinned_copy_s(num_bytes: int, device: torch.device, repetitions: int) -> float:

@@ -4,20 +4,31 @@
 
 Random weights, a context of 1k, one token a step, graphs on; adapters are distinct copies in the
 arena. `step_ms` is one engine step with sampling, host included; `gpu_ms` the captured part alone.
+Every case is compared with a reference before it is timed (see `checks`).
+
+Two more tables follow. `contexts` holds the base with sequences of uneven lengths beside even ones
+that have as many tokens together: the floor of both is the same, so their times should be.
+`base_only` holds the base in an engine with room for adapters, with 64 of them resident, over an
+engine with room for one and none resident.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
+from benchmarks.gpu.checks import WrongResult, check_step
 from benchmarks.gpu.common import SHAPES
-from benchmarks.llama import ALL_SEVEN, ATTENTION
+from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
+from services.worker.request import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +58,146 @@ CASES = (
 TINY_CASES = (Case(2, 2, 8, ATTENTION), Case(3, 1, 4, ALL_SEVEN))
 
 
+UNEVEN = {
+    "256 to 8k": [round(256 * 32 ** (i / 63)) for i in range(64)],
+    "one of 32k among 1k": [32 * 1024] + [1024] * 63,
+    "one of 8k, alone": [8 * 1024],
+}
+TINY_UNEVEN = {"4 to 48": [4, 20, 48]}
+"""Context of every sequence."""
+BASE_ONLY_BATCHES = (1, 64)
+
 MAX_HOST_STEPS = 50
 """Steps timed with the host included; the GPU alone is timed for all of `--steps`."""
 
 
-def main() -> None:
-    """Measure, print, write."""
+class Results:
+    """The tables, written after every row: a run that is cut short leaves what it has."""
+
+    def __init__(self, shape_name: str, device: torch.device, args: argparse.Namespace) -> None:
+        self._name, self._device, self._out = f"gpu_decode_{shape_name}", device, args.out
+        self._facts = {"shape": shape_name, "context": args.context, "steps": args.steps}
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.errors: list[str] = []
+        """Cases that were not timed, since their results were wrong."""
+
+    def note(self, **facts: Any) -> None:
+        """Facts that all tables share."""
+        self._facts |= facts
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        """Print a row and write everything."""
+        print(f"{table}: {row}", flush=True)
+        self.tables.setdefault(table, []).append(row)
+        self._write()
+
+    def wrong(self, error: str) -> None:
+        """Print what is wrong and write everything."""
+        print(f"WRONG: {error}", flush=True)
+        self.errors.append(error)
+        self._write()
+
+    def _write(self) -> None:
+        found = {**self._facts, "errors": self.errors, **self.tables}
+        self.path = common.write_results(self._name, self._device, found, self._out)
+
+
+def main() -> int:
+    """Measure, print, write; returns how many cases computed something wrong."""
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
+    results = Results(shape.name, torch.device(args.device), args)
     with tempfile.TemporaryDirectory() as scratch:
-        bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048)
+        bare = base_times(shape, Path(scratch), args)
+        contexts = TINY_UNEVEN if args.tiny else UNEVEN
+        longest = 2 * max(max(lens) for lens in contexts.values())
+        bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048, max_model_len=longest)
         copy_bytes = 1 << 20 if args.tiny else common.COPY_BYTES
         bandwidth = common.copy_bytes_per_s(bench.device, copy_bytes)
+        results.note(copy_bytes_per_s=bandwidth)
         bases: dict[int, dict[str, float]] = {}
-        rows = []
         for case in TINY_CASES if args.tiny else CASES:
             try:
-                row = run_case(bench, case, bases, bandwidth, args)
+                results.add("rows", run_case(bench, case, bases, bandwidth, args))
             except DoesNotFit:
                 print(f"does not fit into the arena: {case}", flush=True)
-                continue
-            print(row, flush=True)
-            rows.append(row)
-            # Written after each case: a run that is cut short leaves what it has.
-            facts = {"shape": shape.name, "context": args.context, "steps": args.steps}
-            results = {**facts, "copy_bytes_per_s": bandwidth, "rows": rows}
-            name = f"gpu_decode_{shape.name}"
-            path = common.write_results(name, bench.device, results, args.out)
-    common.print_table(rows)
-    print(f"wrote {path}")
+            except WrongResult as error:
+                results.wrong(f"{case}: {error}")
+            if "contexts" not in results.tables:
+                compare_base_only(bench, bare, results, args)
+                compare_contexts(bench, contexts, bandwidth, results, args)
+    for table in results.tables.values():
+        common.print_table(table)
+    print(f"wrote {results.path}")
+    return len(results.errors)
+
+
+def base_times(
+    shape: Shape, scratch: Path, args: argparse.Namespace
+) -> dict[int, dict[str, float]]:
+    """Milliseconds of a base step by batch size, in an engine with room for one small adapter."""
+    sizes = BASE_ONLY_BATCHES[:1] if args.tiny else BASE_ONLY_BATCHES
+    num_bytes = shape.kv_bytes(2 * max(sizes) * args.context, 2) + (64 << 20)
+    options = argparse.Namespace(**{**vars(args), "arena_bytes": args.arena_bytes or num_bytes})
+    bench = BenchRunner(shape, scratch / "bare", options, max_num_tokens=2048, max_resident=1)
+    times = {}
+    for size in sizes:
+        bench.clear()
+        times[size] = measure(bench, spread(size, 0), args)
+    del bench
+    gc.unfreeze()  # a runner freezes what it is made of
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return times
+
+
+def compare_base_only(
+    bench: BenchRunner,
+    bare: dict[int, dict[str, float]],
+    results: Results,
+    args: argparse.Namespace,
+) -> None:
+    """What room for adapters, and adapters that nobody uses, cost the base."""
+    for size, alone in bare.items():
+        bench.clear()
+        bench.load([16] * (2 if args.tiny else 64), ATTENTION)
+        times = measure(bench, spread(size, 0), args)
+        best = "gpu_ms" if "gpu_ms" in times else "step_ms"
+        row = {"batch": size, **times, **{f"bare_{name}": ms for name, ms in alone.items()}}
+        row["over_bare"] = times[best] / alone[best]
+        row["over_bare_with_host"] = times["step_ms"] / alone["step_ms"]
+        results.add("base_only", row)
+
+
+def compare_contexts(
+    bench: BenchRunner,
+    contexts: dict[str, list[int]],
+    bandwidth: float,
+    results: Results,
+    args: argparse.Namespace,
+) -> None:
+    """Uneven contexts beside even ones of as many tokens."""
+    for name, lens in contexts.items():
+        mean = round(sum(lens) / len(lens))
+        times = {}
+        for kind, these in (("even", [mean] * len(lens)), ("uneven", lens)):
+            bench.clear()
+            try:
+                plan = bench.decode_plan(spread(len(lens), 0), these)
+            except DoesNotFit:
+                print(f"does not fit into the arena: contexts {name}", flush=True)
+                return
+            check_step(bench, plan)
+            times[kind] = times_of(bench, plan, args)
+        best = "gpu_ms" if "gpu_ms" in times["even"] else "step_ms"
+        num_bytes = bench.itemsize * bench.shape.num_weights
+        floor_s = (num_bytes + bench.shape.kv_bytes(sum(lens), bench.itemsize)) / bandwidth
+        row: dict[str, Any] = {"contexts": name, "batch": len(lens), "tokens": sum(lens)}
+        row |= {f"{kind}_{best}": times[kind][best] for kind in times}
+        row["uneven_over_even"] = times["uneven"][best] / times["even"][best]
+        row["share_of_floor"] = floor_s * 1e3 / times["uneven"][best]
+        results.add("contexts", row)
 
 
 def run_case(
@@ -115,8 +237,14 @@ def run_case(
 def measure(
     bench: BenchRunner, slots: list[int | None], args: argparse.Namespace
 ) -> dict[str, float]:
-    """Milliseconds of a step."""
+    """Milliseconds of a step, once its result is that of the reference. Raises WrongResult."""
     plan = bench.decode_plan(slots, args.context)
+    check_step(bench, plan)
+    return times_of(bench, plan, args)
+
+
+def times_of(bench: BenchRunner, plan: StepPlan, args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step, with the host and, where a graph computes it, of the GPU alone."""
     times = {"step_ms": bench.step_s(plan, min(args.steps, MAX_HOST_STEPS)) * 1e3}
     if (graph_s := bench.graph_s(plan, args.steps)) is not None:
         times["gpu_ms"] = graph_s * 1e3
@@ -136,4 +264,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

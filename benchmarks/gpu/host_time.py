@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
 from services.worker.adapters.loader import AtOnce
+from services.worker.attention.triton import TritonAttentionMetadata
 from services.worker.building import build_runner
 from services.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
 from services.worker.engine import Engine
@@ -123,6 +124,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
     StepWork.count = lambda self: None  # type: ignore[method-assign]
+    TritonAttentionMetadata.begin_forward = lambda self: None  # type: ignore[method-assign]
     return runner
 
 

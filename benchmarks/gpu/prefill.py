@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.prefill [--shape llama-3-8b] [--device cpu --tiny]
 
-Whole prompts in one step, no cache hits, nothing captured; the last case has generations beside the
-prompt, as chunked prefill has.
+Whole prompts in one step, no cache hits, nothing captured; longer prompts run in chunks of 8,192
+tokens, and their time is the sum. The last case has generations beside the prompt, as chunked
+prefill has. Every case is compared with a reference before it is timed (see `checks`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
+from benchmarks.gpu.checks import WrongResult, check_step
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 from services.worker.request import StepPlan
@@ -38,41 +40,57 @@ CASES = (
     Case(1, 2048, 1, 16, ATTENTION),
     Case(1, 2048, 1, 16, ALL_SEVEN),
     Case(1, 2048, 1, 64, ALL_SEVEN),
+    Case(1, 8192, 1, 16, ALL_SEVEN),
+    Case(1, 32768, 1, 16, ALL_SEVEN),
     Case(8, 512, 8, 16, ALL_SEVEN),
     Case(32, 256, 32, 16, ALL_SEVEN),
+    Case(256, 32, 256, 16, ATTENTION),
     Case(1, 512, 33, 16, ALL_SEVEN, num_generations=32),
 )
-TINY_CASES = (Case(2, 20, 2, 8, ALL_SEVEN), Case(1, 20, 3, 4, ATTENTION, num_generations=2))
+TINY_CASES = (
+    Case(2, 20, 2, 8, ALL_SEVEN),
+    Case(1, 130, 1, 8, ATTENTION),
+    Case(1, 20, 3, 4, ATTENTION, num_generations=2),
+)
 
 
-def main() -> None:
-    """Measure, print, write."""
+def main() -> int:
+    """Measure, print, write; returns how many cases computed something wrong."""
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
-    rows = []
+    cases = TINY_CASES if args.tiny else CASES
+    longest = max(case.prompt_tokens for case in cases)
+    rows: list[dict[str, Any]] = []
+    errors: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=64 if args.tiny else 8192)
-        for case in TINY_CASES if args.tiny else CASES:
+        bench = BenchRunner(
+            shape, Path(scratch), args, args.step_tokens, max_model_len=longest + 1024
+        )
+        for case in cases:
             try:
-                row = run_case(bench, case, args)
+                rows.append(run_case(bench, case, args))
+                print(rows[-1], flush=True)
             except DoesNotFit:
                 print(f"does not fit into the arena: {case}", flush=True)
-                continue
-            print(row, flush=True)
-            rows.append(row)
-            facts = {"shape": shape.name, "rows": rows}
+            except WrongResult as error:
+                errors.append(f"{case}: {error}")
+                print(f"WRONG: {errors[-1]}", flush=True)
+            facts = {"shape": shape.name, "errors": errors, "rows": rows}
             path = common.write_results(f"prefill_{shape.name}", bench.device, facts, args.out)
     common.print_table(rows)
     print(f"wrote {path}")
+    return len(errors)
 
 
 def run_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table. Raises DoesNotFit."""
+    """One row of the table. Raises DoesNotFit and WrongResult."""
     times = []
     for num_adapters in (0, case.num_adapters):
         bench.clear()
         bench.load([case.rank] * num_adapters, case.targets)
-        times.append(bench.step_s(plan_of(bench, case, num_adapters, args.context), args.steps))
+        plans = plans_of(bench, case, num_adapters, args)
+        check_step(bench, plans[-1])
+        times.append(sum(bench.step_s(plan, args.steps) for plan in plans))
     num_tokens = case.num_prompts * case.prompt_tokens
     return {
         "prompts": case.num_prompts,
@@ -88,14 +106,20 @@ def run_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> dict[s
     }
 
 
-def plan_of(bench: BenchRunner, case: Case, num_adapters: int, context: int) -> StepPlan:
-    """Prompts, then generations, each dealt its part of the adapters."""
+def plans_of(
+    bench: BenchRunner, case: Case, num_adapters: int, args: argparse.Namespace
+) -> list[StepPlan]:
+    """The steps of a case: prompts, then generations, each dealt its part of the adapters; or one
+    prompt in chunks."""
+    if case.prompt_tokens > args.step_tokens:
+        slot = 0 if num_adapters else None
+        return bench.chunk_plans(case.prompt_tokens, args.step_tokens, slot)
     num_rows = case.num_prompts + case.num_generations
     slots = spread(num_rows, num_adapters)
     lens = [case.prompt_tokens] * case.num_prompts
     prompts = bench.prefill_plan(lens, slots[: case.num_prompts])
-    generations = bench.decode_plan(slots[case.num_prompts :], context)
-    return StepPlan(0, (*prompts.rows, *generations.rows))
+    generations = bench.decode_plan(slots[case.num_prompts :], args.context)
+    return [StepPlan(0, (*prompts.rows, *generations.rows))]
 
 
 def parse_args() -> argparse.Namespace:
@@ -103,12 +127,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--step-tokens", type=int, default=8192, help="most of one step (8192)")
     add_runner_options(parser)
     args = parser.parse_args()
     if args.tiny:
         args.context, args.steps, args.arena_bytes = 32, 2, 8 << 20
+        args.step_tokens = 64
     return args
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -256,6 +256,13 @@ CPU_ISA: Knob[str] = Knob(
     "worker",
     "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
+ATTENTION_BACKEND: Knob[str] = Knob(
+    "LORAPLEX_ATTENTION_BACKEND",
+    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
+    "auto",
+    "up worker",
+    "Kernels of attention and adapters: triton, cpu (compiled), or vanilla = plain torch anywhere.",
+)
 LOAD_FORMAT: Knob[str] = Knob(
     "LORAPLEX_LOAD_FORMAT",
     choice("auto", "dummy"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -31,10 +31,15 @@ def parse_list(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def choice(*options: str) -> Callable[[str], str]:
-    """A parser of one of `options`."""
+def choice(*options: str, not_yet: Sequence[str] = ()) -> Callable[[str], str]:
+    """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own."""
 
     def parse(text: str) -> str:
+        if text.strip() in not_yet:
+            available = ", ".join(options)
+            raise ValueError(
+                f"{text.strip()} is not part of this build yet; use one of {available}"
+            )
         if text.strip() not in options:
             raise ValueError(f"expected one of {', '.join(options)}")
         return text.strip()

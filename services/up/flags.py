@@ -52,6 +52,7 @@ class UpConfig:
     num_workers: int
     device: str
     dtype: str
+    attention_backend: str
     load_format: str
     kv_memory_bytes: int
     """0 = chosen by the worker."""
@@ -88,6 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         num_workers=_num_workers(args.workers, environ),
         device=given("device", env.DEVICE),
         dtype=given("dtype", env.DTYPE),
+        attention_backend=given("attention_backend", env.ATTENTION_BACKEND),
         load_format=given("load_format", env.LOAD_FORMAT),
         kv_memory_bytes=given("kv_memory", env.KV_MEMORY),
         max_loras=given("max_loras", env.MAX_LORAS),
@@ -189,6 +191,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", metavar="N", help="worker processes (1)")
     parser.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (auto)")
     parser.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16, float16 (auto)")
+    parser.add_argument(
+        "--attention-backend", metavar="NAME", help="auto, vanilla, cpu or triton (auto)"
+    )
     parser.add_argument("--load-format", metavar="NAME", help="auto; dummy = random weights (auto)")
     parser.add_argument("--kv-memory", metavar="BYTES", help="whole arena, such as 24MiB (chosen)")
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")

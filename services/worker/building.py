@@ -27,7 +27,7 @@ from services.worker.layers.operators import Operators
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer, blocks_for
 from services.worker.memory.kv_layout import plan_kv_groups
 from services.worker.model.config import ModelConfig
-from services.worker.model.decoder import Decoder
+from services.worker.model.decoder import Decoder, SiteWeights
 from services.worker.model.families import read_model_config
 from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from services.worker.model.own_rope import base_ropes
@@ -58,6 +58,7 @@ def build_runner(
     max_num_rows: int = 256,
     load_format: str = "auto",
     cpu_isa: str = "auto",
+    attention_backend: str = "auto",
     overlap: str = "off",
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
@@ -75,13 +76,13 @@ def build_runner(
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        overlap, executors: see `StepOrder` and `AdapterLoader`.
+        attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
 
     Raises: LoraplexError naming the file, field or setting that is wrong.
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes)
+    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes, attention_backend)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
@@ -91,8 +92,7 @@ def build_runner(
     layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, is_int8)
     host = _host_tier(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
-    reader = ModuleReader(geometry, sites.table, max_lora_rank)
-    packer = Packer(reader, layout, SiteValues(sites, layout, torch_device))
+    packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
     info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
     limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
@@ -137,6 +137,14 @@ def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
         return load_format == "auto" and half_wins(*published(folder), cpu_isa)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
         return False
+
+
+def _packer(
+    layout: AdapterLayout, geometry: Geometry, sites: SiteWeights, device: torch.device
+) -> Packer:
+    """Reads adapters of this base and lays their bytes out."""
+    reader = ModuleReader(geometry, sites.table, layout.max_rank)
+    return Packer(reader, layout, SiteValues(sites, layout, device))
 
 
 def _dtype_key(dtype: torch.dtype) -> str:

@@ -38,6 +38,7 @@ class WorkerConfig:
     tls: TlsFiles
     device: str
     dtype: str
+    attention_backend: str
     load_format: str
     arena_bytes: int
     max_lora_rank: int
@@ -60,6 +61,7 @@ class WorkerConfig:
             device=self.device,
             dtype=self.dtype,
             arena_bytes=self.arena_bytes,
+            attention_backend=self.attention_backend,
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank,
             max_resident=self.max_resident,
@@ -119,6 +121,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         tls=tls_files(environ),
         device=env.DEVICE.read(environ),
         dtype=env.DTYPE.read(environ),
+        attention_backend=env.ATTENTION_BACKEND.read(environ),
         load_format=env.LOAD_FORMAT.read(environ),
         arena_bytes=env.KV_MEMORY.read(environ),
         max_lora_rank=env.MAX_LORA_RANK.read(environ),

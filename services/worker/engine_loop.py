@@ -160,6 +160,7 @@ def build_engine(config: EngineConfig, cpu_isa: str) -> Engine:
         max_num_rows=config.max_running,
         load_format=config.load_format,
         cpu_isa=cpu_isa,
+        attention_backend=config.attention_backend,
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
         host_cache_bytes=config.host_cache_bytes,
@@ -219,7 +220,9 @@ def start(config: EngineConfig) -> tuple[Engine, EngineReady]:
         LoraplexError: the model cannot be served like this.
     """
     cpu_isa = CPU_ISA.read(os.environ)
-    missing = missing_library(cpu_isa)
+    missing = "" if config.attention_backend == "vanilla" else missing_library(cpu_isa)
+    if missing and config.attention_backend == "cpu":  # torch serves until it can be had
+        config = msgspec.structs.replace(config, attention_backend="auto")
     engine = build_engine(config, TORCH if missing else cpu_isa)
     info = engine.ready.info
     if not missing or info.device != "cpu" or info.dtype not in NATIVE_DTYPES:

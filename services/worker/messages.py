@@ -38,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     arena_bytes: int
     """0 = `engine_loop.default_arena_bytes`."""
+    attention_backend: str = "auto"
+    """`auto`, `vanilla`, `cpu` or `triton`: see `backends.choose_operators`."""
     load_format: str = "auto"
     max_lora_rank: int
     max_resident: int

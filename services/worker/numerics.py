@@ -18,8 +18,16 @@ _DTYPES = {
 }
 
 
+def require_ieee_float32() -> None:
+    """Make torch compute float32 products on CUDA in float32 proper, not in TF32.
+
+    This is torch's default, which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
+    """
+    torch.set_float32_matmul_precision("highest")
+
+
 def resolve_device(name: str) -> torch.device:
-    """`auto` = CUDA where it works, else the CPU."""
+    """`auto` = CUDA where it works, else the CPU. On CUDA float32 is IEEE from now on."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -27,6 +35,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         description = "this torch finds no CUDA device; use cpu, or install a CUDA build of torch"
         raise InvalidRequest.field("device", name, description)
+    if name == "cuda":
+        require_ieee_float32()
     return torch.device(name)
 
 

@@ -118,6 +118,8 @@ class TorchRunner:
             self._batches.records.address(slot)
         if self._batches.gpu is not None:
             self._enter_on_gpu(slot, self._batches.gpu, landing)
+        elif landing is not None:
+            landing.wait_all()
 
     def _enter_on_gpu(self, slot: int, gpu: GpuPath, landing: Landing | None) -> None:
         try:

@@ -3,19 +3,28 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.gpu.checks import WrongResult, compare
 from benchmarks.gpu.common import SHAPES, floor_s
+from benchmarks.gpu.profile_step import KernelEvent, labelled, timeline_ms
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 
 ROOT = Path(__file__).parents[2]
 
 
-MODULES = ["gpu_decode", "prefill", "cold_load", "gpu_lora_ops", "slora_tables"]
+PARTS = {
+    "1": ["gpu_decode", "cold_load", "gpu_engine"],
+    "2": ["gpu_lora_ops", "prefill", "profile_step"],
+}
+"""What `all.sh` runs."""
+MODULES = ["gpu_decode", "cold_load", "gpu_engine", "prefill", "profile_step", "slora_tables"]
 
 
 def options(out):
@@ -27,18 +36,19 @@ def results(out):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m != "gpu_lora_ops"])
+@pytest.mark.parametrize("module", MODULES)
 def test_a_dry_run_writes_its_results(module, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module, *options(tmp_path)])
-    importlib.import_module(f"benchmarks.gpu.{module}").main()
+    assert not importlib.import_module(f"benchmarks.gpu.{module}").main()
     assert results(tmp_path)["machine"]["device"] == "cpu"
 
 
-def test_a_dry_run_of_the_kernels_writes_its_results(tmp_path):
+@pytest.mark.parametrize("module", ["gpu_lora_ops", "sampling_moe"])
+def test_a_dry_run_of_the_kernels_writes_its_results(module, tmp_path):
     """In a process of its own, with Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.gpu_lora_ops", *options(tmp_path)],
+        [sys.executable, "-m", f"benchmarks.gpu.{module}", *options(tmp_path)],
         cwd=ROOT,
         env=dict(os.environ) | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -101,25 +111,63 @@ sys.meta_path.insert(0, Bare)
 
 
 @pytest.mark.long
-def test_all_parts_run_without_a_gpu_and_without_what_a_bare_machine_lacks(tmp_path):
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_runs_without_a_gpu_and_without_what_a_bare_machine_lacks(part, tmp_path):
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
     (tmp_path / "sitecustomize.py").write_text(BARE)
     script = ROOT / "benchmarks" / "gpu" / "all.sh"
     done = subprocess.run(
-        [script, "--dry-run", tmp_path / "results"],
+        [script, "--dry-run", part, tmp_path / "results"],
         env=dict(os.environ) | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     written = {path.stem for path in (tmp_path / "results").rglob("*.json")}
-    assert {"overlap", "gpu_decode_tiny", "prefill_tiny"} < written
-    assert {"gpu_lora_ops", "slora_tables", "cold_load"} < written
+    names = {name.removeprefix("gpu_").removesuffix("_tiny") for name in written}
+    modules = {module.removeprefix("gpu_").removesuffix("_step") for module in PARTS[part]}
+    assert modules <= names
 
 
-def test_all_parts_together_take_less_than_nine_minutes():
+def test_each_part_ends_within_nine_minutes_and_runs_its_scripts():
     script = (ROOT / "benchmarks" / "gpu" / "all.sh").read_text()
-    lines = [line.lstrip() for line in script.splitlines()]
-    limits = [int(line.split()[1]) for line in lines if line.startswith("part ")]
-    assert sum(limits) <= 9 * 60
-    assert all(any(f"benchmarks.gpu.{m}" in line for line in lines) for m in MODULES)
+    (limit_s,) = (int(line[7:]) for line in script.splitlines() if line.startswith("PART_S="))
+    assert limit_s <= 9 * 60
+    _, first, second, _ = re.split(r"^(?:1|2|parity)\)$", script, flags=re.MULTILINE)
+    for text, modules in zip((first, second), PARTS.values(), strict=True):
+        assert re.findall(r"^ +gpu \d+ (\w+)", text, flags=re.MULTILINE)[:1] == modules[:1]
+        assert all(re.search(rf"gpu \d+ {module} ", text) for module in modules)
+
+
+def test_a_step_that_is_wrong_is_not_timed():
+    expected = torch.ones(4, 4)
+    compare(expected + 1e-3, expected, "two results")
+    for wrong in (expected * 1.1, expected * torch.nan):
+        with pytest.raises(WrongResult, match="two results"):
+            compare(wrong, expected, "two results")
+
+
+def test_kernels_of_others_that_are_not_there_are_named(tmp_path):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from benchmarks.gpu import peers
+
+    with pytest.raises(peers.MissingKernels, match=r"lora_shrink_op\.py.*vllm/lora/ops"):
+        peers.load("vllm", tmp_path, [], 1)
+    folder = tmp_path / "vllm/lora/ops/triton_ops"
+    folder.mkdir(parents=True)
+    for file in peers.FILES["vllm"]:
+        (folder / file).write_text("from vllm.elsewhere import _lora_shrink\n")
+    with pytest.raises(peers.MissingKernels, match="shim"):
+        peers.load("vllm", tmp_path, [], 1)
+
+
+def test_a_kernel_is_told_by_its_position_in_a_layer():
+    events = [
+        KernelEvent(name, float(i), i + 0.5, "1x1x1", 32)
+        for i, name in enumerate(["gemm", "expand", "gemm", "expand", "norm", "gemm", "gemm"])
+    ]
+    labels = sorted(label for label, _ in labelled(events, num_layers=2))
+    assert labels == ["expand", "expand", "gemm 1/2", "gemm 1/2", "gemm 2/2", "gemm 2/2", "norm"]
+    assert timeline_ms([events]) == pytest.approx(
+        {"span_ms": 6.5e-3, "busy_ms": 3.5e-3, "sum_ms": 3.5e-3}
+    )

@@ -50,6 +50,7 @@ def test_reads_typed_values(knob: Knob[object], text: str, value: object) -> Non
         (env.DRAIN_S, "-1"),
         (env.INSECURE, "maybe"),
         (env.DEVICE, "tpu"),
+        (env.ATTENTION_BACKEND, "flashinfer"),
         (env.HTTP_LISTEN, "8080"),
         (env.HTTP_LISTEN, "127.0.0.1:70000"),
         (env.MAX_LORA_RANK, "0"),

@@ -148,7 +148,7 @@ class AttentionKernels(Protocol):
     """What a device's attention library offers: layers, and metadata for each way of running a
     step. `services/worker/attention/triton.py` is one; another implements these five methods."""
 
-    def layer(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def layer(self, config: ModelConfig, layer: int) -> RotatingBackend:
         """The backend of one layer."""
         ...
 

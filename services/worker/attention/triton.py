@@ -41,9 +41,14 @@ class Workspace:
     ) -> PartialSums:
         """At least for that many. A larger step replaces what is kept; captured steps hold on to
         their own."""
-        if self._sums is None or not self._sums.holds(num_items, num_rows):
-            self._sums = work_items.make_partial_sums(num_items, num_rows, shape, device)
-        return self._sums
+        known = self._sums
+        if known is None or not known.holds(num_items, num_rows):
+            if known is not None:
+                num_items = max(num_items, len(known.values))
+                num_rows = max(num_rows, len(known.num_finished))
+            known = work_items.make_partial_sums(num_items, num_rows, shape, device)
+        self._sums = known
+        return known
 
 
 @dataclass(slots=True)
@@ -220,7 +225,7 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> None:
-        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q.itemsize))
+        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q))
         kernels.attend_contexts(out, q, planes, tiles, metadata.tables[group], self._shape)
 
     def _generations(

@@ -166,14 +166,17 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     words = ("table_stride", "first_row", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
     for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
-        contexts = attention_shapes.context_tiling(shape, dtype.itemsize)
+        large = attention_shapes.LARGE_SHARED_BYTES
+        contexts = attention_shapes.context_tiling(shape, dtype.itemsize, large)
+        small = attention_shapes.context_tiling(shape, dtype.itemsize, large - 1)
         generations = attention_shapes.generation_tiling(shape, dtype.itemsize)
         kernels = (
             ("contexts", contexts, attention_launch.context_constants),
+            ("contexts-small", small, attention_launch.context_constants),
             ("generations", generations, attention_launch.generation_constants),
         )
         for phase, tiling, constants_of in kernels:
-            kernel = getattr(attention, f"attend_{phase}")
+            kernel = getattr(attention, f"attend_{phase.removesuffix('-small')}")
             yield Variant(
                 f"attention.{phase}{suffix}.{name}",
                 kernel,
@@ -288,12 +291,14 @@ def _fused(name: str) -> Iterator[Variant]:
         | dict.fromkeys(strides, "i32"),
         {
             "NUM_HEADS": 32,
+            "NUM_KV_HEADS": 8,
+            "BLOCK_HEADS": rope.BLOCK_HEADS,
             "TOKENS": 16,
             "HEAD_DIM": 128,
             "BLOCK_DIM": 128,
             "HALF": 64,
             "BLOCK_HALF": 64,
         },
-        num_warps=1,
+        num_warps=2,
         divisible=strides,
     )

@@ -22,6 +22,17 @@ def num_programs(device: torch.device, per_processor: int) -> int:
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that one program may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def must_widen(dtype: torch.dtype) -> bool:
     """Whether operands become float32 right after each load: the interpreter keeps bfloat16 as
     raw bits, which only loads, stores and conversions understand."""

@@ -10,7 +10,6 @@ from services.worker.attention.backend import (
     AttentionBackend,
     AttentionKernels,
     AttentionMetadata,
-    RotatingBackend,
 )
 from services.worker.attention.interruptible import InterruptibleAttention
 from services.worker.attention.triton import TritonKernels
@@ -70,10 +69,7 @@ class TritonOperators:
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        backend = self.attention_kernels.layer(config, layer)
-        if isinstance(backend, RotatingBackend):
-            return InterruptibleAttention(backend)
-        return backend
+        return InterruptibleAttention(self.attention_kernels.layer(config, layer))
 
 
 class TritonLora:

@@ -87,13 +87,16 @@ def test_shared_memory_leaves_room_for_two_programs_on_a_multiprocessor(compiled
     assert [row["name"] for row in others if row["shared"] > 82 * 1024] == []
 
 
-def test_shared_memory_of_every_kernel_fits_the_smallest_gpu_since_ampere(compiled):
-    assert [row["name"] for row in compiled if row["shared"] > 99 * 1024] == []
+def test_shared_memory_of_every_kernel_fits_the_gpus_that_it_is_for(compiled):
+    contexts = ("attention.contexts.", "attention.contexts-windowed.")
+    large = [row for row in compiled if row["name"].startswith(contexts)]
+    others = [row for row in compiled if row not in large]
+    assert [row["name"] for row in large if row["shared"] > 160 * 1024] == []
+    assert [row["name"] for row in others if row["shared"] > 99 * 1024] == []
 
 
-def test_attention_copies_two_steps_of_keys_and_values_ahead_of_the_one_it_computes(compiled):
-    """Each array has as many buffers as there are stages but one: copies of a step are committed
-    while the step before it is still on its way."""
+def test_generations_have_two_buffers_of_keys_and_values(compiled):
+    """With one, the copy of a step would begin only when the step before it has been computed."""
     rows = [row for row in compiled if row["name"].startswith("attention.generations.bf16")]
     assert {row["target"] for row in rows} == {80, 90, 100}
     head_bytes = 64 * 128 * 2

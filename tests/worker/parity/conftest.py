@@ -4,6 +4,17 @@ import peft
 import pytest
 import torch
 
+from tests.worker.parity import runners
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known where this folder is named on the command line; elsewhere runners are on the CPU."""
+    parser.addoption("--device", choices=runners.DEVICES, default="cpu", help="of our runners")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    runners.use_device(config.getoption("--device", "cpu"))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():

@@ -9,11 +9,11 @@ import torch
 
 from loraplex.adapter_format import read_folder
 from services.worker.adapters.loader import AtOnce
-from services.worker.building import build_runner
 from tests.worker.engine_stage import A, B, Stage, submit
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 FEATURES = {A: "rank-4-attention", B: "added-tokens"}
 """By digest; the second has tokens that the base lacks."""
@@ -31,8 +31,8 @@ def outputs_of_both(base: TinyBase, root: Path, num_new_tokens: int) -> tuple[Ou
         told = read_folder(root / digest).config_bytes  # as the registry hands it to workers
         (root / digest / "adapter_config.json").write_bytes(told)
     executors = (AtOnce(), AtOnce())
-    settings = {"device": "cpu", "dtype": "float32", "arena_bytes": 16 << 20}
-    stage = Stage(build_runner(base.folder, **settings, executors=executors), root)
+    runner = parity_runner(base.folder, arena_bytes=16 << 20, executors=executors)
+    stage = Stage(runner, root)
     digests = [(), *((digest,) for digest in FEATURES)]
     requests = [
         submit(f"{FEATURES[own[0]] if own else 'base'}-{i}", *own, seed=i, ignore_eos=False,

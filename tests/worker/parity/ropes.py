@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from loraplex.adapter_format.rope_scaling import read
-from services.worker.building import build_runner
 from services.worker.model.own_rope import own_ropes, switch_len_of
 from services.worker.request import OwnRope
 from tests.worker.parity.adapters import EXPERT_FAMILIES, make_adapter
@@ -21,6 +20,7 @@ from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}
 SCALINGS = {
@@ -57,7 +57,7 @@ class RopeStage:
 
 def set_rope_stage(base: TinyBase, scalings: Sequence[str], root: Path) -> RopeStage:
     """One adapter for each of `SCALINGS` named, and a plain one."""
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20))
+    driver = Driver(parity_runner(base.folder, arena_bytes=64 << 20))
     slots: dict[str, int] = {}
     references: dict[str, Reference] = {}
     is_odd = base.model.config.model_type in ("phi3", *EXPERT_FAMILIES)  # their linears are fused

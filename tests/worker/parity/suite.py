@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from services.worker.adapters.facts import last_place
-from services.worker.building import build_runner
 from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 MAX_LOGPROB_ERROR = 1e-4
 NamedJob = tuple[str | None, Job]
@@ -35,9 +35,7 @@ def set_stage(base_name: str, root: Path) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
     adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
-    runner = build_runner(
-        base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20, overlap="on"
-    )
+    runner = parity_runner(base.folder, arena_bytes=64 << 20, overlap="on")
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
     for name, slot in slots.items():

@@ -16,12 +16,12 @@ from peft.tuners.lora import config as lora
 
 from loraplex.adapter_format import Geometry, Report, geometry_from_folder, read_folder, validate
 from loraplex.errors import InvalidAdapter
-from services.worker.building import build_runner
 from tests.worker.parity.adapters import ATTENTION, draw
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR
 
 SERVED: dict[str, dict[str, object]] = {
@@ -117,7 +117,7 @@ def test_fields_that_are_served_or_without_effect_give_the_tokens_of_peft(
 ) -> None:
     uses = USES | {f"init_{name}": {"init_lora_weights": value} for name, value in INITS.items()}
     geometry = geometry_from_folder(base.folder)
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=32 << 20))
+    driver = Driver(parity_runner(base.folder, arena_bytes=32 << 20))
     rng = random.Random(2)
     folders, jobs = {}, []
     for slot, (name, fields) in enumerate(uses.items()):

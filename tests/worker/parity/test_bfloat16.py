@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from services.worker.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 NUM_PROMPTS, PROMPT_TOKENS = 24, 420
 FEATURES = ["rank-8-all-linear", "rslora", "dora"]
@@ -50,7 +50,7 @@ def scored_prompts():
 
 def our_scores(base, folders) -> torch.Tensor:
     """Logprob of each prompt token but the first, `[prompts, tokens - 1]`."""
-    runner = build_runner(base.folder, device="cpu", dtype="bfloat16", arena_bytes=16 << 20)
+    runner = parity_runner(base.folder, dtype="bfloat16", arena_bytes=16 << 20)
     driver = Driver(runner)
     for slot, folder in enumerate(folders.values()):
         driver.load(slot, folder)

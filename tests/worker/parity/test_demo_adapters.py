@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from services.worker.building import build_runner
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 DEMO = Path(__file__).parents[3] / "demo"
 ADAPTERS = {folder.name: folder for folder in sorted((DEMO / "adapters").iterdir())}
@@ -32,9 +32,7 @@ def reference(base) -> Reference:
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    driver = Driver(
-        build_runner(DEMO / "base", device="cpu", dtype="float32", arena_bytes=48 << 20)
-    )
+    driver = Driver(parity_runner(DEMO / "base", arena_bytes=48 << 20))
     for slot, folder in enumerate(ADAPTERS.values()):
         driver.load(slot, folder)
     return driver

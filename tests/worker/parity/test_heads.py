@@ -6,7 +6,6 @@ import pytest
 
 from services.worker.adapters.contents import ModuleReader
 from services.worker.adapters.packing import NeedsBase, Packer
-from services.worker.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -19,6 +18,7 @@ from tests.worker.parity.heads import (
     set_head_stage,
     vector_errors,
 )
+from tests.worker.parity.runners import parity_runner
 
 FAMILIES = [
     "llama", "qwen2", "mistral", "gemma2", "gemma3", "qwen3", "phi3", "mixtral", "qwen2-moe",
@@ -39,7 +39,7 @@ def base(request, tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore")
 def test_heads_score_beside_requests_that_generate_as_transformers_does(base, tmp_path):
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=32 << 20))
+    driver = Driver(parity_runner(base.folder, arena_bytes=32 << 20))
     driver.load(0, make_adapter(base, GENERATOR, tmp_path / GENERATOR))
     stage = set_head_stage(base, driver, tmp_path)
     scored = score_jobs(stage)
@@ -60,14 +60,14 @@ def test_heads_score_beside_requests_that_generate_as_transformers_does(base, tm
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("chunk", [1000, 7])
 def test_vectors_of_an_embedding_model_are_its_states_or_their_mean(base, tmp_path, chunk):
-    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=16 << 20)
+    runner = parity_runner(base.folder, arena_bytes=16 << 20)
     for pooling, error in vector_errors(base, Driver(runner), tmp_path / "own", chunk).items():
         assert error < MAX_ERROR, pooling
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_plain_lora_with_a_head_is_packed_without_the_base(base, tmp_path):
-    runner = build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=4 << 20)
+    runner = parity_runner(base.folder, arena_bytes=4 << 20)
     for name, needs_base in (("plain", False), ("dora", True)):
         fields = {**FEATURES[name], "target_modules": ["v_proj"], "task_type": "SEQ_CLS"}
         save_random(classifier(base, name), tmp_path / name, 1, **fields)

@@ -14,6 +14,7 @@ from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 
 FEATURES = ["rank-4-attention", "rank-8-all-linear", "rslora", "rank-64-all-linear"]
 
@@ -31,7 +32,7 @@ def folders(base, tmp_path_factory):
 
 def new_driver(base, folders, **settings):
     settings = {"arena_bytes": 8 << 20, **settings}
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", **settings))
+    driver = Driver(parity_runner(base.folder, **settings))
     for slot, folder in enumerate(folders.values()):
         driver.load(slot, folder)
     return driver

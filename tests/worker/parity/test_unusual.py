@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from services.worker.building import build_runner
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
+from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR
 from tests.worker.parity.unusual import unusual_adapter, unusual_base
 
@@ -64,14 +64,13 @@ def noise_of(reference, name, tokens, num_prompt, exact):
     return max(noises)
 
 
-@pytest.mark.parametrize("path", ["auto", "torch"])
+@pytest.mark.parametrize("path", ["auto", "vanilla"])
 @pytest.mark.parametrize("seed", params())
 def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_path):
     base = unusual_base(seed, tmp_path / "base")
     names = [str(place) for place in range(NUM_ADAPTERS)]
     adapters = {n: unusual_adapter(base, 100 * seed + int(n), tmp_path / n) for n in names}
-    settings = {"device": "cpu", "dtype": "float32", "arena_bytes": 32 << 20, "cpu_isa": path}
-    driver = Driver(build_runner(base.folder, **settings))
+    driver = Driver(parity_runner(base.folder, arena_bytes=32 << 20, attention_backend=path))
     slots = {name: 3 * int(name) + 1 for name in names}
     for name, slot in slots.items():
         driver.load(slot, adapters[name])

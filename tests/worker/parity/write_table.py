@@ -1,15 +1,16 @@
 """Writes docs/parity.md: every base x every LoRA feature, measured by the parity suite.
 
-Usage: python -m tests.worker.parity.write_table [BASE...]
+Usage: python -m tests.worker.parity.write_table [--device cuda] [--out FILE] [BASE...]
 
-With names only those bases are measured. Results are kept in a file of the temporary folder, and
-the document is written when all bases are in it.
+With names only those bases are measured. Results are kept in a file of the temporary folder, one
+for each device, and the document is written when all bases are in it: on a GPU
+docs/parity-cuda.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -21,28 +22,28 @@ import torch
 import transformers
 
 from benchmarks.machine import cpu_facts
-from services.worker.building import build_runner
 from tests.worker.parity import heads, ropes, suite
 from tests.worker.parity.adapters import FEATURES
 from tests.worker.parity.bases import BASES, TinyBase
 from tests.worker.parity.driving import Driver
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.own_eos import outputs_of_both
+from tests.worker.parity.runners import DEVICES, parity_runner, use_device
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "parity.md"
-RESULTS = Path(tempfile.gettempdir()) / "loraplex-parity.json"
+DOCUMENTS = {"cpu": "parity.md", "cuda": "parity-cuda.md"}
+"""In docs/, by device."""
 NUM_NEW_TOKENS = 64
 CHUNK_TOKENS = 19
-INTRODUCTION = f"""# Parity with transformers and PEFT
+INTRODUCTION = """# Parity with transformers and PEFT
 
 Tiny random bases of each family, one random adapter per feature as PEFT writes it, all in one
-continuous batch: staggered arrivals, prompts in chunks of {CHUNK_TOKENS} tokens, float32,
-{NUM_NEW_TOKENS} greedy tokens each. Every token is compared with transformers + peft run one
+continuous batch: staggered arrivals, prompts in chunks of {chunk_tokens} tokens, float32,
+{num_new_tokens} greedy tokens each. Every token is compared with transformers + peft run one
 request at a time. A cell holds the largest logprob error; `+n` counts near ties (the float64 gap of
 the two tokens is below 1e-5 standard deviations of the logits); `-` means PEFT has no such adapter
-for the base, or it is refused by name. Written on {date.today()} by
-`python -m tests.worker.parity.write_table`, with torch {torch.__version__}, transformers
-{transformers.__version__} and peft {peft.__version__} on {cpu_facts()["cpu"]}.
+for the base, or it is refused by name. Written on {today} by
+`python -m tests.worker.parity.write_table{option}`, with torch {torch}, transformers
+{transformers} and peft {peft} on {chip}.
 
 Below the adapters that generate: `rope:` rows are adapters with a rotary embedding of their own
 (label `rope_scaling`), beside each other and the base, against a base whose config has it; `own
@@ -58,6 +59,23 @@ amplifies rounding, weights one rounding error away move PEFT's own logprobs by 
 In bfloat16 (`tests/worker/parity/test_bfloat16.py`, twelve bases, 10,000 positions each) the mean
 error against float32 is at most 1.1x, and the 99th percentile at most 1.25x, of transformers' own.
 """
+
+
+def introduction(device: str) -> str:
+    """The text above the table, with the versions and the chip of this run."""
+    is_gpu = device == "cuda"
+    return INTRODUCTION.format(
+        chunk_tokens=CHUNK_TOKENS,
+        num_new_tokens=NUM_NEW_TOKENS,
+        today=date.today(),
+        option=" --device cuda" * is_gpu,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        peft=peft.__version__,
+        chip=torch.cuda.get_device_name() if is_gpu else cpu_facts()["cpu"],
+    )
+
+
 Row = dict[str, str]
 """Feature -> cell."""
 
@@ -119,7 +137,7 @@ def _own_eos(base: TinyBase, root: Path) -> Row:
 
 
 def _heads(base: TinyBase, root: Path) -> Row:
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=32 << 20))
+    driver = Driver(parity_runner(base.folder, arena_bytes=32 << 20))
     stage = heads.set_head_stage(base, driver, root / "heads")
     jobs = heads.score_jobs(stage)
     driver.run([job for _, job in jobs], chunk=CHUNK_TOKENS)
@@ -153,28 +171,42 @@ def table(results: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Measure and, when nothing is missing, write the document."""
+    args = parse_args()
+    use_device(args.device)
+    kept = Path(tempfile.gettempdir()) / f"loraplex-parity-{args.device}.json"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
-    if not names:
-        RESULTS.unlink(missing_ok=True)
-    for name in names or BASES:
+    if not args.bases:
+        kept.unlink(missing_ok=True)
+    for name in args.bases or BASES:
         count = Count()
         row = measure(name, count)
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known = json.loads(kept.read_text()) if kept.exists() else {}
         known[name] = {"row": row, "counts": [count.total.num_positions, count.total.num_ties]}
-        RESULTS.write_text(json.dumps(known))
+        kept.write_text(json.dumps(known))
         print(name, *known[name]["counts"], flush=True)
     if not set(BASES) <= set(known):
         return
     positions, ties = (sum(known[name]["counts"][i] for name in BASES) for i in (0, 1))
     summary = f"{positions} positions, {ties} near ties, no other difference."
     results = {name: known[name]["row"] for name in BASES}
-    DOCUMENT.write_text(f"{INTRODUCTION}\n{summary}\n\n{table(results)}\n")
+    args.out.write_text(f"{introduction(args.device)}\n{summary}\n\n{table(results)}\n")
     print(summary)
 
 
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description="Write the parity table.")
+    parser.add_argument("bases", nargs="*", metavar="BASE", help="those to measure (all)")
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--out", type=Path, help="the document to write")
+    args = parser.parse_args()
+    args.out = args.out or Path(__file__).parents[3] / "docs" / DOCUMENTS[args.device]
+    return args
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

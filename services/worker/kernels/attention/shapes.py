@@ -8,6 +8,8 @@ from services.worker.kernels.launch import power_of_two
 
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
+LARGE_SHARED_BYTES = 160 << 10
+"""What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
 JOINED_ELEMENTS = 4096
 """Partial sums that one program loads at a time: 32 of each thread."""
 
@@ -52,19 +54,28 @@ class Tiling:
     """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
 
 
-def context_tiling(shape: HeadShape, itemsize: int) -> Tiling:
-    """128 queries, so that each key that is read serves many products; fewer where the
-    accumulator of wide heads would not fit, and in float32, which has no tensor cores."""
+def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
+    """128 queries, so that each key that is read serves many products, and three buffers of keys
+    and values: with two, the copy of a step begins only when the step before has been computed.
+    Fewer where the accumulator of wide heads or the shared memory of a small GPU is too small,
+    and in float32, which has no tensor cores.
+
+    Args:
+        shared_bytes: the most shared memory of a program.
+    """
     if itemsize == 4:
         return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=2)
-    if shape.block_dim > 128:
-        return Tiling(max(64, shape.block_shared), 32, num_warps=8, num_stages=2)
-    return Tiling(max(128, shape.block_shared), 64, num_warps=8, num_stages=2)
+    is_wide, is_small = shape.block_dim > 128, shared_bytes < LARGE_SHARED_BYTES
+    if is_small:
+        queries, keys, warps = (64, 16, 8) if is_wide else (64, 32, 4)
+    else:
+        queries, keys, warps = (64, 32, 8) if is_wide else (128, 64, 8)
+    return Tiling(max(queries, shape.block_shared), keys, num_warps=warps, num_stages=3)
 
 
 def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
-    """The query heads of one KV head, padded to the smallest product. Two steps of keys and values
-    are on their way while a third is computed."""
+    """The query heads of one KV head, padded to the smallest product. The copy of each step of keys
+    and values overlaps with the step before it."""
     queries = max(MIN_QUERIES, shape.block_shared)
     if itemsize == 4:
         return Tiling(queries, 16, num_warps=8, num_stages=2, programs_per_processor=2)

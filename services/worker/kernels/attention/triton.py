@@ -16,14 +16,15 @@ from services.worker.kernels.attention.shapes import (
     joined_splits,
 )
 from services.worker.kernels.attention.work_items import SPARE_ITEMS, PartialSums
-from services.worker.kernels.launch import must_widen, num_programs, power_of_two
+from services.worker.kernels.launch import must_widen, num_programs, power_of_two, shared_bytes
 
 TILE_WORDS = kernels.TILE_WORDS.value
 
 
-def rows_of_tile(shape: HeadShape, itemsize: int) -> int:
+def rows_of_tile(shape: HeadShape, q: Tensor) -> int:
     """Token rows of a tile of `attend_contexts`."""
-    return context_tiling(shape, itemsize).block_queries // shape.block_shared
+    tiling = context_tiling(shape, q.itemsize, shared_bytes(q.device))
+    return tiling.block_queries // shape.block_shared
 
 
 def context_tiles(
@@ -69,7 +70,7 @@ def attend_contexts(
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
         tiling: for experiments.
     """
-    tiling = tiling or context_tiling(shape, q.itemsize)
+    tiling = tiling or context_tiling(shape, q.itemsize, shared_bytes(q.device))
     kernels.attend_contexts[(shape.num_kv_heads, len(tiles))](
         q,
         *planes,

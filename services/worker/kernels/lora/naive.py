@@ -71,9 +71,9 @@ def _each_row(
                 replace(delta, row, total)
             if delta.slices:
                 total += run.coef * _expand(delta, shrink(delta, row), num_outputs)
-            total += run.coef * _dense(delta.lora_biases, 1, num_outputs, fill=0.0)[0]
-            gain *= _dense(delta.gains, 1, num_outputs, fill=1.0)[0]
-            bias += _dense(delta.biases, 1, num_outputs, fill=0.0)[0]
+            total += run.coef * _vector(delta.lora_biases, total, fill=0.0)
+            gain *= _vector(delta.gains, total, fill=1.0)
+            bias += _vector(delta.biases, total, fill=0.0)
         y[row] = (gain * total + bias).to(y.dtype)
 
 
@@ -85,6 +85,11 @@ def _expand(delta: SiteDelta, shrunk: Tensor, num_outputs: int) -> Tensor:
         outs = slice(part.out_begin, part.out_begin + part.out_len)
         out[outs] += b[ranks, outs].T @ (delta.scales[ranks].double() * shrunk[ranks])
     return out
+
+
+def _vector(tiles: Sequence[Tile], like: Tensor, fill: float) -> Tensor:
+    """One row of tiles, of the shape and on the device of `like`; `fill` where there are none."""
+    return _dense(tiles, 1, len(like), fill)[0].to(like.device)
 
 
 def _dense(tiles: Sequence[Tile], num_rows: int, num_columns: int, fill: float) -> Tensor:

@@ -1,5 +1,5 @@
-"""Rotary embedding on GPUs: queries turned in place, keys and values written to the cache, in one
-launch."""
+"""Rotary embedding on GPUs: queries are rotated in place, keys and values written to the cache, in
+one launch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+BLOCK_HEADS = 8
+"""Heads of one program: a program of one head moves too few bytes for its launch."""
+
 
 @triton.jit
-def _turn(at, cos, sin, half, mask, HALF: tl.constexpr, OUT: tl.constexpr):
-    """Both rotated halves of one head, rounded where the plain product would round."""
+def _rotated(at, cos, sin, half, mask, HALF: tl.constexpr, OUT: tl.constexpr):
+    """Both rotated halves of some heads, rounded where the plain product would round."""
     first = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF + half, mask=mask, other=0.0).to(tl.float32)
     return (first * cos - second * sin).to(OUT), (second * cos + first * sin).to(OUT)
@@ -31,37 +34,45 @@ def rotate_and_append_kernel(
     v_stride,
     plane_stride,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Grid: (token, query head or, after those, KV head)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    half = tl.arange(0, BLOCK_HALF)
-    mask = half < HALF
-    cos_row = tl.load(cos + token * HALF + half, mask=mask, other=0.0).to(tl.float32)
-    sin_row = tl.load(sin + token * HALF + half, mask=mask, other=0.0).to(tl.float32)
-    if head < NUM_HEADS:
+    """Grid: (token, block of query heads or, after those, of KV heads)."""
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    is_half = half < HALF
+    cos_row = tl.load(cos + token * HALF + half, mask=is_half, other=0.0).to(tl.float32)
+    sin_row = tl.load(sin + token * HALF + half, mask=is_half, other=0.0).to(tl.float32)
+    num_q_blocks = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    if block < num_q_blocks:
+        head = (block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+        mask = is_half & (head < NUM_HEADS)
         at = q + token * q_stride + head * HEAD_DIM
-        first, second = _turn(at, cos_row, sin_row, half, mask, HALF, q.dtype.element_ty)
+        first, second = _rotated(at, cos_row, sin_row, half, mask, HALF, q.dtype.element_ty)
         tl.store(at + half, first, mask=mask)
         tl.store(at + HALF + half, second, mask=mask)
     else:
-        kv_head = head - NUM_HEADS
+        head = ((block - num_q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+        is_head = head < NUM_KV_HEADS
+        mask = is_half & is_head
         place = tl.load(places + token)
         if place >= 0:
-            at = k + token * k_stride + kv_head * HEAD_DIM
-            to = (place // TOKENS) * plane_stride + (kv_head * TOKENS + place % TOKENS) * HEAD_DIM
-            first, second = _turn(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
+            at = k + token * k_stride + head * HEAD_DIM
+            to = (place // TOKENS) * plane_stride + (head * TOKENS + place % TOKENS) * HEAD_DIM
+            first, second = _rotated(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
             tl.store(k_plane + to + half, first, mask=mask)
             tl.store(k_plane + to + HALF + half, second, mask=mask)
-            dim = tl.arange(0, BLOCK_DIM)
-            is_rest = (dim >= 2 * HALF) & (dim < HEAD_DIM)
-            tl.store(k_plane + to + dim, tl.load(at + dim, mask=is_rest), mask=is_rest)
-            values = v + token * v_stride + kv_head * HEAD_DIM + dim
-            is_dim = dim < HEAD_DIM
+            dim = tl.arange(0, BLOCK_DIM)[None, :]
+            if 2 * HALF < HEAD_DIM:
+                is_rest = is_head & (dim >= 2 * HALF) & (dim < HEAD_DIM)
+                tl.store(k_plane + to + dim, tl.load(at + dim, mask=is_rest), mask=is_rest)
+            values = v + token * v_stride + head * HEAD_DIM + dim
+            is_dim = is_head & (dim < HEAD_DIM)
             tl.store(v_plane + to + dim, tl.load(values, mask=is_dim), mask=is_dim)
 
 
@@ -89,7 +100,8 @@ def rotate_and_append(
     assert cos.is_contiguous() and sin.is_contiguous(), (cos.stride(), sin.stride())
     assert q.stride(1) == k.stride(1) == v.stride(1) == 1, (q.stride(), k.stride(), v.stride())
     num_heads, half = q.shape[1] // head_dim, cos.shape[-1]
-    rotate_and_append_kernel[(len(q), num_heads + num_kv_heads)](
+    num_blocks = triton.cdiv(num_heads, BLOCK_HEADS) + triton.cdiv(num_kv_heads, BLOCK_HEADS)
+    rotate_and_append_kernel[(len(q), num_blocks)](
         q,
         k,
         v,
@@ -102,10 +114,12 @@ def rotate_and_append(
         v.stride(0),
         planes[0].stride(0),
         NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_HEADS=BLOCK_HEADS,
         TOKENS=num_tokens,
         HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
-        num_warps=1,
+        num_warps=2,
     )

@@ -43,14 +43,16 @@ def test_swiglu_equals_silu_times_up(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim,half", [(16, 8), (12, 4)])
-def test_rotation_turns_queries_and_fills_the_cache(dtype, head_dim, half, device):
+@pytest.mark.parametrize("heads", [(3, 2), (11, 9)], ids=str)
+def test_rotation_turns_queries_and_fills_the_cache(dtype, head_dim, half, heads, device):
     torch.manual_seed(0)
-    sizes = [3 * head_dim, 2 * head_dim, 2 * head_dim]
+    num_kv_heads = heads[1]
+    sizes = [num * head_dim for num in (*heads, num_kv_heads)]
     qkv = torch.randn(4, sum(sizes), device=device).to(dtype)
     q, k, v = (part.clone() for part in qkv.split(sizes, dim=-1))
     angles = torch.rand(4, 1, half, device=device) * 6
     cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    planes = torch.full((2, 5, 2, 16, head_dim), float("nan"), device=device).to(dtype)
+    planes = torch.full((2, 5, num_kv_heads, 16, head_dim), float("nan"), device=device).to(dtype)
     places = torch.tensor([3 * 16 + 5, -1, 0, 4 * 16 + 15], device=device)
     before = qkv.split(sizes, dim=-1)
     rotate_and_append(*before, cos_sin, (planes[0], planes[1]), places)
@@ -61,5 +63,5 @@ def test_rotation_turns_queries_and_fills_the_cache(dtype, head_dim, half, devic
         torch.testing.assert_close(
             planes[0, block, :, slot], turned_k[token], rtol=tolerance, atol=tolerance
         )
-        assert planes[1, block, :, slot].equal(v[token].view(2, head_dim))
-    assert int((~planes.isnan()).sum()) == 3 * 2 * 2 * head_dim
+        assert planes[1, block, :, slot].equal(v[token].view(num_kv_heads, head_dim))
+    assert int((~planes.isnan()).sum()) == 3 * 2 * num_kv_heads * head_dim

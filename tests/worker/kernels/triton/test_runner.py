@@ -35,10 +35,12 @@ def folders(tmp_path_factory):
     return base, adapters
 
 
-def make_runner(folders, device, cpu_isa):
+def make_runner(folders, device, backend):
     base, adapters = folders
-    settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 32, "cpu_isa": cpu_isa}
-    runner = build_runner(base, device=device.type, dtype="float32", **settings)
+    settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 32}
+    runner = build_runner(
+        base, device=device.type, dtype="float32", attention_backend=backend, **settings
+    )
     free = list(range(runner.arena_blocks))
     for slot, folder in enumerate(adapters):
         runner.load_adapter(
@@ -80,13 +82,13 @@ def run_step(runner, requests):
 def kernel_runner(folders):
     """One for all tests: on a GPU it captures its graphs once."""
     device = torch.device("cpu" if INTERPRETING else "cuda")
-    return make_runner(folders, device, "auto")
+    return make_runner(folders, device, "triton")
 
 
 def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, device):
     runs = {}
     for name in ("torch", "kernels"):
-        made = make_runner(folders, device, "torch") if name == "torch" else kernel_runner
+        made = make_runner(folders, device, "vanilla") if name == "torch" else kernel_runner
         runner, free = made
         requests = new_requests(free, len(runner.kv_group_windows))
         for _ in range(2):

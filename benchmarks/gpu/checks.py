@@ -1,0 +1,75 @@
+"""What a GPU benchmark compares before it times anything: a fast wrong kernel is no result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench_runner import BenchRunner
+from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.request import StepPlan
+
+MAX_DIFFERENCE = 2e-2
+"""Of two ways to compute the same in half precision, over the largest value."""
+
+
+class WrongResult(Exception):
+    """What was to be timed is not what the reference computes."""
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected value; infinite where something is NaN."""
+    difference = float((found.float() - expected.float()).abs().max())
+    largest = float(expected.float().abs().max())
+    return difference / max(largest, 1e-30) if difference == difference else float("inf")
+
+
+def compare(found: Tensor, expected: Tensor, what: str) -> None:
+    """Raises WrongResult, which says `what` differs, where two results do by more than rounding."""
+    difference = relative_difference(found, expected)
+    if not difference <= MAX_DIFFERENCE:
+        raise WrongResult(f"{what} differ by {difference:.1e} of the largest value")
+
+
+@torch.inference_mode()
+def check_step(bench: BenchRunner, plan: StepPlan) -> None:
+    """Compare what a case is about to time with slower ways to compute the same.
+
+    A step that a graph computes is compared with the same step without the graph, and the adapters
+    of the step, at the sites of the first and the last layer, with plain torch.
+
+    Raises:
+        WrongResult: they differ by more than rounding.
+    """
+    batches = bench.runner._batches
+    gpu, step = batches.gpu, batches.read(plan)
+    runs = step.runs
+    if gpu is None:
+        return
+    if (graph := gpu.graph_of(step)) is not None:
+        eager = bench.runner._model.forward(batches.make(step)).clone()
+        before = torch.zeros(0, dtype=torch.int64, device=bench.device)
+        compare(gpu.replay(graph, step, before), eager, "a graph and the same step without it")
+    if not runs:
+        return
+    lora = gpu.lora_batch(runs, plan.num_tokens)
+    sites = bench.runner.layout.sites.sites
+    touched = [sites[site_id] for site_id in sorted(gpu.lora.sites_of(runs))]
+    layers = {site.layer for site in touched}
+    for site in touched:
+        if site.layer not in (min(layers), max(layers)):
+            continue
+        x = _random(bench, plan.num_tokens, site.in_features)
+        y = _random(bench, plan.num_tokens, site.out_features)
+        expected = y.clone()
+        gpu.lora.add_lora(y, x, site.id, lora)
+        portable.add_lora(expected, x, site.id, LoraBatch(runs, lora.table))
+        compare(y, expected, f"the adapters at site {site.id} and plain torch")
+
+
+def _random(bench: BenchRunner, num_rows: int, width: int) -> Tensor:
+    dtype = torch.bfloat16 if bench.itemsize == 2 else torch.float32
+    generator = torch.Generator(bench.device).manual_seed(width)
+    rows = torch.randn(num_rows, width, generator=generator, device=bench.device)
+    return rows.to(dtype)

@@ -1,0 +1,200 @@
+"""An engine on a GPU without its API server: overlap, first tokens, and thousands of adapters.
+
+    python -m benchmarks.gpu.gpu_engine [--shape llama-3-8b] [--adapters 2000] [--device cpu --tiny]
+
+Random weights, rank 16 on every linear. The adapters are folders of their own whose files are links
+to one adapter's, packed once: an engine cannot tell, and 2,000 files of 84 MB would not fit into
+the page cache that stands for the disk here.
+
+`overlap` holds tokens a second with steps one by one and overlapped, for the base and for 64
+resident adapters. `counts` holds, for n adapters that requests choose from evenly, tokens a second
+with all loads, over those of n = 0, and what the bytes of the steps that ran predict.
+`first_token` holds the first token of a request whose adapter is not on the device (`disk`, or
+`host` where it is in pinned memory) over that of one whose adapter is, beside 8 that decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import common
+from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
+from benchmarks.gpu.common import SHAPES
+from benchmarks.llama import Shape, write_adapter
+from benchmarks.many_adapters import Bench, Counting, digest_of
+from services.worker.building import build_runner
+from services.worker.engine import Engine
+from services.worker.messages import EngineConfig, Unload, Want
+
+MAX_RUNNING = 64
+RESIDENT = 64
+COUNTS = (1, 64, 500, 2000)
+NUM_ROUNDS = 3
+
+
+def main() -> None:
+    """Measure, print, write after every part."""
+    args = parse_args()
+    shape = SHAPES["tiny" if args.tiny else args.shape]
+    facts: dict[str, Any] = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = make_bench(shape, Path(scratch), args)
+        device = bench.runner.arena.data.device
+        facts["arena_bytes"] = bench.runner.arena.data.nbytes
+        name = f"gpu_engine_{shape.name}"
+        for part, measure in (
+            ("overlap", compare_overlap),
+            ("first_token", compare_tiers),
+            ("counts", compare_counts),
+        ):
+            facts[part] = measure(bench, args)
+            path = common.write_results(name, device, facts, args.out)
+            print(f"{part}:")
+            rows = facts[part] if isinstance(facts[part], list) else [facts[part]]
+            common.print_table(rows)
+    print(f"wrote {path}", flush=True)
+
+
+def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:
+    """An engine with dummy weights and the folders of all adapters."""
+    base = common.write_base(shape, root / "base", 4096)
+    arena_bytes = args.arena_bytes or free_arena_bytes(shape)
+    settings: dict[str, Any] = {"max_lora_rank": args.rank, "max_resident": 4096}
+    runner = build_runner(
+        base,
+        device=args.device,
+        dtype=args.dtype,
+        arena_bytes=arena_bytes,
+        load_format="dummy",
+        overlap="on",
+        **settings,
+    )
+    runner.arena.data.zero_()
+    runner.__class__ = Counting
+    assert isinstance(runner, Counting)
+    runner.steps, runner.slot_bytes = [], {}
+    config = EngineConfig(
+        model_dir=str(base),
+        device=args.device,
+        dtype=args.dtype,
+        arena_bytes=arena_bytes,
+        max_step_tokens=2048,
+        max_running=args.running,
+        prefix_cache=False,
+        **settings,
+    )
+    engine = Engine(runner, config, time.monotonic)
+    folders, num_blocks = linked_adapters(runner, shape, root, args)
+    return Bench(runner, engine, folders, num_blocks, shape=shape, max_rank=args.rank)
+
+
+def linked_adapters(
+    runner: Counting, shape: Shape, root: Path, args: argparse.Namespace
+) -> tuple[list[Path], list[int]]:
+    """Folders of all adapters, and the blocks of each: links to one that is packed."""
+    dtype = getattr(torch, runner.model_info().dtype)
+    first = write_adapter(shape, root / "adapter", args.rank, dtype, seed=args.rank)
+    num_blocks = runner.pack_adapter(first).result()
+    folders = []
+    for i in range(args.adapters):
+        folder = root / f"adapter-{i}"
+        folder.mkdir()
+        for file in first.iterdir():
+            os.link(file, folder / file.name)
+        folders.append(folder)
+    return folders, [num_blocks] * args.adapters
+
+
+def compare_overlap(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second with steps one by one and overlapped, in turns."""
+    rows = []
+    for num_adapters in (0, min(RESIDENT, args.adapters // 2)):
+        make_resident(bench, num_adapters)
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(NUM_ROUNDS):
+            for overlaps, found in rates.items():
+                bench.runner._order.overlaps = overlaps
+                result = bench.throughput(num_adapters, args.running, args.tokens)
+                found.append(result["tokens_per_s"])
+        off, on = (sorted(found)[NUM_ROUNDS // 2] for found in rates.values())
+        row = {"adapters": num_adapters, "tokens_per_s_off": off, "tokens_per_s_on": on}
+        rows.append(row | {"on_over_off": on / off})
+    return rows
+
+
+def make_resident(bench: Bench, num_adapters: int) -> None:
+    """Load the first adapters, one after the other."""
+    for adapter in range(num_adapters):
+        bench.step([bench.fetched(adapter), Want(digest_of(adapter), pin=False)])
+        bench.runner.await_copies(5.0)
+    bench.step()
+
+
+def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
+    """Medians beside 8 requests that decode: of adapters on the device, of such that have just been
+    evicted from it (their image is in pinned memory), and of such that no request has used yet."""
+    num_resident = min(RESIDENT, args.adapters // 2)
+    make_resident(bench, num_resident)
+    for _ in range(8):
+        bench.step([bench.request(None, 2000)])
+    times: dict[str, list[float]] = {"resident": [], "host": [], "disk": []}
+    for probe in range(min(args.probes, args.adapters - num_resident)):
+        resident, other = bench.order.randrange(num_resident), num_resident + probe
+        assert bench.is_resident(resident) and not bench.is_resident(other)
+        times["resident"].append(bench.first_token_s(resident))
+        times["disk"].append(bench.first_token_s(other))
+        bench.step([Unload(digest_of(other))])
+        if not bench.is_resident(other):
+            times["host"].append(bench.first_token_s(other))
+    found = {f"{tier}_ms": statistics.median(s) * 1e3 for tier, s in times.items() if s}
+    for tier in ("host", "disk"):
+        if f"{tier}_ms" in found:
+            found[f"{tier}_over_resident"] = found[f"{tier}_ms"] / found["resident_ms"]
+    return found
+
+
+def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every n beside n = 0."""
+    bench.drain()
+    bench.throughput(0, args.running, 4)
+    alone = bench.throughput(0, args.requests, args.tokens)["tokens_per_s"]
+    rows = []
+    for count in sorted({n for n in COUNTS if n < args.adapters} | {args.adapters}):
+        row = bench.throughput(count, args.requests, args.tokens)
+        again = bench.throughput(0, args.requests, args.tokens)["tokens_per_s"]
+        row["over_base"] = 2 * row["tokens_per_s"] / (alone + again)
+        row["of_prediction"] = row["over_base"] / row["predicted"]
+        alone = again
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--running", type=int, default=MAX_RUNNING, help="requests of a step (64)")
+    parser.add_argument("--requests", type=int, default=256, help="of each row of counts (256)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request (64)")
+    parser.add_argument("--probes", type=int, default=60, help="first tokens to time (60)")
+    add_runner_options(parser)
+    args = parser.parse_args()
+    if args.tiny:
+        args.adapters, args.rank, args.running, args.requests = 12, 8, 4, 8
+        args.tokens, args.probes, args.arena_bytes = 4, 12, 8 << 20
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The runners that the parity suite judges, all on one device.
+
+`pytest tests/worker/parity --device cuda` and `write_table --device cuda` choose it. The reference,
+transformers + PEFT, stays on the CPU, whose float32 is IEEE.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.worker.building import build_runner
+from services.worker.runner import TorchRunner
+
+DEVICES = ("cpu", "cuda")
+_device = "cpu"
+
+
+def use_device(name: str) -> None:
+    """Build the next runners on `cpu` or `cuda`."""
+    global _device
+    assert name in DEVICES, name
+    _device = name
+
+
+def device() -> str:
+    """Where runners are built."""
+    return _device
+
+
+def parity_runner(folder: Path, *, dtype: str = "float32", **settings: Any) -> TorchRunner:
+    """`build_runner` of a base on the device that was chosen."""
+    return build_runner(folder, device=_device, dtype=dtype, **settings)
