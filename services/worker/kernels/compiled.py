@@ -134,7 +134,7 @@ def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     is_half = dtype is not torch.float32
     for site, shape in (("qkv", QKV), ("gate_up", GATE_UP), ("down", DOWN)):
         num_outputs = shape.parts[-1].end
-        apart = lora_plan.expand_plan(num_outputs, dtype.itemsize)
+        apart = lora_plan.expand_plan(64, num_outputs, dtype.itemsize)
         launches = [("shrink", apart, True, False), ("expand", apart, False, True)]
         if is_half:
             launches.append(("fused", lora_plan.fused_plan(num_outputs), True, True))

@@ -1,7 +1,7 @@
 """The adapters' tables on the device: fixed addresses, changed in stream order, read by kernels.
 
-`index[slot, part]` is (first group, number of groups, first vector, number of vectors) in `records`:
-an adapter without a module has no records there. See `device_records` for what a record says.
+`index[slot, part]` is (first group, number of groups, first vector, number of vectors) in
+`records`: an adapter without a module has none there. See `device_records` for what a record says.
 """
 
 from __future__ import annotations

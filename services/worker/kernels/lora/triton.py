@@ -159,7 +159,7 @@ def launch(
     plan = _plan(x, ends[-1], base_weight)
     num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
-    num_shrink = num_shrink_programs(num_rows) if shrinks else 0
+    num_shrink = num_shrink_programs(num_rows, expands) if shrinks else 0
     num_tiles = sum(-(-part.length // plan.block_outputs) for part in shape.parts) * num_row_tiles
     kernels.update_site[(num_shrink + num_tiles * expands,)](
         outputs,
@@ -228,5 +228,5 @@ def constants_of(
 
 def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:
     if base_weight is None:
-        return expand_plan(num_outputs, x.itemsize)
+        return expand_plan(len(x), num_outputs, x.itemsize)
     return fused_plan(num_outputs)
