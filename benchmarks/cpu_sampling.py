@@ -111,7 +111,7 @@ def choose(scores: Tensor, sampling: dict[str, Any], keys: Tensor, way: DrawOper
     params = SamplingParams(max_tokens=1, seed=0, **sampling)
     limits = limits_of([params] * len(scores), scores.shape[-1])
     if limits is not None:
-        way.truncate(scores, limits)
+        way.truncate(scores, torch.from_numpy(limits))
     return way.draw(scores, keys)
 
 

@@ -132,7 +132,7 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence on its way through the engine.
 

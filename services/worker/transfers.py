@@ -6,8 +6,12 @@ a GPU is the step before. Pinned memory goes back to its pool when the copy is d
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+COPY_ALIGNMENT = 16
+"""Bytes that every array of an `Upload` starts at a multiple of."""
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -30,3 +34,43 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     if target.is_cuda:
         source = source.contiguous().pin_memory()
     target.copy_(source, non_blocking=True)
+
+
+class Upload:
+    """Named arrays that go to a device in one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Take an array along."""
+        assert name not in self._arrays, name
+        self._arrays[name] = np.ascontiguousarray(array)
+
+    def send(self, device: torch.device) -> None:
+        """Copy all arrays to `device`, in stream order."""
+        begins, num_bytes = {}, 0
+        for name, array in self._arrays.items():
+            begins[name] = num_bytes
+            num_bytes += -(-array.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT
+        if num_bytes == 0:
+            return
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        data = host.numpy()
+        for name, array in self._arrays.items():
+            begin = begins[name]
+            data[begin : begin + array.nbytes] = array.view(np.uint8).reshape(-1)
+        sent = host.to(device, non_blocking=True)
+        for name, array in self._arrays.items():
+            dtype = torch.from_numpy(array[:0]).dtype
+            part = sent[begins[name] : begins[name] + array.nbytes]
+            self._tensors[name] = part.view(dtype).view(array.shape)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such an array."""
+        return name in self._arrays
+
+    def __getitem__(self, name: str) -> Tensor:
+        """An array on the device."""
+        return self._tensors[name]

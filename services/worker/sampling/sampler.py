@@ -15,21 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.worker.request import Logprobs
 from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
+from services.worker.sampling.edits import edits_of
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.masks import MINUS_INF, edit_logits, limits_of
+from services.worker.sampling.masks import MINUS_INF, limits_of
 from services.worker.sampling.turn import Turn
-from services.worker.transfers import to_device, to_host
+from services.worker.transfers import Upload, to_host
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures choose the argmax: dividing by them would overflow."""
+
+SEED_BITS = (1 << 64) - 1
 
 LogitsOf = Callable[[Tensor], Tensor]
 """Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`. The rows are on the
@@ -114,48 +118,56 @@ def _sample_chunk(
     logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int], operators: DrawOperators
 ) -> tuple[Tensor, ChosenChunk]:
     asking = [i for i, turn in enumerate(turns) if turn.params.logprobs is not None]
-    raw = _rows(logits, asking).log_softmax(dim=-1) if asking else None
-    edit_logits(logits, turns, eos_ids)
-    token_ids = first_argmax(logits)
     drawing = [i for i, turn in enumerate(turns) if turn.params.temperature >= MIN_TEMPERATURE]
+    upload = Upload()
+    edits = edits_of(turns, eos_ids, logits.shape[-1])
+    edits.upload(upload, len(turns))
+    _upload_draws(upload, [turns[i] for i in drawing], logits.shape[-1])
+    constrained = [row for row, _ in edits.constrained]
+    for name, rows in (("asking", asking), ("drawing", drawing)):
+        upload.add(name, np.array(rows, dtype=np.int64))
+    upload.send(logits.device)
+
+    raw = _rows(logits, upload["asking"]).log_softmax(dim=-1) if asking else None
+    edits.apply(logits, upload)
+    token_ids = first_argmax(logits)
+    best = None
+    if constrained:
+        best = to_host(_rows(logits, upload["constrained"]).amax(dim=-1))
     if drawing:
-        drawn = _draw(_rows(logits, drawing), [turns[i] for i in drawing], operators)
-        token_ids.index_copy_(0, _indices(drawing, logits), drawn)
+        drawn = _draw(_rows(logits, upload["drawing"]), upload, operators)
+        token_ids.index_copy_(0, upload["drawing"], drawn)
     logprobs = None
     if raw is not None:
         tops = [turns[i].params.logprobs or 0 for i in asking]
-        logprobs = logprob_rows(raw, _rows(token_ids, asking), tops)
-    constrained = [i for i, turn in enumerate(turns) if turn.request.constraint is not None]
-    best = to_host(_rows(logits, constrained).amax(dim=-1)) if constrained else None
+        logprobs = logprob_rows(raw, _rows(token_ids, upload["asking"]), tops)
     return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, constrained, best)
 
 
-def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows, or all of them as they are."""
-    if len(rows) == len(values):
-        return values
-    return values.index_select(0, _indices(rows, values))
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """A copy of some rows, or all of them as they are. `rows` is int64, ascending."""
+    return values if len(rows) == len(values) else values.index_select(0, rows)
 
 
-def _indices(rows: Sequence[int], values: Tensor) -> Tensor:
-    return to_device(torch.tensor(rows, dtype=torch.int64), values.device)
-
-
-def _draw(logits: Tensor, turns: Sequence[Turn], operators: DrawOperators) -> Tensor:
-    """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`. Mutates: logits."""
-    temperatures = torch.tensor([turn.params.temperature for turn in turns])
-    scaled = logits.div_(to_device(temperatures, logits.device)[:, None])
-    limits = limits_of([turn.params for turn in turns], logits.shape[-1])
+def _upload_draws(upload: Upload, turns: Sequence[Turn], num_tokens: int) -> None:
+    """What `_draw` reads of rows with a temperature."""
+    if not turns:
+        return
+    params = [turn.params for turn in turns]
+    upload.add("temperatures", np.array([p.temperature for p in params], dtype=np.float32))
+    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in turns]
+    upload.add("keys", np.array(keys, dtype=np.uint64).view(np.int64))
+    limits = limits_of(params, num_tokens)
     if limits is not None:
-        operators.truncate(scaled, to_device(limits, logits.device))
-    keys = [[_signed(t.params.seed), t.position, t.request.sample_index] for t in turns]
-    return operators.draw(scaled, to_device(torch.tensor(keys), logits.device))
+        upload.add("limits", limits)
 
 
-def _signed(seed: int) -> int:
-    """The 64 bits of a seed as the int64 with the same bits."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
+def _draw(logits: Tensor, upload: Upload, operators: DrawOperators) -> Tensor:
+    """Gumbel argmax of the truncated, tempered logits `[N, V]`; int64 `[N]`. Mutates: logits."""
+    scaled = logits.div_(upload["temperatures"][:, None])
+    if "limits" in upload:
+        operators.truncate(scaled, upload["limits"])
+    return operators.draw(scaled, upload["keys"])
 
 
 def score_tokens(

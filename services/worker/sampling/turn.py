@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from services.worker.request import PlannedRow, Request, SamplingParams
-from services.worker.transfers import to_device
 
 
 class Turn(NamedTuple):
@@ -27,13 +25,10 @@ class Turn(NamedTuple):
         """How to choose."""
         return self.request.sampling
 
-    def output_ids(self, device: torch.device) -> Tensor:
-        """int64 `[position]`: the output so far."""
-        known = self.request.output_ids[: self.position - (self.follows is not None)]
-        ids = to_device(torch.tensor(known, dtype=torch.int64), device)
-        if self.follows is None or self.outputs is None:
-            return ids
-        return torch.cat((ids, self.outputs[self.follows : self.follows + 1]))
+    @property
+    def num_known(self) -> int:
+        """Tokens of the output so far, without one that only the device knows."""
+        return self.position - (self.follows is not None)
 
 
 def next_turn(row: PlannedRow, outputs: Tensor | None = None) -> Turn:

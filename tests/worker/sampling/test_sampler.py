@@ -8,10 +8,12 @@ import torch
 
 from services.worker.request import Request, SamplingParams
 from services.worker.sampling import drawing, sampler
-from services.worker.sampling.masks import edit_logits, limits_of, truncate
+from services.worker.sampling.edits import edits_of
+from services.worker.sampling.masks import limits_of, truncate
 from services.worker.sampling.philox import gumbel_scalar
 from services.worker.sampling.sampler import sample, score_tokens
 from services.worker.sampling.turn import Turn
+from services.worker.transfers import Upload
 
 VOCAB = 97
 INF = float("inf")
@@ -99,7 +101,7 @@ def kept_ids(logits, **params):
     scaled = torch.tensor([logits], dtype=torch.float32)
     limits = limits_of([SamplingParams(max_tokens=1, seed=0, **params)], len(logits))
     assert limits is not None
-    truncate(scaled, limits)
+    truncate(scaled, torch.from_numpy(limits))
     return torch.nonzero(scaled[0] > -INF)[:, 0].tolist()
 
 
@@ -137,6 +139,14 @@ def test_a_limit_cuts_its_own_row_only():
         together = chosen_ids(logits, requests)
         alone = chosen_ids(logits[:1], requests[:1])
         assert together == [*alone, int(logits[1].argmax())]
+
+
+def edit_logits(logits, turns, eos_ids):
+    upload = Upload()
+    edits = edits_of(turns, eos_ids, logits.shape[1])
+    edits.upload(upload, len(turns))
+    upload.send(logits.device)
+    edits.apply(logits, upload)
 
 
 def edited(logits, request, eos_ids=()):

@@ -1,0 +1,203 @@
+"""What changes or removes logits before a token is chosen, for all rows of a step at once.
+
+Everything here is a function of the request alone: penalties look at the output tokens, never at
+the prompt, so a request that was preempted or moved continues as if nothing had happened.
+
+The host lists where logits change, as flat indices row * V + token. The lists go to the device in
+the sampler's one copy, and each kind of edit is then a few operators whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.request import Constraint, SamplingParams
+from services.worker.sampling.masks import MINUS_INF
+from services.worker.sampling.output_counts import output_counts
+from services.worker.sampling.turn import Turn
+from services.worker.transfers import Upload
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """The edits of one step. Rows are changed in this order: grammar, bias, penalties, allowed
+    tokens, forbidden tokens."""
+
+    num_tokens: int
+    """V, the width of the logits."""
+    constrained: list[tuple[int, Constraint]] = field(default_factory=list)
+    """(row, grammar)."""
+    bias_places: list[int] = field(default_factory=list)
+    bias_values: list[float] = field(default_factory=list)
+    penalised: list[tuple[int, Turn]] = field(default_factory=list)
+    """(row, turn)."""
+    restricted: list[int] = field(default_factory=list)
+    """Rows that may choose listed tokens only."""
+    allowed_places: list[int] = field(default_factory=list)
+    forbidden_places: list[int] = field(default_factory=list)
+
+    def add(self, row: int, turn: Turn, eos_ids: Sequence[int]) -> None:
+        """List what a row asks for. Tokens that end the output are forbidden before min_tokens."""
+        params, begin = turn.params, row * self.num_tokens
+        if turn.request.constraint is not None:
+            self.constrained.append((row, turn.request.constraint))
+        if params.logit_bias:
+            bias = [(i, value) for i, value in params.logit_bias if i < self.num_tokens]
+            self.bias_places += [begin + token_id for token_id, _ in bias]
+            self.bias_values += [value for _, value in bias]
+        if turn.position and _has_penalties(params):
+            self.penalised.append((row, turn))
+        if params.allowed_token_ids:
+            self.restricted.append(row)
+            self.allowed_places += self._places(begin, params.allowed_token_ids)
+        if params.bad_token_ids:
+            self.forbidden_places += self._places(begin, params.bad_token_ids)
+        if turn.position < params.min_tokens:
+            ending = (*params.stop_token_ids, *turn.request.eos_ids(eos_ids))
+            self.forbidden_places += self._places(begin, ending)
+
+    def _places(self, begin: int, token_ids: Sequence[int]) -> list[int]:
+        """Flat indices. Tokens of vocabularies wider than the step's are nobody's to choose, and
+        an index for one would be the next row's."""
+        return [begin + token_id for token_id in token_ids if token_id < self.num_tokens]
+
+    def upload(self, upload: Upload, num_rows: int) -> None:
+        """Add the lists to a copy; `apply` follows when it was sent."""
+        if self.constrained:
+            rows = [row for row, _ in self.constrained]
+            upload.add("constrained", np.array(rows, dtype=np.int64))
+            upload.add("bitmasks", self._bitmasks())
+        if self.bias_places:
+            upload.add("bias_places", np.array(self.bias_places, dtype=np.int64))
+            upload.add("bias_values", np.array(self.bias_values, dtype=np.float32))
+        if self.penalised:
+            self._upload_penalties(upload, num_rows)
+        if self.restricted:
+            upload.add("restricted", np.array(self.restricted, dtype=np.int64))
+            upload.add("allowed_places", np.array(self.allowed_places, dtype=np.int64))
+        if self.forbidden_places:
+            upload.add("forbidden_places", np.array(self.forbidden_places, dtype=np.int64))
+
+    def apply(self, logits: Tensor, upload: Upload) -> None:
+        """Change the logits. Launches only.
+
+        Args:
+            logits: `[N, V]` float32, contiguous. Mutated.
+        """
+        assert logits.is_contiguous(), logits.stride()
+        flat = logits.view(-1)
+        if self.constrained:
+            _constrain(logits, upload["constrained"], upload["bitmasks"])
+        if self.bias_places:
+            flat.index_add_(0, upload["bias_places"], upload["bias_values"])
+        if self.penalised:
+            _penalise(flat, *self._seen(upload), upload["penalties"], self.num_tokens)
+        if self.restricted:
+            kept = flat.index_select(0, upload["allowed_places"])
+            logits.index_fill_(0, upload["restricted"], MINUS_INF)
+            flat.index_copy_(0, upload["allowed_places"], kept)
+        if self.forbidden_places:
+            flat.index_fill_(0, upload["forbidden_places"], MINUS_INF)
+
+    def _bitmasks(self) -> np.ndarray:
+        """uint8 `[grammars, ceil(V / 8)]`: bits of allowed tokens, 0 beyond a grammar's own."""
+        table = np.zeros((len(self.constrained), -(-self.num_tokens // 8)), dtype=np.uint8)
+        for line, (_, constraint) in zip(table, self.constrained, strict=True):
+            words = np.frombuffer(constraint.bitmask(), dtype=np.uint8)[: len(line)]
+            line[: len(words)] = words
+        return table
+
+    def _upload_penalties(self, upload: Upload, num_rows: int) -> None:
+        params = np.zeros((num_rows, 3), dtype=np.float32)
+        all_ids, all_counts, promised = [], [], np.full(num_rows, -1, dtype=np.int64)
+        for row, turn in self.penalised:
+            p = turn.params
+            params[row] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+            ids, counts = output_counts(turn.request, turn.num_known)
+            all_ids.append(ids)
+            all_counts.append(counts)
+            if turn.follows is not None:
+                promised[row] = turn.follows
+        rows = np.repeat([row for row, _ in self.penalised], [len(ids) for ids in all_ids])
+        ids = np.concatenate(all_ids)
+        inside = ids < self.num_tokens
+        upload.add("penalties", params)
+        upload.add("seen_places", (ids + rows * self.num_tokens)[inside])
+        upload.add("seen_counts", np.concatenate(all_counts)[inside])
+        rows = np.flatnonzero(promised >= 0)
+        if len(rows):
+            upload.add("promised_rows", rows)
+            upload.add("promised_outputs", promised[rows])
+
+    def _seen(self, upload: Upload) -> tuple[Tensor, Tensor]:
+        """Where the output tokens of penalised rows lie, int64, and how often each was chosen,
+        float32. A token that only the device knows may be there twice, with one count."""
+        places, counts = upload["seen_places"], upload["seen_counts"]
+        if "promised_rows" not in upload:
+            return places, counts
+        outputs = next(turn.outputs for _, turn in self.penalised if turn.outputs is not None)
+        rows = upload["promised_rows"]
+        promised = outputs.index_select(0, upload["promised_outputs"]) + rows * self.num_tokens
+        by_row = torch.full_like(upload["penalties"][:, 0], -1, dtype=torch.int64)
+        by_row.index_copy_(0, rows, promised)
+        entry_rows = places // self.num_tokens
+        is_promised = places == by_row.index_select(0, entry_rows)
+        counts = counts + is_promised
+        known = torch.zeros_like(by_row, dtype=torch.float32)
+        known.index_add_(0, entry_rows, counts * is_promised)
+        known = known.index_select(0, rows).clamp(min=1)
+        return torch.cat((places, promised)), torch.cat((counts, known))
+
+
+def edits_of(turns: Sequence[Turn], eos_ids: Sequence[int], num_tokens: int) -> LogitEdits:
+    """What the rows of a step ask for.
+
+    Args:
+        eos_ids: the base's, which end the output of most requests.
+        num_tokens: the width of the logits.
+    """
+    edits = LogitEdits(num_tokens)
+    for row, turn in enumerate(turns):
+        edits.add(row, turn, eos_ids)
+    return edits
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def _constrain(logits: Tensor, rows: Tensor, bitmasks: Tensor) -> None:
+    """Forbid every token whose bit is not set."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((bitmasks[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, MINUS_INF)
+    else:
+        cut = logits.index_select(0, rows).masked_fill_(forbidden, MINUS_INF)
+        logits.index_copy_(0, rows, cut)
+
+
+def _penalise(
+    flat: Tensor, places: Tensor, counts: Tensor, penalties: Tensor, num_tokens: int
+) -> None:
+    """Repetition scales a seen token's logit towards less likely; the others subtract.
+
+    Args:
+        flat: `[N * V]`. Mutated.
+        places: int64 `[n]`. A place that is there twice has the same count both times.
+        counts: float32 `[n]`: how often the token was chosen.
+        penalties: float32 `[N, 3]`: repetition, frequency, presence.
+    """
+    repetition, frequency, presence = penalties.index_select(0, places // num_tokens).unbind(1)
+    seen = flat.index_select(0, places)
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+    flat.index_copy_(0, places, seen - frequency * counts - presence)

@@ -1,0 +1,58 @@
+"""How often each token is in a request's output, kept from step to step.
+
+Counting anew would cost a step time that grows with the length of all outputs.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from services.worker.request import Request
+
+FIRST_CAPACITY = 64
+
+
+class OutputCounts:
+    """The distinct tokens of one output, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        self._num_counted = 0
+        self._index: dict[int, int] = {}
+        self._ids = np.empty(FIRST_CAPACITY, dtype=np.int64)
+        self._counts = np.empty(FIRST_CAPACITY, dtype=np.float32)
+
+    def count(self, output_ids: list[int], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct tokens among the first `num_tokens`, int64, and how often each is there,
+        float32. Both are views that the next call changes."""
+        if num_tokens < self._num_counted:
+            self._num_counted = 0
+            self._index.clear()
+        for token_id in output_ids[self._num_counted : num_tokens]:
+            place = self._index.get(token_id)
+            if place is None:
+                self._append(token_id)
+            else:
+                self._counts[place] += 1
+        self._num_counted = num_tokens
+        num_distinct = len(self._index)
+        return self._ids[:num_distinct], self._counts[:num_distinct]
+
+    def _append(self, token_id: int) -> None:
+        place = self._index[token_id] = len(self._index)
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+        self._ids[place], self._counts[place] = token_id, 1
+
+
+_known: WeakKeyDictionary[Request, OutputCounts] = WeakKeyDictionary()
+
+
+def output_counts(request: Request, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """See `OutputCounts.count`, of a request's output."""
+    counts = _known.get(request)
+    if counts is None:
+        counts = _known[request] = OutputCounts()
+    return counts.count(request.output_ids, num_tokens)

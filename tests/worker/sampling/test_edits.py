@@ -1,0 +1,158 @@
+"""Edits of all rows at once against one row at a time in plain Python."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.request import Request, SamplingParams
+from services.worker.sampling.edits import edits_of
+from services.worker.sampling.output_counts import OutputCounts
+from services.worker.sampling.turn import Turn
+from services.worker.transfers import Upload
+
+VOCAB = 61
+EOS_IDS = (5, 6)
+INF = float("inf")
+
+
+class Bits:
+    """A grammar that allows the tokens of a set; tokens from 48 on have no bit."""
+
+    is_ready, is_finished = True, False
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+
+    def bitmask(self):
+        bits = [token in self.allowed for token in range(48)]
+        return np.packbits(bits, bitorder="little").tobytes()
+
+
+def random_request(rng: random.Random) -> Request:
+    def maybe(value, otherwise):
+        return value if rng.random() < 0.5 else otherwise
+
+    def some_ids():
+        return tuple(rng.sample(range(VOCAB), rng.randint(1, 9)))
+
+    params = SamplingParams(
+        max_tokens=99,
+        seed=0,
+        min_tokens=maybe(rng.randrange(12), 0),
+        stop_token_ids=maybe(some_ids(), ()),
+        repetition_penalty=maybe(1.7, 1.0),
+        presence_penalty=maybe(0.3, 0.0),
+        frequency_penalty=maybe(-0.4, 0.0),
+        logit_bias=maybe(tuple((i, rng.uniform(-9, 9)) for i in some_ids()), ()),
+        allowed_token_ids=maybe(some_ids(), ()),
+        bad_token_ids=maybe(some_ids(), ()),
+    )
+    request = Request("r", [1, 2], params)
+    request.output_ids = [rng.randrange(VOCAB) for _ in range(rng.randrange(12))]
+    if rng.random() < 0.3:
+        request.constraint = Bits(set(rng.sample(range(VOCAB), 30)))
+    return request
+
+
+def expected_row(row: list[float], request: Request) -> list[float]:
+    p, seen = request.sampling, request.output_ids
+    if isinstance(request.constraint, Bits):
+        allowed = {token for token in request.constraint.allowed if token < 48}
+        row = [value if i in allowed else -INF for i, value in enumerate(row)]
+    for token, value in p.logit_bias:
+        row[token] += value
+    for token in set(seen):
+        scale = p.repetition_penalty
+        row[token] = row[token] / scale if row[token] > 0 else row[token] * scale
+        row[token] -= p.frequency_penalty * seen.count(token) + p.presence_penalty
+    if p.allowed_token_ids:
+        row = [v if i in p.allowed_token_ids else -INF for i, v in enumerate(row)]
+    ending = (*p.stop_token_ids, *EOS_IDS) if len(seen) < p.min_tokens else ()
+    for token in (*p.bad_token_ids, *ending):
+        row[token] = -INF
+    return row
+
+
+def apply_edits(logits, turns):
+    upload = Upload()
+    edits = edits_of(turns, EOS_IDS, logits.shape[1])
+    edits.upload(upload, len(turns))
+    upload.send(logits.device)
+    edits.apply(logits, upload)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_edited_as_if_each_were_alone(seed):
+    """Every other row's last token is known to the device only."""
+    rng = random.Random(seed)
+    requests = [random_request(rng) for _ in range(24)]
+    logits = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = [expected_row(row.tolist(), r) for row, r in zip(logits, requests, strict=True)]
+    outputs = torch.randint(VOCAB, (24,))
+    turns = []
+    for i, request in enumerate(requests):
+        position = len(request.output_ids)
+        if i % 2 and position:
+            outputs[i] = request.output_ids.pop()
+            turns.append(Turn(request, position, follows=i, outputs=outputs))
+        else:
+            turns.append(Turn(request, position))
+    apply_edits(logits, turns)
+    torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-5)
+
+
+def test_rows_that_ask_for_nothing_are_left_alone():
+    request = Request("r", [1], SamplingParams(max_tokens=9, seed=0))
+    logits = torch.randn(2, VOCAB)
+    before = logits.clone()
+    apply_edits(logits, [Turn(request, 0)] * 2)
+    assert logits.equal(before)
+
+
+def test_tokens_beyond_the_vocabulary_change_no_other_row():
+    beyond = (VOCAB, VOCAB + 3)
+    params = SamplingParams(
+        max_tokens=9,
+        seed=0,
+        min_tokens=5,
+        stop_token_ids=beyond,
+        bad_token_ids=beyond,
+        allowed_token_ids=(*range(VOCAB), *beyond),
+        logit_bias=((VOCAB + 1, 4.0),),
+        presence_penalty=1.0,
+    )
+    request = Request("r", [1], params, own_eos_ids=beyond)
+    request.output_ids = list(beyond)
+    logits = torch.randn(2, VOCAB)
+    before = logits.clone()
+    apply_edits(logits, [Turn(request, 2), Turn(request, 2)])
+    assert logits.equal(before)
+
+
+def test_counts_follow_an_output_and_start_anew_when_it_is_shorter():
+    counts = OutputCounts()
+    output = [random.Random(3).randrange(200) for _ in range(300)]
+    for num_tokens in (0, 1, 2, 150, 151, 300, 7, 8):
+        ids, times = counts.count(output, num_tokens)
+        found = dict(zip(ids.tolist(), times.tolist(), strict=True))
+        assert found == {i: output[:num_tokens].count(i) for i in output[:num_tokens]}
+
+
+def test_an_upload_keeps_dtypes_shapes_and_bits():
+    arrays = {
+        "a": np.arange(5, dtype=np.uint8),
+        "b": np.array([[1, -(2**63)], [2**63 - 1, 0]], dtype=np.int64),
+        "c": np.array([1.5, -0.0, np.inf], dtype=np.float32),
+        "none": np.empty((0, 3), dtype=np.int64),
+        "d": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    }
+    upload = Upload()
+    for name, array in arrays.items():
+        upload.add(name, array)
+    upload.send(torch.device("cpu"))
+    for name, array in arrays.items():
+        assert upload[name].equal(torch.from_numpy(array))
+    assert "b" in upload
+    assert "e" not in upload
