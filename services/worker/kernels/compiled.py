@@ -26,6 +26,7 @@ from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
 from services.worker.kernels.lora import triton_work
+from services.worker.kernels.moe import triton as moe
 from services.worker.kernels.norm import triton as norm
 from services.worker.kernels.rope import triton as rope
 from services.worker.kernels.sampling import triton as sampling
@@ -103,6 +104,7 @@ def variants() -> Iterator[Variant]:
         yield from _lora(dtype, name)
         yield from _attention(dtype, name)
         yield from _fused(name)
+        yield from _moe(dtype, name)
 
 
 def _count_work() -> Variant:
@@ -203,6 +205,33 @@ def _draw() -> Variant:
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
     return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
+
+
+NUM_EXPERTS, NUM_ACTIVE = 128, 8
+"""Qwen3-30B-A3B."""
+
+
+def _moe(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    tensor, widths = f"*{name}", ("num_outputs", "num_inputs")
+    types = dict.fromkeys(("y", "x", "weights"), tensor) | {"order": "*i64", "ends": "*i32"}
+    types |= dict.fromkeys(("num_experts", *widths), "i32")
+    for tiling in moe.tilings(dtype):
+        for of_tokens in (True, False):
+            yield Variant(
+                f"moe.grouped_linear-{tiling.block_rows}-{'up' if of_tokens else 'down'}.{name}",
+                moe.grouped_linear_kernel,
+                types,
+                moe.constants_of(tiling, NUM_EXPERTS, NUM_ACTIVE if of_tokens else 0, dtype),
+                tiling.num_warps,
+                tiling.num_stages,
+                widths,
+            )
+    yield Variant(
+        f"moe.combine.{name}",
+        moe.combine_kernel,
+        {"out": tensor, "y": tensor, "weights": "*fp32"},
+        {"WIDTH": 2048, "NUM_ACTIVE": NUM_ACTIVE, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS},
+    )
 
 
 def _truncate() -> Variant:

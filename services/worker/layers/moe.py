@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,23 +32,58 @@ class SharedExpert:
     gate: LoraLinear
 
 
+class ExpertMlps(Protocol):
+    """The routed experts of a layer."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: LoraBatch) -> Tensor:
+        """sum over r of weights[t, r] * expert chosen[t, r] of x[t]: `[T, H]` -> `[T, H]`.
+
+        Args:
+            chosen: int64 `[T, k]`, expert numbers.
+            weights: float32 `[T, k]`.
+        """
+        ...
+
+
+class LoopedExperts:
+    """One expert after the other, over the rows that were sent to it: on any device, and with
+    adapters on experts. The host asks the device who was chosen."""
+
+    def __init__(self, experts: Sequence[Expert], activation: str) -> None:
+        self.experts = experts
+        self._activate = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: LoraBatch) -> Tensor:
+        """See ExpertMlps."""
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows, ranks = (chosen == number).nonzero(as_tuple=True)
+            selected = lora.select(rows.tolist()) if lora.runs else lora
+            y = self._run(self.experts[number], x[rows], selected)
+            update = y * weights[rows, ranks, None]
+            out.index_add_(0, rows, update.to(out.dtype))
+        return out
+
+    def _run(self, expert: Expert, x: Tensor, lora: LoraBatch) -> Tensor:
+        gate, up = expert.gate_up.forward(x, lora).chunk(2, dim=-1)
+        return expert.down.forward(self._activate(gate) * up, lora)
+
+
 class SparseMlp:
-    """sum over a token's best experts of weight * expert(x); weights are a float32 softmax."""
+    """The experts that a router chooses for each token, with a float32 softmax for weights."""
 
     def __init__(
         self,
         router: LoraLinear,
-        experts: Sequence[Expert],
+        experts: ExpertMlps,
         num_active: int,
         renormalise: bool,
-        activation: str,
         shared: SharedExpert | None,
     ) -> None:
         self._router = router
         self._experts = experts
         self._num_active = num_active
         self._renormalise = renormalise
-        self._activate = ACTIVATIONS[activation]
         self._shared = shared
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -56,17 +92,8 @@ class SparseMlp:
         weights, chosen = probs.topk(self._num_active, dim=-1)
         if self._renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            rows, ranks = (chosen == number).nonzero(as_tuple=True)
-            lora = batch.lora.select(rows.tolist()) if batch.lora.runs else batch.lora
-            update = self._run(self._experts[number], x[rows], lora) * weights[rows, ranks, None]
-            out.index_add_(0, rows, update.to(out.dtype))
+        out = self._experts.forward(x, chosen, weights, batch.lora)
         if self._shared is not None:
             gate = self._shared.gate.forward(x, batch.lora).sigmoid()
             out += gate * self._shared.mlp.forward(x, batch)
         return out
-
-    def _run(self, expert: Expert, x: Tensor, lora: LoraBatch) -> Tensor:
-        gate, up = expert.gate_up.forward(x, lora).chunk(2, dim=-1)
-        return expert.down.forward(self._activate(gate) * up, lora)

@@ -14,6 +14,7 @@ from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import CosSin
@@ -61,6 +62,12 @@ class NativeOperators:
     def gate(self, activation: str) -> Gate:
         """See Operators."""
         return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
+
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """See Operators."""
+        return looped
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""

@@ -13,6 +13,7 @@ from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import ACTIVATIONS, Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.rotary import Rotate, rotate_heads
 from services.worker.model.config import ModelConfig
@@ -61,6 +62,18 @@ class Operators(Protocol):
         """act(first half) * second half."""
         ...
 
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """The routed experts of a layer.
+
+        Args:
+            gate_up: `[experts, 2 * intermediate, hidden]`, contiguous.
+            down: `[experts, hidden, intermediate]`, contiguous.
+            looped: what computes them on any device, over views of these weights.
+        """
+        ...
+
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """The layer's backend."""
         ...
@@ -99,6 +112,12 @@ class TorchOperators:
             return activate(first) * second
 
         return gate
+
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """See Operators."""
+        return looped
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""

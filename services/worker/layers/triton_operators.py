@@ -15,8 +15,10 @@ from services.worker.kernels.norm.triton import add_rms_norm
 from services.worker.kernels.sampling.triton import draw
 from services.worker.kernels.sampling.truncation import truncate
 from services.worker.kernels.silu.triton import silu_and_multiply
+from services.worker.layers.grouped_experts import GroupedExperts
 from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
 from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
 from services.worker.layers.rotary import Rotate
@@ -52,6 +54,12 @@ class TritonOperators:
     def gate(self, activation: str) -> Gate:
         """See Operators."""
         return silu_and_multiply if activation == "silu" else self._torch.gate(activation)
+
+    def experts(
+        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+    ) -> ExpertMlps:
+        """See Operators."""
+        return GroupedExperts(gate_up, down, num_active, self.gate(activation), looped)
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""

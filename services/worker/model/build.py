@@ -96,10 +96,9 @@ class Builder:
             bias = take_rows(self.weights, [(f"{m}.bias", rows) for m, rows in modules])
         return self._site(layer, LINEAR, modules, weight, bias)
 
-    def expert_linear(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
+    def expert_linear(self, layer: int, modules: Modules, weight: Tensor) -> LoraLinear:
         """A site of one expert. Plain torch on every device: its rows come and go."""
-        weight = take_rows(self.weights, [(f"{m}.weight", rows) for m, rows in modules], num_inputs)
-        site_id = self.sites.add(layer, EXPERT, num_inputs, modules)
+        site_id = self.sites.add(layer, EXPERT, weight.shape[1], modules)
         self.linears[site_id] = DenseLinear(weight)
         return LoraLinear(site_id, self.linears[site_id], None, add_lora)
 

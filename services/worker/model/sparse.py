@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.layers.moe import Expert, SharedExpert, SparseMlp
-from services.worker.model.build import Builder, gated_mlp
+from torch import Tensor
+
+from services.worker.layers.lora_linear import LoraLinear
+from services.worker.layers.moe import Expert, ExpertMlps, LoopedExperts, SharedExpert, SparseMlp
+from services.worker.model.build import Builder, Modules, gated_mlp
+from services.worker.model.load import take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,7 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
     assert moe is not None, config.model_type
     prefix, hidden = f"model.layers.{layer}.{names.block}", config.hidden_size
     router = builder.linear(layer, hidden, [(f"{prefix}.gate", moe.num_experts)], has_bias=False)
-    experts = [
-        _expert(builder, layer, f"{prefix}.experts.{number}", names)
-        for number in range(moe.num_experts)
-    ]
+    experts = _experts(builder, layer, f"{prefix}.experts", names)
     shared = None
     if moe.shared_intermediate_size:
         gate = [(f"{prefix}.shared_expert_gate", 1)]
@@ -35,19 +36,57 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
             gated_mlp(builder, layer, f"{prefix}.shared_expert", moe.shared_intermediate_size),
             builder.linear(layer, hidden, gate, has_bias=False),
         )
-    return SparseMlp(router, experts, moe.num_active, moe.renormalise, config.activation, shared)
+    return SparseMlp(router, experts, moe.num_active, moe.renormalise, shared)
 
 
-def _expert(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> Expert:
-    assert builder.config.moe is not None
-    width, hidden = builder.config.moe.intermediate_size, builder.config.hidden_size
-    gate_up = [(f"{prefix}.{name}", width) for name in (names.gate, names.up)]
-    expert = Expert(
-        builder.expert_linear(layer, hidden, gate_up),
-        builder.expert_linear(layer, width, [(f"{prefix}.{names.down}", hidden)]),
+def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:
+    """All experts of a layer; their weights lie in one tensor for each projection."""
+    moe, hidden = builder.config.moe, builder.config.hidden_size
+    assert moe is not None, builder.config.model_type
+    width = moe.intermediate_size
+    gate_up = ExpertStack(builder, moe.num_experts)
+    down = ExpertStack(builder, moe.num_experts)
+    experts = []
+    for number in range(moe.num_experts):
+        own = f"{prefix}.{number}"
+        parts = [(f"{own}.{name}", width) for name in (names.gate, names.up)]
+        expert = Expert(
+            gate_up.add(layer, hidden, parts),
+            down.add(layer, width, [(f"{own}.{names.down}", hidden)]),
+        )
+        # PEFT targets the experts of transformers 5 by these names.
+        builder.sites.alias(f"{own}.gate_up_proj", expert.gate_up.site_id)
+        if names.down != "down_proj":
+            builder.sites.alias(f"{own}.down_proj", expert.down.site_id)
+        experts.append(expert)
+    looped = LoopedExperts(experts, builder.config.activation)
+    return builder.operators.experts(
+        gate_up.weights, down.weights, moe.num_active, builder.config.activation, looped
     )
-    # PEFT targets the experts of transformers 5 by these names.
-    builder.sites.alias(f"{prefix}.gate_up_proj", expert.gate_up.site_id)
-    if names.down != "down_proj":
-        builder.sites.alias(f"{prefix}.down_proj", expert.down.site_id)
-    return expert
+
+
+class ExpertStack:
+    """The weights of one projection of all experts, `[experts, out, in]`, filled one by one."""
+
+    def __init__(self, builder: Builder, num_experts: int) -> None:
+        self._builder = builder
+        self._num_experts = num_experts
+        self._num_filled = 0
+        self._weights: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """All of them; every expert was added."""
+        assert self._weights is not None and self._num_filled == self._num_experts
+        return self._weights
+
+    def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
+        """The next expert's site, whose weight is a view of the stack."""
+        parts = [(f"{name}.weight", rows) for name, rows in modules]
+        weight = take_rows(self._builder.weights, parts, num_inputs)
+        if self._weights is None:
+            self._weights = weight.new_empty(self._num_experts, *weight.shape)
+        view = self._weights[self._num_filled]
+        view.copy_(weight)
+        self._num_filled += 1
+        return self._builder.expert_linear(layer, modules, view)

@@ -1,0 +1,1 @@
+"""Products of a mixture's experts on GPUs."""
