@@ -6,11 +6,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.kernels.moe.pairs import sort_pairs
 from services.worker.kernels.moe.triton import (
     Tiling,
     combine,
     grouped_linear,
-    sort_pairs,
     tiling_for,
     tilings,
 )

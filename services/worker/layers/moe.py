@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.kernels.moe.pairs import sort_pairs
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.mlp import ACTIVATIONS, GatedMlp
 from services.worker.model.batch import ForwardBatch
@@ -47,7 +48,7 @@ class ExpertMlps(Protocol):
 
 class LoopedExperts:
     """One expert after the other, over the rows that were sent to it: on any device, and with
-    adapters on experts. The host asks the device who was chosen."""
+    adapters on experts. The host asks the device once who was chosen."""
 
     def __init__(self, experts: Sequence[Expert], activation: str) -> None:
         self.experts = experts
@@ -55,13 +56,18 @@ class LoopedExperts:
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: LoraBatch) -> Tensor:
         """See ExpertMlps."""
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            rows, ranks = (chosen == number).nonzero(as_tuple=True)
-            selected = lora.select(rows.tolist()) if lora.runs else lora
-            y = self._run(self.experts[number], x[rows], selected)
-            update = y * weights[rows, ranks, None]
-            out.index_add_(0, rows, update.to(out.dtype))
+        pairs = sort_pairs(chosen, len(self.experts))
+        tokens = pairs.order // pairs.num_active
+        ordered_weights = weights.flatten().index_select(0, pairs.order)
+        ends, known_tokens = pairs.ends.tolist(), tokens.tolist() if lora.runs else []
+        out, begin = torch.zeros_like(x), 0
+        for expert, end in zip(self.experts, ends, strict=True):
+            if begin < end:
+                rows = tokens[begin:end]
+                selected = lora.select(known_tokens[begin:end]) if lora.runs else lora
+                y = self._run(expert, x.index_select(0, rows), selected)
+                out.index_add_(0, rows, (y * ordered_weights[begin:end, None]).to(out.dtype))
+            begin = end
         return out
 
     def _run(self, expert: Expert, x: Tensor, lora: LoraBatch) -> Tensor:

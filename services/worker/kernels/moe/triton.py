@@ -1,9 +1,8 @@
 """The products of a mixture of experts on GPUs, without asking the host who was chosen.
 
-A pair is a token and one of its experts; pair t * k + r is the r-th choice of token t, k experts a
-token. `sort_pairs` orders pairs by expert. `grouped_linear` multiplies each expert's pairs by its
-weight: a fixed number of programs share the tiles (expert, block of pairs, block of outputs), whose
-number they read from the device. `combine` adds up the results of each token.
+`pairs.py` orders pairs of token and expert by expert. `grouped_linear` multiplies each expert's
+pairs by its weight: a fixed number of programs share the tiles (expert, block of pairs, block of
+outputs), whose number they read from the device. `combine` adds up the results of each token.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.kernels.launch import must_widen, num_programs, power_of_two
+from services.worker.kernels.moe.pairs import SortedPairs
 
 BLOCK_COLUMNS = 1024
 
@@ -57,26 +57,6 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
     choices, mean = tilings(dtype), num_pairs / num_experts
     number = (mean > FEW_PAIRS) + (mean > SOME_PAIRS)
     return choices[min(number, len(choices) - 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class SortedPairs:
-    """Pairs in the order of their experts; inside an expert, of their tokens."""
-
-    order: Tensor
-    """int64 `[T * k]`: pair numbers."""
-    ends: Tensor
-    """int32 `[experts]`: where each expert's pairs end in `order`."""
-    num_active: int
-    """k."""
-
-
-def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """Order the pairs of int64 `[T, k]` expert numbers. Launches only."""
-    experts, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(num_experts, device=chosen.device)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    return SortedPairs(order, ends, chosen.shape[1])
 
 
 @triton.jit(do_not_specialize=["num_experts"])

@@ -8,6 +8,7 @@ import torch
 from services.worker.building import build_runner
 from services.worker.cuda_graphs import forward_static
 from services.worker.kernels.moe import triton as moe
+from services.worker.kernels.moe.pairs import sort_pairs
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.step_batch import runs_of
@@ -36,7 +37,7 @@ def random_choices(num_tokens, num_experts, num_active, generator):
 @pytest.mark.parametrize("num_experts", [2, 5, 130])
 def test_pairs_are_sorted_by_expert_then_token(device, num_experts):
     chosen = random_choices(23, num_experts, 2, torch.Generator().manual_seed(0)).to(device)
-    pairs = moe.sort_pairs(chosen, num_experts)
+    pairs = sort_pairs(chosen, num_experts)
     keys = [(int(chosen.flatten()[p]), p) for p in pairs.order.tolist()]
     assert keys == sorted(keys)
     counts = torch.bincount(chosen.flatten().cpu(), minlength=num_experts)
@@ -53,13 +54,15 @@ def test_each_pair_is_multiplied_by_its_experts_weight(
 ):
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = random_choices(num_tokens, num_experts, num_active, generator).to(device)
-    chosen[num_tokens // 2 :] = chosen[0].clone()  # one expert has many blocks, others may have none
+    chosen[num_tokens // 2 :] = chosen[
+        0
+    ].clone()  # one expert has many blocks, others may have none
     weights = torch.randn(num_experts, num_outputs, num_inputs, generator=generator) / 4
     x = torch.randn(num_tokens, num_inputs, generator=generator)
     weights, x = weights.to(device, dtype), x.to(device, dtype)
     back = torch.randn(num_experts, num_inputs, num_outputs, generator=generator) / 4
     back = back.to(device, dtype)
-    pairs = moe.sort_pairs(chosen, num_experts)
+    pairs = sort_pairs(chosen, num_experts)
     y = moe.grouped_linear(x, weights, pairs, SMALL, of_tokens=True)
     experts = chosen.flatten()
     by_pair = x.float().repeat_interleave(num_active, 0)
