@@ -21,7 +21,6 @@ BLOCK_TOKENS = 1024
 REACH = philox.GUMBEL_MAX - philox.GUMBEL_MIN + 0.5
 """A token further below the row's best logit never wins: noise lies between the two."""
 
-WORD = tl.constexpr(philox.WORD)
 MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
 WEYL_0, WEYL_1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)
 NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
@@ -57,18 +56,26 @@ def ln_fixed(value, inverses, logs):
 
 
 @triton.jit
-def gumbel(seed, token, position, sample, inverses, logs):
-    """`philox.gumbel` of int64 tokens `[n]` and int64 scalars. Products of words fit in uint64."""
-    k0, k1 = (seed & WORD).to(tl.uint64), ((seed >> 32) & WORD).to(tl.uint64)
-    c0 = token.to(tl.uint64)
-    c3 = c0 - c0
-    c1, c2 = c3 + position.to(tl.uint64), c3 + sample.to(tl.uint64)
+def philox_words(seed, token, position, sample):
+    """First words of Philox4x32-10 as uint32 `[n]`, by 32-bit products and their high halves."""
+    c0 = token.to(tl.uint32)
+    zero = c0 - c0
+    c1, c2, c3 = zero + position.to(tl.uint32), zero + sample.to(tl.uint32), zero
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    first, second = zero + MULTIPLIER_0, zero + MULTIPLIER_1
     for _ in tl.static_range(NUM_ROUNDS):
-        p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1 = (p1 >> 32) ^ c1 ^ k0, p1 & WORD
-        c2, c3 = (p0 >> 32) ^ c3 ^ k1, p0 & WORD
-        k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
-    exponential = LN2_33 - ln_fixed(2 * c0.to(tl.int64) + 1, inverses, logs)
+        high0, low0 = tl.umulhi(c0, first), c0 * first
+        high1, low1 = tl.umulhi(c2, second), c2 * second
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + WEYL_0, k1 + WEYL_1
+    return c0
+
+
+@triton.jit
+def gumbel(seed, token, position, sample, inverses, logs):
+    """`philox.gumbel` of int32 tokens `[n]` and int64 scalars, whose low 32 bits count."""
+    word = philox_words(seed, token, position, sample).to(tl.int64)
+    exponential = LN2_33 - ln_fixed(2 * word + 1, inverses, logs)
     noise = LN2_38 - ln_fixed(exponential, inverses, logs)
     return (noise >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
 
@@ -96,7 +103,7 @@ def draw_kernel(
     if tl.max(score, axis=0) >= tl.load(floors + row):
         seed, position = tl.load(keys + 3 * row), tl.load(keys + 3 * row + 1)
         sample = tl.load(keys + 3 * row + 2)
-        score += gumbel(seed, token.to(tl.int64), position, sample, inverses, logs)
+        score += gumbel(seed, token, position, sample, inverses, logs)
         best = tl.max(score, axis=0)
         winner = tl.min(tl.where(score == best, token, num_tokens - 1), axis=0)
     tl.store(best_scores + row * num_blocks + block, best)
