@@ -98,7 +98,7 @@ def resources(compiled: Any) -> Resources:
 def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
     yield _count_work()
-    yield _draw()
+    yield from _draw()
     yield _truncate()
     for dtype, name in DTYPES.items():
         yield from _lora(dtype, name)
@@ -198,13 +198,18 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     )
 
 
-def _draw() -> Variant:
-    kernel = sampling.draw_kernel
+def _draw() -> Iterator[Variant]:
     types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
     types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
-    return Variant("sampling.draw", kernel, types, constants, divisible=("num_tokens",))
+    yield Variant(
+        "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
+    )
+    names = ("floors", "best_scores", "keys", "inverses", "logs")
+    of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
+    constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
+    yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
 
 
 NUM_EXPERTS, NUM_ACTIVE = 128, 8

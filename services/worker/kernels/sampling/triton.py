@@ -18,8 +18,13 @@ from services.worker.sampling import philox
 from services.worker.transfers import to_device
 
 BLOCK_TOKENS = 1024
-REACH = philox.GUMBEL_MAX - philox.GUMBEL_MIN + 0.5
-"""A token further below the row's best logit never wins: noise lies between the two."""
+BLOCK_ROWS = 128
+NOISE_MAX = tl.constexpr(philox.GUMBEL_MAX + 0.1)
+"""More than any noise."""
+SLACK = tl.constexpr(0.01)
+"""For the rounding of a device's own logarithm."""
+WORD = tl.constexpr(philox.WORD)
+WORD_UNIT = tl.constexpr(2.0**-32)
 
 MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
 WEYL_0, WEYL_1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)
@@ -72,12 +77,42 @@ def philox_words(seed, token, position, sample):
 
 
 @triton.jit
-def gumbel(seed, token, position, sample, inverses, logs):
-    """`philox.gumbel` of int32 tokens `[n]` and int64 scalars, whose low 32 bits count."""
-    word = philox_words(seed, token, position, sample).to(tl.int64)
+def gumbel(words, inverses, logs):
+    """`philox.gumbel`, from the uint32 words that `philox_words` makes."""
+    word = words.to(tl.int64)
     exponential = LN2_33 - ln_fixed(2 * word + 1, inverses, logs)
     noise = LN2_38 - ln_fixed(exponential, inverses, logs)
     return (noise >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
+
+
+@triton.jit
+def most_gumbel(words):
+    """No less than the noise of uint32 words, but for `SLACK`: -ln(-ln(1 - v)) <= -ln(v)."""
+    return -tl.log(((words ^ WORD).to(tl.float32) + 0.5) * WORD_UNIT)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def floor_kernel(
+    floors,
+    best_scores,
+    best_tokens,
+    keys,
+    inverses,
+    logs,
+    num_rows,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """floors[n] = score + noise of row n's best-scored token, less `SLACK`. Grid: blocks of
+    rows."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < num_rows
+    seed = tl.load(keys + 3 * row, mask=inside, other=0)
+    position = tl.load(keys + 3 * row + 1, mask=inside, other=0)
+    sample = tl.load(keys + 3 * row + 2, mask=inside, other=0)
+    token = tl.load(best_tokens + row, mask=inside, other=0)
+    noise = gumbel(philox_words(seed, token, position, sample), inverses, logs)
+    best = tl.load(best_scores + row, mask=inside, other=0.0)
+    tl.store(floors + row, best + noise - SLACK, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -93,19 +128,21 @@ def draw_kernel(
     num_blocks,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Grid: (row, block of tokens). The best of each block, the lowest token among equals; blocks
-    whose best cannot win draw no noise."""
+    """Grid: (row, block of tokens). The best of each block, the lowest token among equals. The
+    exact noise is computed in blocks only where some token may reach the row's floor."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = token < num_tokens
     score = tl.load(scores + row * num_tokens + token, mask=inside, other=float("-inf"))
     best, winner = float("-inf"), block * BLOCK_TOKENS
-    if tl.max(score, axis=0) >= tl.load(floors + row):
+    floor = tl.load(floors + row)
+    if tl.max(score, axis=0) + NOISE_MAX >= floor:
         seed, position = tl.load(keys + 3 * row), tl.load(keys + 3 * row + 1)
-        sample = tl.load(keys + 3 * row + 2)
-        score += gumbel(seed, token, position, sample, inverses, logs)
-        best = tl.max(score, axis=0)
-        winner = tl.min(tl.where(score == best, token, num_tokens - 1), axis=0)
+        words = philox_words(seed, token, position, tl.load(keys + 3 * row + 2))
+        if tl.max(score + most_gumbel(words), axis=0) >= floor:
+            score += gumbel(words, inverses, logs)
+            best = tl.max(score, axis=0)
+            winner = tl.min(tl.where(score == best, token, num_tokens - 1), axis=0)
     tl.store(best_scores + row * num_blocks + block, best)
     tl.store(best_tokens + row * num_blocks + block, winner)
 
@@ -125,14 +162,17 @@ def draw(scores: Tensor, keys: Tensor) -> Tensor:
     num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
     best_scores = scores.new_empty(num_rows, num_blocks)
     best_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
-    floors = scores.amax(dim=-1) - REACH
+    floors, tables = scores.new_empty(num_rows), _log_tables(scores.device)
+    floor_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+        floors, *scores.max(dim=-1), keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
+    )
     draw_kernel[num_rows, num_blocks](
         best_scores,
         best_tokens,
         scores,
         floors,
         keys,
-        *_log_tables(scores.device),
+        *tables,
         num_tokens,
         num_blocks,
         BLOCK_TOKENS=BLOCK_TOKENS,

@@ -2,11 +2,30 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from services.worker.kernels.sampling.triton import BLOCK_TOKENS, draw
+from services.worker.kernels.sampling.triton import (
+    BLOCK_TOKENS,
+    SLACK,
+    _log_tables,
+    draw,
+    most_gumbel,
+)
+from services.worker.kernels.sampling.triton import (
+    gumbel as gumbel_of,
+)
 from services.worker.sampling.philox import gumbel, gumbel_scalar
 
 SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
+
+
+@triton.jit
+def noise_kernel(exact, most, words, inverses, logs, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + i).to(tl.uint32)
+    tl.store(exact + i, gumbel_of(word, inverses, logs))
+    tl.store(most + i, most_gumbel(word))
 
 
 def keys_of(device, num_rows):
@@ -47,3 +66,26 @@ def test_noise_decides_between_two_tokens_as_published(device):
 def test_ties_and_rows_without_any_token_take_the_lowest_id(device):
     scores = torch.full((1, BLOCK_TOKENS + 9), -torch.inf, device=device)
     assert draw(scores, keys_of(device, 1)).tolist() == [0]
+
+
+def test_no_noise_is_above_the_bound_that_blocks_are_skipped_by(device):
+    ends = torch.arange(2048)
+    words = torch.cat((ends, 2**31 + ends - 1024, 2**32 - 2048 + ends))
+    words = torch.cat((words, torch.randint(2**32, (2048,)))).to(device)
+    exact, most = (torch.empty(len(words), device=device) for _ in range(2))
+    noise_kernel[(4,)](exact, most, words, *_log_tables(words.device), BLOCK=2048)
+    assert (exact <= most + SLACK.value / 2).all()
+    assert (most - exact)[exact > 3].max() < 0.1
+
+
+def test_a_token_far_below_the_best_wins_where_its_noise_is_high_enough(device):
+    """Blocks apart, and by so little that a bound on the noise that is too low would skip it."""
+    seeds = torch.arange(200)
+    keys = torch.stack((seeds, seeds * 0 + 4, seeds * 0), 1).to(device)
+    far = 2 * BLOCK_TOKENS + 7
+    noises = [[gumbel_scalar(int(seed), token, 4, 0) for token in (3, far)] for seed in seeds]
+    for nudge, winner in ((1e-4, far), (-1e-4, 3)):
+        scores = torch.full((200, far + 2), -torch.inf)
+        scores[:, 3] = 0.0
+        scores[:, far] = torch.tensor([first - second + nudge for first, second in noises])
+        assert draw(scores.to(device), keys).tolist() == [winner] * 200
