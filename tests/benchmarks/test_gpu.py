@@ -34,11 +34,12 @@ def test_a_dry_run_writes_its_results(module, tmp_path, monkeypatch):
     assert results(tmp_path)["machine"]["device"] == "cpu"
 
 
-def test_a_dry_run_of_the_kernels_writes_its_results(tmp_path):
+@pytest.mark.parametrize("module", ["gpu_lora_ops", "sampling_moe"])
+def test_a_dry_run_of_the_kernels_writes_its_results(module, tmp_path):
     """In a process of its own, with Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.gpu_lora_ops", *options(tmp_path)],
+        [sys.executable, "-m", f"benchmarks.gpu.{module}", *options(tmp_path)],
         cwd=ROOT,
         env=dict(os.environ) | {"TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -1,5 +1,6 @@
 """Grouped products of experts under Triton's interpreter (or on a GPU) against plain torch."""
 
+import itertools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.step_batch import runs_of
 from tests.worker.kernels.triton.adapters import TOLERANCE
+from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.kernels.triton.test_runner import AsksNobody
 from tests.worker.tiny import CONFIG
 
@@ -72,6 +74,31 @@ def test_each_pair_is_multiplied_by_its_experts_weight(
     z = moe.grouped_linear(y, back, pairs, SMALL, of_tokens=False)
     in_order = torch.einsum("pi,poi->po", y.float(), back.float()[experts[pairs.order]])
     torch.testing.assert_close(z[pairs.order].float(), in_order, **tolerance)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="real widths take the interpreter minutes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 2000])
+def test_every_tiling_multiplies_real_widths(device, dtype, num_tokens):
+    num_experts, num_active, hidden, width = 32, 4, 2048, 768
+    generator = torch.Generator().manual_seed(0)
+    chosen = random_choices(num_tokens, num_experts, num_active, generator).to(device)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(device, dtype)
+    up = torch.randn(num_experts, width, hidden, generator=generator).to(device, dtype)
+    back = torch.randn(num_experts, hidden, width, generator=generator).to(device, dtype)
+    up, back = up / hidden**0.5, back / width**0.5
+    pairs = sort_pairs(chosen, num_experts)
+    ends = [0, *pairs.ends.tolist()]
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    for tiling in moe.tilings(dtype):
+        y = moe.grouped_linear(x, up, pairs, tiling, of_tokens=True)
+        z = moe.grouped_linear(y, back, pairs, tiling, of_tokens=False)[pairs.order]
+        for expert, (begin, end) in enumerate(itertools.pairwise(ends)):
+            rows = x[pairs.order[begin:end] // num_active]
+            expected = rows.float() @ up[expert].float().T
+            torch.testing.assert_close(y[begin:end].float(), expected, **tolerance)
+            expected = y[begin:end].float() @ back[expert].float().T
+            torch.testing.assert_close(z[begin:end].float(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,6 +5,7 @@ import torch
 
 from services.worker.kernels.sampling.truncation import BLOCK_TOKENS, truncate
 from services.worker.sampling import masks
+from tests.worker.kernels.triton.conftest import INTERPRETING
 
 INF = float("inf")
 WIDE = BLOCK_TOKENS + 777
@@ -67,3 +68,14 @@ def test_rows_of_nan_end(device):
     scores = torch.full((2, 300), float("nan"), device=device)
     scores[1, ::2] = INF
     truncate(scores, torch.tensor([[5.0, 0.9, 0.1]] * 2, device=device))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a whole vocabulary takes the interpreter minutes")
+@pytest.mark.parametrize("width", [128_256, 151_937])
+def test_a_whole_vocabulary_is_cut_as_sorting_cuts_it(device, width):
+    generator = torch.Generator().manual_seed(width)
+    limits = limits_of_kinds(width)
+    scores = torch.randn(len(limits), width, generator=generator) * 3
+    check(scores, limits, device)
+    check(scores.bfloat16().float(), limits, device)  # many ties
+    check(scores / 300, limits, device)  # all about equally likely: the row itself is searched

@@ -1,0 +1,156 @@
+"""What follows and what stands in for a dense layer: choosing tokens, and a mixture's experts.
+
+    python -m benchmarks.gpu.sampling_moe [--device cpu --tiny] [--out DIR]
+
+Choosing tokens, microseconds on the device for a batch: the draw; top_k 50 and top_p 0.95, with the
+sorting reference beside; and the head's product with float32 logits, with the rounded and widened
+product beside. Experts: one layer's grouped products inside a CUDA graph, beside the time that the
+chosen experts' weights take at the measured copy bandwidth. Scores are normal numbers times 3: a
+language model's are as wide, but fewer of them are near the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.common import (
+    COPY_BYTES,
+    RESULTS,
+    copy_bytes_per_s,
+    device_median_s,
+    median_s,
+    print_table,
+    write_results,
+)
+from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.kernels.sampling.triton import draw
+from services.worker.kernels.sampling.truncation import truncate
+from services.worker.kernels.silu.triton import silu_and_multiply
+from services.worker.layers.grouped_experts import GroupedExperts
+from services.worker.layers.linear import DenseLinear
+from services.worker.layers.moe import LoopedExperts
+from services.worker.sampling import masks
+
+VOCABULARY, HIDDEN = 128_256, 4096
+MIXTURES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}
+"""Experts, active ones, hidden size, intermediate size."""
+TINY_MIXTURES = {"tiny": (4, 2, 64, 96)}
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Run the command."""
+    args = parse_args()
+    device = torch.device(args.device)
+    tokens = sampling_rows(device, args.tiny, args.steps)
+    experts = expert_rows(device, args.tiny, args.steps)
+    print_table(tokens)
+    print_table(experts)
+    print(write_results("sampling_moe", device, {"sampling": tokens, "moe": experts}, args.out))
+
+
+def sampling_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[str, Any]]:
+    """One row for each batch size."""
+    width, hidden = (500, 64) if is_tiny else (VOCABULARY, HIDDEN)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head = DenseLinear(torch.randn(width, hidden, device=device).to(dtype) / hidden**0.5)
+    rows = []
+    for num_rows in (1, 2) if is_tiny else (1, 16, 64, 256):
+        x = torch.randn(num_rows, hidden, device=device).to(dtype)
+        scores = 3 * torch.randn(num_rows, width, device=device)
+        keys = torch.randint(1 << 40, (num_rows, 3), device=device)
+        times = {
+            "draw": partial(draw, scores, keys),
+            "float32_head": partial(head.apply_float32, x),
+            "widened_head": lambda x=x: head.apply(x).float(),
+        }
+        for name, limit in (("top_k", (50.0, 1.0, 0.0)), ("top_p", (float(width), 0.95, 0.0))):
+            limits = torch.tensor([limit] * num_rows, device=device)
+            times[name] = partial(cut, truncate, scores, limits)
+            times[f"{name}_sorted"] = partial(cut, masks.truncate, scores, limits)
+        times["copy"] = scores.clone
+        measured = {f"{name}_us": 1e6 * time_s(run, device, steps) for name, run in times.items()}
+        rows.append({"rows": num_rows, **measured})
+    return rows
+
+
+def cut(way: Callable[..., None], scores: torch.Tensor, limits: torch.Tensor) -> None:
+    """Truncate a copy, whose time is in column `copy_us`."""
+    way(scores.clone(), limits)
+
+
+def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[str, Any]]:
+    """One row for each mixture and number of tokens."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bytes_per_s = copy_bytes_per_s(device, 1 << 20 if is_tiny else COPY_BYTES)
+    rows = []
+    for name, (num, active, hidden, width) in (TINY_MIXTURES if is_tiny else MIXTURES).items():
+        gate_up = torch.randn(num, 2 * width, hidden, device=device).to(dtype) / hidden**0.5
+        down = torch.randn(num, hidden, width, device=device).to(dtype) / width**0.5
+        experts = GroupedExperts(
+            gate_up, down, active, silu_and_multiply, LoopedExperts((), "silu")
+        )
+        for num_tokens in (1, 3) if is_tiny else (1, 16, 64, 256, 2048):
+            x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+            probs = torch.rand(num_tokens, num, device=device).softmax(-1)
+            weights, chosen = probs.topk(active)
+            run = captured(partial(experts.forward, x, chosen, weights, LoraBatch((), {})), device)
+            num_read = len(chosen.unique())
+            num_bytes = num_read * 3 * width * hidden * dtype.itemsize
+            operations = 6 * num_tokens * active * width * hidden
+            seconds = time_s(run, device, steps)
+            rows.append(
+                {
+                    "mixture": name,
+                    "tokens": num_tokens,
+                    "experts_read": num_read,
+                    "us": 1e6 * seconds,
+                    "bytes_floor_us": 1e6 * num_bytes / bytes_per_s,
+                    "share_of_floor": num_bytes / bytes_per_s / seconds,
+                    "tflop_per_s": operations / seconds / 1e12,
+                }
+            )
+    return rows
+
+
+def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The same as one launch of a graph, on a GPU."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def time_s(run: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Median seconds, by events on a GPU."""
+    run()
+    if device.type == "cuda":
+        return device_median_s(run, steps)
+    return median_s(run, device, steps)
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
