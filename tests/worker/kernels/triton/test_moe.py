@@ -2,19 +2,30 @@
 
 import itertools
 import json
+import random
 
 import pytest
 import torch
 
 from services.worker.building import build_runner
 from services.worker.cuda_graphs import forward_static
+from services.worker.kernels.lora import torch as portable
+from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.moe import triton as moe
 from services.worker.kernels.moe.pairs import sort_pairs
+from services.worker.layers.grouped_experts import GroupedExperts
+from services.worker.layers.linear import DenseLinear
+from services.worker.layers.lora_linear import LoraLinear
+from services.worker.layers.moe import Expert, LoopedExperts
+from services.worker.layers.operators import TorchOperators
 from services.worker.model.batch import ForwardBatch
 from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
 from services.worker.step_batch import runs_of
-from tests.worker.kernels.triton.adapters import TOLERANCE
+from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.kernels.triton.reads import note_reads
 from tests.worker.kernels.triton.test_runner import AsksNobody
 from tests.worker.tiny import CONFIG
 
@@ -119,6 +130,48 @@ def test_tilings_follow_the_mean_number_of_pairs(dtype):
     assert [choices.index(tiling) for tiling in chosen] == [0, 0, 1, 1, last, last]
 
 
+@pytest.mark.parametrize("has_tables", [False, True])
+def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
+    device, has_tables, monkeypatch
+):
+    """Slot 0 is on expert 1's first projection, slot 1 on a site of another layer."""
+    torch.manual_seed(2)
+    rng = random.Random(2)
+    num_experts, hidden, width, other = 3, 32, 16, 6
+    gate_up = torch.randn(num_experts, 2 * width, hidden).to(device) / 4
+    down = torch.randn(num_experts, hidden, width).to(device) / 4
+    experts = [
+        Expert(
+            LoraLinear(2 * i, DenseLinear(gate_up[i]), None, portable.add_lora),
+            LoraLinear(2 * i + 1, DenseLinear(down[i]), None, portable.add_lora),
+        )
+        for i in range(num_experts)
+    ]
+    looped = LoopedExperts(experts, "silu")
+    grouped = GroupedExperts(gate_up, down, 2, TorchOperators().gate("silu"), looped)
+    arena = PackedArena(600, 1024, device, rng)
+    deltas = {slot: random_delta(rng, arena, hidden, 2 * width, torch.float32) for slot in range(2)}
+    table = {(0, 2): deltas[0], (1, other): deltas[1]}
+    tables = None
+    if has_tables:
+        tables = DeviceTables(arena.data.view(-1), [hidden] * 7, [False] * 7, 2, 200)
+        tables.enter(0, {2: deltas[0]}, {2})
+        tables.enter(1, {other: deltas[1]}, set())
+    x = torch.randn(9, hidden).to(device)
+    chosen = random_choices(9, num_experts, 2, torch.Generator().manual_seed(1)).to(device)
+    weights = torch.rand(9, 2).to(device)
+    plain = looped.forward(x, chosen, weights, LoraBatch((), table))
+    reads = note_reads(monkeypatch)
+    for slot, is_changed in ((0, True), (1, False)):
+        lora = LoraBatch((RowRun(slot, 1.0, 2, 7),), table, tables=tables)
+        expected = looped.forward(x, chosen, weights, lora)
+        reads.clear()
+        found = grouped.forward(x, chosen, weights, lora)
+        assert bool(reads) == is_changed
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert expected.allclose(plain) != is_changed
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
@@ -138,7 +191,9 @@ def plan_of(requests):
     return StepPlan(0, tuple(rows))
 
 
-def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(base, device):
+def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
+    base, device, monkeypatch
+):
     outputs = {}
     for isa in ("torch", "auto"):
         runner = make_runner(base, device, isa)
@@ -165,8 +220,10 @@ def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(base
     with torch.inference_mode():
         inputs.fill(plan, runs_of(plan), 4)
         batch: ForwardBatch = inputs.batch(4, frozenset(), gpu.lora_batch(()))
+        reads = note_reads(monkeypatch)
         with AsksNobody() as asked:
             static = forward_static(runner._model, batch)
+    assert reads == []
     torch.testing.assert_close(static[:3], outputs["torch"][1], rtol=1e-4, atol=1e-4)
     assert asked.num_operators > 10
     assert asked.questions == []

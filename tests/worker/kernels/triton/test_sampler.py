@@ -5,6 +5,7 @@ import torch
 from services.worker.request import Request, SamplingParams
 from services.worker.sampling.sampler import sample
 from services.worker.sampling.turn import Turn
+from tests.worker.kernels.triton.reads import note_reads
 from tests.worker.kernels.triton.test_runner import AsksNobody
 
 VOCAB = 300
@@ -28,7 +29,7 @@ def turns_of(outputs):
     return turns
 
 
-def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device):
+def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device, monkeypatch):
     from services.worker.layers.triton_operators import TritonOperators
     from services.worker.sampling.drawing import TORCH_DRAWS
 
@@ -37,10 +38,12 @@ def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device):
     turns = turns_of(torch.arange(18, device=device))
     rows = torch.arange(18)
     expected = sample(rows, turns, lambda rows: logits.clone(), (2,), TORCH_DRAWS)
+    reads = note_reads(monkeypatch)
     with AsksNobody() as asked:
         found = sample(rows, turns, lambda rows: logits.clone(), (2,), TritonOperators.draws)
     assert asked.num_operators > 20
     assert asked.questions == []
+    assert reads == []
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert found.read() == expected.read()
