@@ -25,7 +25,7 @@ from services.worker.transfers import to_device
 
 BLOCK_TOKENS = 8192
 NUM_WARPS = 16
-NUM_BINS = 256
+NUM_BINS = 64
 
 BEST_MASS = tl.constexpr(1 << fixed_exp.MASS_BITS)
 PRODUCT_SHIFT = tl.constexpr(fixed_exp.PRODUCT_SHIFT)
@@ -35,8 +35,9 @@ REST_MASK = tl.constexpr((1 << fixed_exp.REST_BITS) - 1)
 INDEX_MASK = tl.constexpr((1 << fixed_exp.INDEX_BITS) - 1)
 LN2_16, SERIES_ONE = tl.constexpr(fixed_exp.LN2_16), tl.constexpr(1 << fixed_exp.SERIES_BITS)
 C_SHIFT = tl.constexpr(fixed_exp.FRACTION_BITS + 16 - fixed_exp.SERIES_BITS)
-BIN_SHIFT = tl.constexpr(19)
-"""Bins are 2**-3 of a factor of two wide; the last one holds all that is deeper."""
+BIN_SHIFT = tl.constexpr(21)
+"""From bin to bin probability falls by the square root of 2; the last bin holds all that is deeper.
+More bins would cost more instructions a token than the candidates that they save."""
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
