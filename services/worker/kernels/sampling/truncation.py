@@ -36,8 +36,8 @@ INDEX_MASK = tl.constexpr((1 << fixed_exp.INDEX_BITS) - 1)
 LN2_16, SERIES_ONE = tl.constexpr(fixed_exp.LN2_16), tl.constexpr(1 << fixed_exp.SERIES_BITS)
 C_SHIFT = tl.constexpr(fixed_exp.FRACTION_BITS + 16 - fixed_exp.SERIES_BITS)
 BIN_SHIFT = tl.constexpr(21)
-"""Probabilities differ by a factor of the square root of 2 between bins; the last one holds all that
-is deeper. More bins would cost more instructions a token than the candidates that they save."""
+"""From bin to bin probability falls by the square root of 2; the last bin holds all that is deeper.
+More bins would cost more instructions a token than the candidates that they save."""
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
