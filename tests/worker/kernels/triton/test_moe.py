@@ -10,7 +10,8 @@ import torch
 from services.worker.building import build_runner
 from services.worker.cuda_graphs import forward_static
 from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.device_tables import DeviceTables
+from services.worker.kernels.lora.device_records import Part
+from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
 from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.kernels.moe import triton as moe
@@ -153,7 +154,9 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
     table = {(0, 2): deltas[0], (1, other): deltas[1]}
     tables = None
     if has_tables:
-        tables = DeviceTables(arena.data.view(-1), [hidden] * 7, [False] * 7, 2, 200)
+        part = Part(0, 0, 2 * width)
+        shapes = [SiteShape(hidden, (part,))] * 7
+        tables = DeviceTables(arena.data.view(-1), torch.float32, shapes, 2, 200)
         tables.enter(0, {2: deltas[0]}, {2})
         tables.enter(1, {other: deltas[1]}, set())
     x = torch.randn(9, hidden).to(device)

@@ -4,6 +4,7 @@ The other tests of these kernels use small tilings, since the interpreter takes 
 real one: those run here, on a GPU only, as the worker chooses them for a step.
 """
 
+import itertools
 import random
 
 import pytest
@@ -13,8 +14,9 @@ from services.worker.attention.triton import TritonAttention
 from services.worker.kernels.lora import naive
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora import triton as fast
-from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.device_records import Part
+from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
+from services.worker.kernels.lora.runs import RowRun, dense_runs
 from services.worker.kernels.lora.tables import SiteDelta, Slice
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.memory.buffer import ArenaBuffer, KvBuffer
@@ -26,7 +28,6 @@ from tests.worker.kernels.triton.test_attention import Sequence, run_step
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="takes hours under the interpreter")
 
 BLOCK_BYTES = 2 << 20
-MAX_RANK = 256
 RANKS = (8, 16, 64, 256, 16, 33)
 """By slot; the last is no multiple of any tile."""
 SITES = {
@@ -75,23 +76,27 @@ class Stage:
         deltas = [
             plain_delta(arena, self.num_inputs, self.widths, rank, generator) for rank in RANKS
         ]
+        edges = itertools.pairwise(itertools.accumulate(self.widths, initial=0))
+        parts = tuple(Part(0, begin, end - begin) for begin, end in edges)
+        shape = SiteShape(self.num_inputs, parts, is_aligned=True, may_be_cut=False)
         self.tables = DeviceTables(
-            arena.data.view(-1), [self.num_inputs], [True], len(RANKS), 4000, False
+            arena.data.view(-1), torch.bfloat16, [shape], len(RANKS), 4000
         )
         for slot, delta in enumerate(deltas):
             self.tables.enter(slot, {0: delta}, set())
         self.table = {(slot, 0): delta for slot, delta in enumerate(deltas)}
-        planes = fast.Planes(4096, MAX_RANK * len(self.widths), device)
-        self.lora = fast.DeviceLora(self.tables, planes, self.num_inputs)
+        self.lora = fast.DeviceLora(self.tables)
 
     def add(self, y, x, runs):
         """As a step does."""
-        dense_runs = self.lora.dense_runs(runs, len(x))
-        others = [run for run in runs if run not in dense_runs]
-        works = self.lora.begin(others, len(x), x.itemsize)
+        self.lora.add_lora(y, x, 0, self.batch(runs, len(x)))
+
+    def batch(self, runs, num_rows):
+        """The adapters of a step."""
+        dense = dense_runs(runs)
+        work = self.lora.begin([run for run in runs if run not in dense], num_rows)
         sites = self.lora.sites_of(runs)
-        batch = LoraBatch(runs, self.table, None, self.tables, works, sites, dense_runs)
-        self.lora.add_lora(y, x, 0, batch)
+        return LoraBatch(runs, self.table, None, self.tables, work, sites, dense)
 
 
 @pytest.fixture(scope="module", params=SITES)
