@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapter_format.rope_scaling import read
+from services.common.env import CPU_ISA
 from services.worker.building import build_runner
 from services.worker.model.own_rope import own_ropes, switch_len_of
 from services.worker.request import OwnRope
@@ -57,7 +59,8 @@ class RopeStage:
 
 def set_rope_stage(base: TinyBase, scalings: Sequence[str], root: Path) -> RopeStage:
     """One adapter for each of `SCALINGS` named, and a plain one."""
-    driver = Driver(build_runner(base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20))
+    settings = {"device": "cpu", "dtype": "float32", "cpu_isa": CPU_ISA.read(os.environ)}
+    driver = Driver(build_runner(base.folder, **settings, arena_bytes=64 << 20))
     slots: dict[str, int] = {}
     references: dict[str, Reference] = {}
     is_odd = base.model.config.model_type in ("phi3", *EXPERT_FAMILIES)  # their linears are fused

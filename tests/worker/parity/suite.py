@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from services.common.env import CPU_ISA
 from services.worker.adapters.facts import last_place
 from services.worker.building import build_runner
 from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
@@ -36,7 +38,12 @@ def set_stage(base_name: str, root: Path) -> Stage:
     base = make_base(base_name, root / "base")
     adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
     runner = build_runner(
-        base.folder, device="cpu", dtype="float32", arena_bytes=64 << 20, overlap="on"
+        base.folder,
+        device="cpu",
+        dtype="float32",
+        arena_bytes=64 << 20,
+        overlap="on",
+        cpu_isa=CPU_ISA.read(os.environ),
     )
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
