@@ -72,12 +72,13 @@ def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None)
     """
     if (path := find_library(isa)) is not None:
         return path
+    if not (sources := sorted(SOURCE_DIR.glob("*.cpp"))):
+        raise BuildFailed(f"the C++ sources are missing from {SOURCE_DIR}: reinstall loraplex")
     compiler = find_compiler()
     if compiler is None:
         raise BuildFailed(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is on the PATH")
     target = _writable_dir() / f"loraplex-{isa}-{source_hash()}-{_version_hash(compiler)}.so"
     command = (compiler, *FLAGS, *ISA_FLAGS[isa])
-    sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with _alone_in(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if target.exists():
             return target
@@ -104,7 +105,7 @@ def library_dirs() -> list[Path]:
 def source_hash() -> str:
     """Of all sources and flags."""
     digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
-    for path in sorted(SOURCE_DIR.iterdir()):
+    for path in sorted(SOURCE_DIR.glob("*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
