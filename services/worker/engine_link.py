@@ -1,8 +1,7 @@
 """The door's end of the engine: starts the process, carries frames, notices when it dies or hangs.
 
 Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
-a row, one that the door replaces at once; one that refuses its model ends the worker, because
-starting again would not help.
+a row. One that refuses its model ends the worker, because starting again would not help.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ class EngineLink:
         self._heard_s = 0.0
         self._is_up = False
         self._is_hung = False
-        self._is_replaced = False
 
     @property
     def is_up(self) -> bool:
@@ -103,13 +101,6 @@ class EngineLink:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox += commands
 
-    def replace(self) -> None:
-        """End the engine, which is up, and start another. The listener hears `engine_up` when that
-        one stands, or `engine_down` when it dies before."""
-        assert self._is_up and self._process is not None, "nothing to replace"
-        self._is_up, self._is_replaced = False, True
-        self._process.kill()
-
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
@@ -117,22 +108,17 @@ class EngineLink:
             LoraplexError: the engine refused the model or its configuration.
         """
         pause_s = FIRST_PAUSE_S
-        is_successor = False
         while True:
             begin_s = time.monotonic()
             try:
                 await self._live_once()
             finally:
                 was_up, self._is_up = self._is_up, False
-                is_replaced, self._is_replaced = self._is_replaced, False
-                if was_up or (is_successor and not is_replaced):
+                if was_up:
                     self._listener.engine_down(_engine_lost())
-                code = await self._reap(was_up or is_replaced)
+                code = await self._reap(was_up)
                 if was_up and (self._is_hung or code not in BLAMELESS):
                     self._listener.engine_crashed()
-            is_successor = is_replaced
-            if is_replaced:
-                continue
             if time.monotonic() - begin_s >= STABLE_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning("engine restarts", extra={"pause_s": pause_s})

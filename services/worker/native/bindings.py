@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -324,7 +325,7 @@ def load_native(wanted: str = "auto") -> Native | None:
         if find_library(isa) is None:
             logger.info("cpu kernels: compiling for %s, once", isa)
         try:
-            native = Native(isa, build_library(isa))
+            native = Native(isa, build_library(isa, partial(logger.info, "cpu kernels: %s")))
         except (BuildFailed, OSError) as error:
             logger.warning("cpu kernels: torch, since the native ones are missing: %s", error)
             return None

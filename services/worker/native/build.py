@@ -55,12 +55,6 @@ def find_library(isa: str) -> Path | None:
     return None
 
 
-def missing_library(wanted: str) -> str:
-    """What `choose_isa(wanted)` says where its library is still to be built, else ""."""
-    isa = choose_isa(wanted)
-    return "" if isa == TORCH or find_library(isa) else isa
-
-
 def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None) -> Path:
     """Compile for one instruction set and return the library's path; keeps one that is there.
 
