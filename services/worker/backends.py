@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from services.worker.kernels.launch import INTERPRETING
-from services.worker.kernels.lora.stacked import stacked_share
 from services.worker.layers.native_operators import NativeOperators
 from services.worker.layers.operators import Operators, TorchOperators
 from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
 from services.worker.numerics import set_threads
 
 
-def choose_operators(
-    device: torch.device, dtype: torch.dtype, cpu_isa: str, arena_bytes: int
-) -> Operators:
+def choose_operators(device: torch.device, dtype: torch.dtype, cpu_isa: str) -> Operators:
     """Triton on a GPU (or under its interpreter), C++ on a CPU that has kernels for the dtype,
     else torch."""
     if device.type == "cuda" or (INTERPRETING and cpu_isa == "auto"):
@@ -26,7 +23,7 @@ def choose_operators(
         native = load_native(cpu_isa)
     if native is not None:
         return NativeOperators(native, dtype)
-    return TorchOperators(stacked_share(arena_bytes) if dtype in ACTIVATION_DTYPES else 0)
+    return TorchOperators()
 
 
 def share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:
