@@ -1,5 +1,4 @@
-"""The low-rank update alone, 32 rows: C++, torch (stacked adapters) and a loop over runs in torch,
-against the bytes that must move.
+"""The low-rank update alone, 32 rows: C++ and torch against the bytes that must move.
 
     python -m benchmarks.lora_ops
 
@@ -20,7 +19,6 @@ from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.runs import row_runs
-from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.operators import AddLora
@@ -75,10 +73,7 @@ def main() -> None:
     for num_inputs, num_outputs in WIDTHS:
         for num_adapters in (1, 8, 32):
             batch, num_sites = make_batch(num_inputs, num_outputs, num_adapters)
-            paths: dict[str, AddLora] = {
-                "torch": StackedLora().add_lora,
-                "loop": portable.add_lora,
-            }
+            paths: dict[str, AddLora] = {"torch": portable.add_lora}
             if native is not None:
                 paths[native.isa] = NativeLora(native).add_lora
             x = torch.randn(NUM_ROWS, num_inputs).to(dtype)

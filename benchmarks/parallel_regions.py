@@ -144,7 +144,7 @@ def empty_region(num_threads: int) -> Callable[[float], float]:
         harness, library = Path(folder, "harness.cpp"), Path(folder, "harness.so")
         harness.write_text(HARNESS)
         sources = [str(harness), str(SOURCE_DIR / "pool.cpp"), f"-I{SOURCE_DIR}"]
-        subprocess.run([compiler, *FLAGS, "-shared", *sources, "-o", str(library)], check=True)
+        subprocess.run([*compiler, *FLAGS, "-shared", *sources, "-o", str(library)], check=True)
         function = ctypes.CDLL(str(library)).region_s
     function.restype = ctypes.c_double
     function.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double)

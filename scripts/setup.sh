@@ -191,12 +191,25 @@ write_stamp() { # $1: torch version or nothing, then the groups
     mv "$stamp.new" "$stamp"
 }
 
-# Compiled kernels make a CPU worker several times faster; the worker does without where it must.
-# Tests compare those of every instruction set that this machine has.
+# The names are those of services/worker/native/build.py.
+has_compiler() {
+    for name in ${CXX:-} g++ clang++ c++; do
+        ! command -v "$name" >/dev/null 2>&1 || return 0
+    done
+    return 1
+}
+
+# Only Linux on x86-64 has kernels to compile.
+needs_compiler() {
+    [ -z "$torch_free" ] && [ "$(uname -s)" = Linux ] && [ "$(uname -m)" = x86_64 ] && ! has_compiler
+}
+
+# Compiled kernels make a CPU worker several times faster. Without them it computes with torch.
+# The tests compare the kernels of every instruction set that this machine has.
 build_kernels() { # $@: the groups
     case " $* " in *" test "*) which=--host ;; *) which= ;; esac
     "$venv/bin/python" -m services.worker.native.build $which >"$kernels_log" 2>&1 ||
-        say "no CPU kernels (no C++ compiler? see $kernels_log): workers compute with torch alone, slower"
+        say "could not compile the CPU kernels (see $kernels_log): workers compute with torch alone, slower"
 }
 
 # Import what services, and tests, import, so that later starts find it compiled.
@@ -211,9 +224,9 @@ keep_bytecode() { # $@: the groups
 torch_free= extras=
 for group in "$@"; do
     case $group in
-        run) extras="$extras,worker,local" ;;
-        test | dev) extras="$extras,worker,local,$group" ;;
-        torch-free) torch_free=yes extras="local,test-lite" ;;
+        run) extras="$extras,worker,stack" ;;
+        test | dev) extras="$extras,worker,stack,$group" ;;
+        torch-free) torch_free=yes extras="stack,test-lite" ;;
         *) say "unknown group $group; use run, test, dev or torch-free"; exit 2 ;;
     esac
 done
@@ -227,8 +240,15 @@ torch=
 [ "$torch_free" ] || torch=$(installed_torch) || true
 write_constraints "$torch"
 say "installing packages for: $*"
-[ "$torch_free" ] || build_kernels "$@" & # which needs no package
-pip_install -c "$venv/constraints.txt" -e ".[${extras#,}]" || stop_with_log "the packages"
+compiler=
+if needs_compiler; then
+    say "no C++ compiler here, so the package ziglang comes too (100 MB)"
+    compiler=,compiler
+elif [ -z "$torch_free" ]; then
+    build_kernels "$@" & # which needs no package
+fi
+pip_install -c "$venv/constraints.txt" -e ".[${extras#,}$compiler]" || stop_with_log "the packages"
+[ -z "$compiler" ] || build_kernels "$@"
 [ "$torch_free" ] || torch=$(installed_torch) || stop_with_log torch
 keep_bytecode "$@"
 wait

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tomllib
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parent.parent
+from tests.wheels import PACKAGES, ROOT, build_wheel
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STUBS = ROOT / "loraplex" / "v1"
 
@@ -117,6 +119,15 @@ def test_every_folder_with_code_is_a_package(package: str) -> None:
     folders = {path.parent for path in (ROOT / package).rglob("*.py")}
     missing = sorted(str(f) for f in folders if not (f / "__init__.py").exists())
     assert not missing
+
+
+def test_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build_wheel(tmp_path / "wheel")) as wheel:
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".md", ".pyc")}
+    assert wanted - held == set()
+    assert held - wanted == set()
 
 
 def test_sdk_import_brings_in_no_server_library_and_no_torch() -> None:

@@ -83,7 +83,8 @@ def checkout(tmp_path: Path) -> Checkout:
         (path / name).symlink_to(shutil.which(name) or f"/bin/{name}")
     environ = {"PATH": str(path), "CALLS": str(tmp_path / "calls"), "REFUSE": "<nothing>"}
     made = Checkout(folder, path, environ | {"CPU_TORCH": "config:3.11 config:3.13"})
-    made.add_command("uname", "#!/bin/sh\necho Linux\n")
+    made.add_command("uname", '#!/bin/sh\n[ "$1" = -m ] && echo x86_64 || echo Linux\n')
+    made.add_command("g++", "#!/bin/sh\n")
     made.add_python("python3.11", "3.11")
     return made
 
@@ -209,7 +210,7 @@ def test_another_group_adds_to_the_environment(checkout: Checkout) -> None:
     checkout.pip_calls()
     assert checkout.setup("test").returncode == 0
     [call] = checkout.pip_calls()
-    assert "worker,local,test" in call
+    assert "worker,stack,test" in call
     assert checkout.setup("run", "test").returncode == 0
     assert not checkout.pip_calls()
 
@@ -223,7 +224,7 @@ def test_changed_pins_run_pip_again_in_the_same_environment(checkout: Checkout) 
         pins.write("zstandard==1.0\n")
     assert checkout.setup().returncode == 0
     [call] = checkout.pip_calls()
-    assert "-e .[worker,local]" in call
+    assert "-e .[worker,stack]" in call
     assert kept.exists()
 
 
@@ -264,6 +265,7 @@ def test_importable_torch_of_another_version_is_kept(checkout: Checkout) -> None
 
 def test_kernels_that_cannot_be_built_are_said_and_stop_nothing(checkout: Checkout) -> None:
     done = checkout.setup(BUILD_STATUS="1")
+    assert "could not compile the CPU kernels" in done.stderr
     assert done.returncode == 0
     assert "torch alone" in done.stderr
     assert "torch alone" not in checkout.setup("test").stderr
@@ -278,6 +280,33 @@ def test_tests_get_the_kernels_of_every_instruction_set_here(
     assert built == f"-m services.worker.native.build{asked}\n"
 
 
+def test_a_compiler_is_installed_where_there_is_none(checkout: Checkout) -> None:
+    (checkout.path / "g++").unlink()
+    done = checkout.setup()
+    assert done.returncode == 0
+    assert "ziglang" in done.stderr
+    assert checkout.pip_calls()[-1].endswith("-e .[worker,stack,compiler]")
+    assert (checkout.folder / ".venv/bin/built").exists()
+
+
+@pytest.mark.parametrize("name", ["clang++", "c++", "my-compiler"])
+def test_a_compiler_of_the_system_is_enough(checkout: Checkout, name: str) -> None:
+    (checkout.path / "g++").rename(checkout.path / name)
+    assert checkout.setup(CXX="my-compiler").returncode == 0
+    assert checkout.pip_calls()[-1].endswith("-e .[worker,stack]")
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Linux", "aarch64"), ("Darwin", "x86_64")])
+def test_no_compiler_is_installed_where_there_is_nothing_to_compile(
+    checkout: Checkout, system: str, machine: str
+) -> None:
+    (checkout.path / "g++").unlink()
+    uname = f'#!/bin/sh\n[ "$1" = -m ] && echo {machine} || echo {system}\n'
+    checkout.add_command("uname", uname)
+    assert checkout.setup().returncode == 0
+    assert checkout.pip_calls()[-1].endswith("-e .[worker,stack]")
+
+
 def test_torch_free_environment_builds_no_kernels(checkout: Checkout) -> None:
     done = checkout.setup("torch-free", BUILD_STATUS="1")
     assert done.returncode == 0
@@ -287,7 +316,7 @@ def test_torch_free_environment_builds_no_kernels(checkout: Checkout) -> None:
 def test_torch_free_environment_gets_no_torch(checkout: Checkout) -> None:
     assert checkout.setup("torch-free", VENV=".venv-3.11").returncode == 0
     [call] = checkout.pip_calls()
-    assert call.endswith("-e .[local,test-lite]")
+    assert call.endswith("-e .[stack,test-lite]")
 
 
 @pytest.mark.parametrize(

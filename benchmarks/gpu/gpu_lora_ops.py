@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from services.worker.kernels.lora.tuned import capability_of, tuned_plan, write_plans
 from torch import Tensor
 
 from benchmarks.gpu import common
@@ -36,7 +37,6 @@ from services.worker.kernels.lora.plan import LoraPlan, family_of
 from services.worker.kernels.lora.runs import RowRun
 from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.tuned import capability_of, tuned_plan, write_plans
 from services.worker.kernels.lora.worklist import LoraBatch
 
 L2_BYTES = 256 << 20

@@ -45,7 +45,8 @@ def main() -> int:
     """Entry point of the console script. `up` and `simulate` replace this process by theirs."""
     if sys.argv[1:2] in (["up"], ["simulate"]):
         module = f"services.{sys.argv[1]}"
-        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[2:]])
+        # -P: a folder called `services` where the command is run must not be taken for ours.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
     return main_of(make_parser(), sys.argv[1:])
 
 

@@ -10,6 +10,7 @@ from loraplex.errors import LoraplexError, codes_of
 from services.common import env, variables
 from services.common.log import setup_logging
 from services.up import flags
+from services.up.packages import check_packages
 from services.up.ports import choose_ports
 from services.up.state import StateDir
 from services.up.wiring import addresses_of, child_specs
@@ -20,7 +21,9 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     """Run the stack until a signal; returns the exit code."""
     try:
-        return _run(flags.parse(sys.argv[1:], os.environ))
+        config = flags.parse(sys.argv[1:], os.environ)
+        check_packages()
+        return _run(config)
     except LoraplexError as error:
         print(f"loraplex up: {error.message}", file=sys.stderr)
         return codes_of(error).exit

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import logging
 import os
 import sys
 from pathlib import Path
 
+from loraplex.errors import InvalidRequest
 from services.common import env, grpc_server
 from services.common.metrics import MetricsServer
 from services.common.objects.opening import open_store
@@ -30,7 +32,8 @@ logger = logging.getLogger("services.worker")
 
 async def serve(config: WorkerConfig) -> None:
     """Run until SIGTERM, then let running requests end. Raises LoraplexError when the worker
-    cannot serve as it is configured."""
+    cannot serve as it is configured or installed."""
+    _check_torch()
     status = StatusBoard()
     ready_changed = asyncio.Event()
     door = Door(status, config.max_request_adapters, lambda _: ready_changed.set())
@@ -61,6 +64,16 @@ async def serve(config: WorkerConfig) -> None:
         door.close()
         await metrics.stop()
         await server.stop(0)
+
+
+def _check_torch() -> None:
+    """Only the engine process imports torch; without it every engine would end at its start."""
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidRequest(
+            "torch is not installed: run `pip install torch`, or on a machine without a GPU "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cpu`",
+            reason="NOT_INSTALLED",
+        )
 
 
 def _auth(config: WorkerConfig) -> ServiceAuth | None:

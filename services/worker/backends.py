@@ -6,7 +6,6 @@ import torch
 
 from loraplex.errors import InvalidRequest
 from services.worker.kernels.launch import INTERPRETING
-from services.worker.kernels.lora.stacked import stacked_share
 from services.worker.layers.native_operators import NativeOperators
 from services.worker.layers.operators import Operators, TorchOperators
 from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
@@ -21,11 +20,7 @@ REFUSALS = {
 
 
 def choose_operators(
-    device: torch.device,
-    dtype: torch.dtype,
-    cpu_isa: str,
-    arena_bytes: int,
-    attention_backend: str = "auto",
+    device: torch.device, dtype: torch.dtype, cpu_isa: str, attention_backend: str = "auto"
 ) -> Operators:
     """The operators of a base.
 
@@ -51,7 +46,7 @@ def choose_operators(
         if native is not None:
             return NativeOperators(native, dtype)
     if is_auto or attention_backend == "vanilla":
-        return TorchOperators(stacked_share(arena_bytes) if can_be_native else 0)
+        return TorchOperators()
     reason = REFUSALS.get(attention_backend, "must be auto, vanilla, cpu or triton")
     raise InvalidRequest.field("attention_backend", attention_backend, reason)
 

@@ -82,10 +82,10 @@ def build_runner(
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = choose_operators(torch_device, torch_dtype, cpu_isa, arena_bytes, attention_backend)
+    operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
-    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes - operators.adapter_copy_bytes)
+    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
     base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"

@@ -6,7 +6,6 @@ Knows neither gRPC nor torch. Lives on the event loop; nothing here blocks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -33,7 +32,6 @@ from services.worker.messages import (
     StepOutput,
     Submit,
 )
-from services.worker.native.beside import compile_beside
 from services.worker.request import Grammar
 from services.worker.runner_protocol import ModelInfo
 from services.worker.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
@@ -41,9 +39,6 @@ from services.worker.status import StatusBoard
 from services.worker.supply import Supply
 
 logger = logging.getLogger(__name__)
-
-IDLE_PATIENCE_S = 10.0
-"""How long the move to new kernels waits for a moment when nothing runs."""
 
 
 class Door:
@@ -67,7 +62,6 @@ class Door:
         self._guard = CrashGuard()
         self._suspects: list[bytes] = []
         """What the engine that died last was computing."""
-        self._is_compiling = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -155,16 +149,10 @@ class Door:
             self._link.send(Gone(digest))
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """An engine stands: requests are welcome, and those of the one that it replaces go on."""
+        """An engine stands: requests are welcome."""
         self._engine = ready
         self._supply.engine_up(ready, epoch)
         self._tell_ready()
-        for key, request in self._live.passed_on():
-            request.has_entered = False
-            self._pass_on(key, request.rest())
-        if ready.missing_kernels and not self._is_compiling:
-            self._is_compiling = True
-            self._spawn(self._compile(ready.missing_kernels))
 
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
@@ -174,8 +162,6 @@ class Door:
         now = time.monotonic()
         for token in output.tokens:
             if (request := self._live.get(token.request_id)) is not None:
-                if request.submit is not None:
-                    request.output_ids += token.token_ids
                 metrics.observe_tokens(request, token, now)
                 self._guard.settled(token.request_id)
                 if token.finish_reason:
@@ -255,32 +241,13 @@ class Door:
             self._spawn(self._pass_on_checked(key, request, submit, submit.grammar))
 
     def _pass_on(self, key: str, submit: Submit) -> None:
-        """To the engine, with where its adapters are; where one replaces another, to that one."""
+        """To the engine, with where its adapters are."""
         command = msgspec.structs.replace(submit, request_id=key)
         request = self._live.get(key)
         assert request is not None, "passed on after its end"
-        if self._running().missing_kernels and request.submit is None:
-            request.submit = submit
-        if not self._link.is_up:
-            return
         self._guard.admit(key, request.crash_key, lambda: self._link.send(command))
         for digest in submit.adapters.digests:
             self._supply.bring(digest)
-
-    async def _compile(self, isa: str) -> None:
-        """Build the kernels beside the engine, then move to one that has them: when nothing runs,
-        or in the end with what runs, which goes on there after its last token."""
-        try:
-            if not await compile_beside(isa):
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), IDLE_PATIENCE_S)
-        finally:
-            self._is_compiling = False
-        if self._link.is_up and self._running().missing_kernels:
-            logger.info("moving to compiled kernels", extra={"num_running": self.num_live})
-            self._guard.engine_lost()
-            self._link.replace()
 
     async def _pass_on_checked(
         self, key: str, request: LiveRequest, submit: Submit, grammar: Grammar

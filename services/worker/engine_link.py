@@ -1,8 +1,8 @@
 """The door's end of the engine: starts the process, carries frames, notices when it dies or hangs.
 
 Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
-a row, one that the door replaces at once; one that refuses its model ends the worker, because
-starting again would not help.
+a row. One that refuses its model ends the worker, because starting again would not help, and so do
+MAX_FAILED_STARTS engines that end before the first one is ready.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ HANG_UP_S = 2.0
 """How long an engine may take to see that the door has gone."""
 BLAMELESS = (0, -signal.SIGKILL)
 """Exit codes of engines that were ended from outside: no request is to blame."""
+MAX_FAILED_STARTS = 3
+"""Engines that may end before the first one is ready."""
 STABLE_S = 30.0
 """An engine that lived this long has forgiven its predecessors' failures."""
 
@@ -84,7 +86,6 @@ class EngineLink:
         self._heard_s = 0.0
         self._is_up = False
         self._is_hung = False
-        self._is_replaced = False
 
     @property
     def is_up(self) -> bool:
@@ -103,36 +104,31 @@ class EngineLink:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox += commands
 
-    def replace(self) -> None:
-        """End the engine, which is up, and start another. The listener hears `engine_up` when that
-        one stands, or `engine_down` when it dies before."""
-        assert self._is_up and self._process is not None, "nothing to replace"
-        self._is_up, self._is_replaced = False, True
-        self._process.kill()
-
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
         Raises:
-            LoraplexError: the engine refused the model or its configuration.
+            LoraplexError: the engine refused the model or its configuration, or no engine became
+                ready in MAX_FAILED_STARTS starts.
         """
         pause_s = FIRST_PAUSE_S
-        is_successor = False
+        num_failed_starts = 0
+        was_ever_up = False
         while True:
             begin_s = time.monotonic()
             try:
                 await self._live_once()
             finally:
                 was_up, self._is_up = self._is_up, False
-                is_replaced, self._is_replaced = self._is_replaced, False
-                if was_up or (is_successor and not is_replaced):
+                if was_up:
                     self._listener.engine_down(_engine_lost())
-                code = await self._reap(was_up or is_replaced)
+                code = await self._reap(was_up)
                 if was_up and (self._is_hung or code not in BLAMELESS):
                     self._listener.engine_crashed()
-            is_successor = is_replaced
-            if is_replaced:
-                continue
+            was_ever_up = was_ever_up or was_up
+            num_failed_starts += not was_ever_up
+            if num_failed_starts >= MAX_FAILED_STARTS:
+                raise _engine_cannot_start(code)
             if time.monotonic() - begin_s >= STABLE_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning("engine restarts", extra={"pause_s": pause_s})
@@ -234,6 +230,14 @@ async def _end(process: asyncio.subprocess.Process) -> int:
     except TimeoutError:
         process.kill()
         return await process.wait()
+
+
+def _engine_cannot_start(code: int) -> Unavailable:
+    return Unavailable(
+        f"the engine process ended {MAX_FAILED_STARTS} times before it was ready, the last time "
+        f"with exit code {code}; its log above gives the reason",
+        reason="ENGINE_DOWN",
+    )
 
 
 def _engine_lost() -> Unavailable:

@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from loraplex.errors import LoraplexError
 from services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from services.common.log import setup_logging
@@ -31,7 +29,6 @@ from services.worker.messages import (
     Command,
     EngineConfig,
     EngineMessage,
-    EngineReady,
     EngineRefused,
     Entered,
     FrameBuffer,
@@ -40,16 +37,12 @@ from services.worker.messages import (
     decode_input,
     frame,
 )
-from services.worker.native.build import missing_library
-from services.worker.native.isa import TORCH
 from services.worker.step_trace import TracedRunner
 
 logger = logging.getLogger("services.worker.engine_loop")
 
 RECEIVE_BYTES = 1 << 20
 MAX_CPU_ARENA_BYTES = 1 << 30
-NATIVE_DTYPES = ("float32", "bfloat16")
-"""What the compiled kernels compute in."""
 QUIET_S = 0.5
 """Without work for so long, the engine checks its books, once."""
 GRAMMAR_WAIT_S = 0.002
@@ -145,7 +138,7 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
     return None if is_checked else QUIET_S
 
 
-def build_engine(config: EngineConfig, cpu_isa: str) -> Engine:
+def build_engine(config: EngineConfig) -> Engine:
     """Load the model. Raises LoraplexError when it cannot be served like this."""
     from services.worker.building import build_runner
 
@@ -159,7 +152,7 @@ def build_engine(config: EngineConfig, cpu_isa: str) -> Engine:
         max_num_tokens=config.max_step_tokens,
         max_num_rows=config.max_running,
         load_format=config.load_format,
-        cpu_isa=cpu_isa,
+        cpu_isa=CPU_ISA.read(os.environ),
         attention_backend=config.attention_backend,
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
@@ -203,32 +196,14 @@ def main() -> int:
 
 def _serve(door: DoorSocket) -> int:
     try:
-        engine, ready = start(door.first())
+        engine = build_engine(door.first())
     except LoraplexError as error:
         door.send(EngineRefused(WireError.of(error)))
         return 3
     gc.collect()
     gc.freeze()  # the model stays: collections between steps need not walk it
-    door.send(ready)
+    door.send(engine.ready)
     run(engine, door)
-
-
-def start(config: EngineConfig) -> tuple[Engine, EngineReady]:
-    """An engine that need not wait for a compiler, and what the door is told of it.
-
-    Raises:
-        LoraplexError: the model cannot be served like this.
-    """
-    cpu_isa = CPU_ISA.read(os.environ)
-    missing = "" if config.attention_backend == "vanilla" else missing_library(cpu_isa)
-    if missing and config.attention_backend == "cpu":  # torch serves until it can be had
-        config = msgspec.structs.replace(config, attention_backend="auto")
-    engine = build_engine(config, TORCH if missing else cpu_isa)
-    info = engine.ready.info
-    if not missing or info.device != "cpu" or info.dtype not in NATIVE_DTYPES:
-        return engine, engine.ready
-    logger.info("cpu kernels: torch, until those for %s are compiled", missing)
-    return engine, msgspec.structs.replace(engine.ready, missing_kernels=missing)
 
 
 def _die_with_parent() -> None:

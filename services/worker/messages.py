@@ -179,9 +179,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     block_bytes: int
     layout: AdapterLayout
     """What the door packs adapters for."""
-    missing_kernels: str = ""
-    """Torch computes until the kernels of this instruction set are built; "" = what is chosen runs.
-    """
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):

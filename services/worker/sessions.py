@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import msgspec
-
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.messages import Failure, Submit, TokenOutput
+from services.worker.messages import Failure, TokenOutput
 
 MAX_UNREAD = 10_000
 """Messages a gateway may leave unread before its session is ended."""
@@ -30,16 +28,6 @@ class LiveRequest:
     """True once the engine has begun to compute it."""
     last_token_s: float | None = None
     """When its latest token passed the door."""
-    submit: Submit | None = None
-    """As it was passed on, where the engine is to be replaced."""
-    output_ids: list[int] = field(default_factory=list)
-    """What has passed the door since."""
-
-    def rest(self) -> Submit:
-        """What is left of it, for another engine: all sampling state follows from the tokens."""
-        assert self.submit is not None, "not passed on, or the engine stays"
-        output_ids = self.submit.output_ids + self.output_ids
-        return msgspec.structs.replace(self.submit, output_ids=output_ids)
 
 
 @dataclass(slots=True)
@@ -111,10 +99,6 @@ class LiveRequests:
     def get(self, key: str) -> LiveRequest | None:
         """The request, unless it has ended."""
         return self._by_key.get(key)
-
-    def passed_on(self) -> list[tuple[str, LiveRequest]]:
-        """Those that another engine has to go on with, in their order."""
-        return [(key, request) for key, request in self._by_key.items() if request.submit]
 
     def remove(self, key: str) -> LiveRequest | None:
         """Forget a request; None when it had ended."""

@@ -99,10 +99,6 @@ class StatusBoard:
         self._waiters.setdefault(digest, []).append(waiter)
         return waiter
 
-    def awaited(self) -> set[str]:
-        """Adapters whose arrival somebody waits for."""
-        return set(self._waiters)
-
     def close(self) -> None:
         """End all watches."""
         self._is_closed = True

@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supply:
-    """Fetches what is asked for and tells the engine where it lies.
-
-    While one engine replaces another there is none to tell: `engine_up` makes up for that.
-    """
+    """Fetches what is asked for and tells the engine where it lies."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class Supply:
             self._status.on_disk(adapter)
             if pin:
                 self._pins.add(digest)
-            self._tell(_fetched(adapter), Want(digest, pin))
+            self._link.send(_fetched(adapter), Want(digest, pin))
             return await self._status.arrival(digest)
         except LoraplexError:
             self._pins.discard(digest)
@@ -77,18 +74,18 @@ class Supply:
     def unpin(self, digest: str) -> None:
         """Release a pin."""
         self._pins.discard(digest)
-        self._tell(Unpin(digest))
+        self._link.send(Unpin(digest))
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         self._pins.discard(digest)
-        self._tell(Unload(digest))
+        self._link.send(Unload(digest))
 
     def bring(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if need be."""
         adapter = self._disk.get(digest)
         if adapter is not None and adapter.num_blocks:
-            self._tell(_fetched(adapter))
+            self._link.send(_fetched(adapter))
         else:
             self._spawn(self._fetch(digest))
 
@@ -98,8 +95,8 @@ class Supply:
         self._source.pack_with(packers)
         self._spawn(packers.warm_up())
         self._status.new_epoch(epoch, self._disk.adapters())
-        for digest in self._pins | self._status.awaited():
-            self._spawn(self._load_again(digest))
+        for digest in self._pins:
+            self._spawn(self._pin_again(digest))
 
     def engine_told(self, residency: Iterable[Residency]) -> None:
         """Bring again what the engine forgot and somebody still needs."""
@@ -118,18 +115,16 @@ class Supply:
             self._status.on_disk(adapter)
             self._tell(_fetched(adapter))
 
-    async def _load_again(self, digest: str) -> None:
-        is_pinned = digest in self._pins
+    async def _pin_again(self, digest: str) -> None:
         try:
-            await self.load(digest, pin=is_pinned)
+            await self.load(digest, pin=True)
         except LoraplexError as error:
-            self._tell(FetchFailed(digest, WireError.of(error)))
-            if is_pinned:
-                logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
-    def _tell(self, *commands: Command) -> None:
+    def _tell(self, command: Command) -> None:
+        """To the engine, unless it has gone meanwhile: another one asks for what it needs."""
         if self._link.is_up:
-            self._link.send(*commands)
+            self._link.send(command)
 
 
 def _fetched(adapter: DiskAdapter) -> Fetched:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from services.worker.engine_loop import start
+from services.worker.engine_loop import build_engine
 from services.worker.native.isa import TORCH
 from tests.worker.commands import make_config
 from tests.worker.kernels.native_isas import ISAS, native
@@ -21,5 +21,5 @@ def test_the_environment_forces_an_instruction_set_and_the_log_says_so(
         native(isa)  # skips without a compiler
     monkeypatch.setenv("LORAPLEX_CPU_ISA", isa)
     caplog.set_level(logging.INFO)
-    start(make_config(model_dir=str(write_base(tmp_path / "base")), arena_bytes=ARENA_BYTES))
+    build_engine(make_config(model_dir=str(write_base(tmp_path / "base")), arena_bytes=ARENA_BYTES))
     assert [m for m in caplog.messages if m.startswith("cpu kernels")][-1] == f"cpu kernels: {isa}"

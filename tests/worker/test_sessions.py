@@ -7,9 +7,7 @@ import pytest
 from loraplex.errors import DataLoss, ResourceExhausted, Unavailable
 from services.worker import sessions
 from services.worker.messages import Failure, TokenOutput, WireError
-from services.worker.request import SamplingParams
 from services.worker.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
-from tests.worker.commands import make_submit
 
 
 def add(live: LiveRequests, session: GatewaySession, request_id: str) -> str:
@@ -32,19 +30,6 @@ def test_a_request_that_has_ended_hears_nothing() -> None:
     key = add(live, session, "a")
     live.remove(key)
     assert live.sort_out(1, [TokenOutput(key, [1], 0)], []) == {} and session.live == {}
-
-
-def test_another_engine_goes_on_after_what_has_been_said() -> None:
-    live, session = LiveRequests(), GatewaySession(1, "g")
-    held = live.get(add(live, session, "a"))
-    add(live, session, "its grammar is still being checked")
-    assert held is not None
-    sampling = SamplingParams(max_tokens=9, seed=1)
-    held.submit = make_submit("a", [5, 6], sampling, output_ids=[7])
-    held.output_ids += [8, 9]
-    [(key, request)] = live.passed_on()
-    assert live.get(key) is request is held
-    assert request.rest() == make_submit("a", [5, 6], sampling, output_ids=[7, 8, 9])
 
 
 async def test_queued_news_come_before_the_end() -> None:

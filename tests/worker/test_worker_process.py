@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import signal
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from loraplex.errors import DataLoss, InvalidRequest, NotFound
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex.wire_errors import from_rpc_error
 from services.common.objects.store import blob_key
+from services.worker.engine_link import MAX_FAILED_STARTS
 from tests.worker import tiny
 from tests.worker.worker_process import (
     SessionCall,
@@ -311,6 +313,17 @@ def test_a_model_that_cannot_be_served_ends_the_worker_with_the_reason() -> None
         fresh.start()
         code, log = fresh.wait()
     assert code not in (0, None) and "model.safetensors" in log.splitlines()[-1], log
+
+
+def test_engines_that_never_become_ready_end_the_worker_with_the_reason() -> None:
+    with worker_folder() as fresh:
+        (fresh.root / "broken").mkdir()
+        (fresh.root / "broken/torch.py").write_text("raise ImportError('a torch that is broken')")
+        path = f"{fresh.root}/broken{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        fresh.start(PYTHONPATH=path)
+        code, log = fresh.wait()
+    assert log.count("ImportError: a torch that is broken") == MAX_FAILED_STARTS, log
+    assert code == 6 and "ended 3 times before it was ready" in log.splitlines()[-1], log
 
 
 async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess) -> None:

@@ -28,8 +28,6 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 class NativeOperators:
     """Implements `operators.Operators`."""
 
-    adapter_copy_bytes = 0
-
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         self.name = f"native-{native.isa}"
         self.native = native

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.attention.backend import AttentionBackend, AttentionMetadata
 from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
-from services.worker.kernels.lora.stacked import StackedLora
+from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import ACTIVATIONS, Gate
@@ -28,8 +28,6 @@ class Operators(Protocol):
 
     name: str
     """For logs and the numerics fingerprint."""
-    adapter_copy_bytes: int
-    """The most that copies of adapters take, out of the memory that is given to the arena."""
 
     @property
     def make_metadata(self) -> Callable[..., AttentionMetadata]:
@@ -87,17 +85,13 @@ class TorchOperators:
     rotate: Rotate = staticmethod(rotate_heads)
     draws = TORCH_DRAWS
 
-    def __init__(self, adapter_copy_bytes: int = 0) -> None:
-        self.adapter_copy_bytes = adapter_copy_bytes
-        self._lora = StackedLora(adapter_copy_bytes)
-
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
         return DenseLinear(weight)
 
     def add_lora(self) -> AddLora:
         """See Operators."""
-        return self._lora.add_lora
+        return portable.add_lora
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""

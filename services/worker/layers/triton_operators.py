@@ -35,7 +35,6 @@ class TritonOperators:
     """Implements `operators.Operators`; `lora` is set once the arena is there."""
 
     name = "triton"
-    adapter_copy_bytes = 0
     rotate: Rotate = TorchOperators.rotate
     draws = DrawOperators(truncate, draw)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.worker.native.build import BuildFailed, build_library, find_library
+from services.worker.native.build import BuildFailed, build_library
 from services.worker.native.check import computes_right
 from services.worker.native.isa import TORCH, choose_isa
 from services.worker.sampling import fixed_log
@@ -321,12 +322,10 @@ def load_native(wanted: str = "auto") -> Native | None:
         logger.info("cpu kernels: torch")
         return None
     if isa not in _loaded:
-        if find_library(isa) is None:
-            logger.info("cpu kernels: compiling for %s, once", isa)
         try:
-            native = Native(isa, build_library(isa))
+            native = Native(isa, build_library(isa, partial(logger.info, "cpu kernels: %s")))
         except (BuildFailed, OSError) as error:
-            logger.warning("cpu kernels: torch, since the native ones are missing: %s", error)
+            logger.warning("cpu kernels: torch, several times slower: %s", error)
             return None
         if not computes_right(native):
             logger.error("cpu kernels: torch, since those for %s compute wrong here", isa)

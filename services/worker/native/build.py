@@ -1,7 +1,7 @@
 """Compile the kernels: `python -m services.worker.native.build`, with `--all` for an image.
 
-One shared library for each instruction set, in the virtual environment (or the
-user's cache), named by a hash of the sources. No torch headers, so a build takes seconds.
+One shared library for each instruction set, in the virtual environment (or the user's cache), named
+by a hash of the sources. The sources include no torch headers, so a build takes seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
@@ -30,6 +32,13 @@ from services.worker.native.isa import (
 
 SOURCE_DIR = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
+ZIG = ("-m", "ziglang", "c++", "-mcpu=baseline")
+"""Arguments of Python for the compiler of the package `ziglang`. Without `-mcpu` it would use every
+instruction that this processor has, whatever the library is for."""
+NO_COMPILER = (
+    "there is no C++ compiler: install g++ or clang++, set CXX, or run "
+    "`pip install 'loraplex[compiler]'`"
+)
 # Warnings are for developers; those of GCC 12 concern its own headers.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
 BUILD_TIMEOUT_S = 300
@@ -39,12 +48,12 @@ class BuildFailed(Exception):
     """Says why there is no library."""
 
 
-def find_compiler() -> str | None:
-    """`CXX`, or the first C++ compiler on the PATH."""
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of a C++ compiler: `CXX`, the first on the PATH, or that of `ziglang`."""
     for name in (os.environ.get("CXX", ""), *COMPILERS):
         if name and (path := shutil.which(name)):
-            return path
-    return None
+            return (path,)
+    return (sys.executable, *ZIG) if importlib.util.find_spec("ziglang") else None
 
 
 def find_library(isa: str) -> Path | None:
@@ -55,40 +64,57 @@ def find_library(isa: str) -> Path | None:
     return None
 
 
-def missing_library(wanted: str) -> str:
-    """What `choose_isa(wanted)` says where its library is still to be built, else ""."""
-    isa = choose_isa(wanted)
-    return "" if isa == TORCH or find_library(isa) else isa
-
-
 def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None) -> Path:
     """Compile for one instruction set and return the library's path; keeps one that is there.
 
-    One process compiles at a time, and others wait for it. `tell` hears of each source that is
-    compiled.
+    One process compiles at a time, with all its processors, and others wait for it. `tell` is
+    called with lines of progress.
 
     Raises:
-        BuildFailed: without a compiler, without a place to write, or with the compiler's words.
+        BuildFailed: there are no sources, no compiler or no folder to write to, or the compiler
+            failed.
     """
     if (path := find_library(isa)) is not None:
         return path
+    if not (sources := sorted(SOURCE_DIR.glob("*.cpp"))):
+        raise BuildFailed(f"the C++ sources are missing from {SOURCE_DIR}: reinstall loraplex")
     compiler = find_compiler()
     if compiler is None:
-        raise BuildFailed(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is on the PATH")
+        raise BuildFailed(NO_COMPILER)
     target = _writable_dir() / f"loraplex-{isa}-{source_hash()}-{_version_hash(compiler)}.so"
-    command = (compiler, *FLAGS, *ISA_FLAGS[isa])
-    sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with _alone_in(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if target.exists():
             return target
-        objects = [str(Path(folder, source.name).with_suffix(".o")) for source in sources]
-        for number, (source, compiled) in enumerate(zip(sources, objects, strict=True), 1):
-            _run(*command, "-c", str(source), "-o", compiled)
-            tell(f"{isa}: compiled {source.name}, {number} of {len(sources)}")
         built = Path(folder, target.name)
-        _run(*command, "-shared", *objects, "-o", str(built))
+        tell(f"{isa}: compiling {len(sources)} sources, once")
+        objects = _compile((*compiler, *FLAGS, *ISA_FLAGS[isa]), sources, folder, isa, tell)
+        tell(f"{isa}: linking")
+        # Without the flags of an instruction set, so that zig builds its C++ library only once.
+        _run(*compiler, *FLAGS, "-shared", *objects, "-o", str(built))
         built.replace(target)
     return target
+
+
+def _compile(
+    command: Sequence[str],
+    sources: Sequence[Path],
+    folder: str,
+    isa: str,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Compile all sources into `folder` and return the paths of the objects."""
+
+    def compile_one(source: Path) -> str:
+        compiled = str(Path(folder, source.name).with_suffix(".o"))
+        _run(*command, "-c", str(source), "-o", compiled)
+        return compiled
+
+    objects = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for source, compiled in zip(sources, pool.map(compile_one, sources), strict=True):
+            objects.append(compiled)
+            tell(f"{isa}: compiled {source.name}, {len(objects)} of {len(sources)}")
+    return objects
 
 
 def library_dirs() -> list[Path]:
@@ -104,7 +130,7 @@ def library_dirs() -> list[Path]:
 def source_hash() -> str:
     """Of all sources and flags."""
     digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
-    for path in sorted(SOURCE_DIR.iterdir()):
+    for path in sorted(SOURCE_DIR.glob("*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -122,16 +148,24 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _run(*command: str) -> None:
+    # Zig keeps what it builds once; its default is the home directory, which may not be writable.
+    places = {"ZIG_GLOBAL_CACHE_DIR": str(_writable_dir() / "zig")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            env={**places, **os.environ},
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not finish: {error}") from error
     if done.returncode != 0:
         raise BuildFailed(f"{command[0]} failed:\n{done.stderr[-2000:]}")
 
 
-def _version_hash(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S)
+def _version_hash(compiler: Sequence[str]) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S)
     return hashlib.sha256(done.stdout).hexdigest()[:8]
 
 

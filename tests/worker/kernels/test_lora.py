@@ -13,7 +13,6 @@ from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora.cpu import NativeLora
 from services.worker.kernels.lora.records import Records
 from services.worker.kernels.lora.runs import RowRun, row_runs
-from services.worker.kernels.lora.stacked import StackedLora
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
 from tests.worker.kernels.native_isas import ISAS, native
@@ -24,13 +23,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 SHAPES = [(1, 1, 1), (7, 33, 5), (31, 65, 130), (64, 100, 257)]
 
 
-@pytest.fixture(params=["torch", "stacked", *ISAS])
+@pytest.fixture(params=["torch", *ISAS])
 def fast(request):
     """`add_lora` of a path."""
     if request.param == "torch":
         return portable.add_lora
-    if request.param == "stacked":
-        return StackedLora().add_lora
     return NativeLora(native(request.param)).add_lora
 
 

@@ -1,5 +1,6 @@
 """Compiled products and elementwise operators against torch; dispatch and building."""
 
+import ctypes
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -155,8 +156,55 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_
     monkeypatch.setattr(bindings, "_loaded", {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     assert bindings.load_native("auto") is None
-    assert "no C++ compiler" in caplog.text
+    [line] = caplog.messages
+    assert "cpu kernels: torch" in line and "pip install 'loraplex[compiler]'" in line
+
+
+def test_without_sources_torch_computes_and_the_log_says_so(monkeypatch, tmp_path, caplog):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "gone")
+    monkeypatch.setattr(bindings, "_loaded", {})
+    monkeypatch.setattr(build, "source_hash", lambda: "of nothing")
+    assert bindings.load_native("auto") is None
+    [line] = caplog.messages
+    assert "cpu kernels: torch" in line and "sources are missing" in line
+
+
+def pretend_zig(folder):
+    """A package `ziglang` that hands what it is given to this system's compiler."""
+    compiler = build.find_compiler()
+    if compiler is None or "ziglang" in compiler:
+        pytest.skip("the system has no C++ compiler")
+    (folder / "ziglang").mkdir(parents=True)
+    (folder / "ziglang/__init__.py").touch()
+    (folder / "ziglang/__main__.py").write_text(
+        "import os, sys\n"
+        "assert sys.argv[1:3] == ['c++', '-mcpu=baseline'], sys.argv\n"
+        f"os.execv({compiler[0]!r}, [{compiler[0]!r}, *sys.argv[3:]])\n"
+    )
+
+
+def test_the_compiler_of_a_wheel_serves_where_the_system_has_none(monkeypatch, tmp_path):
+    pretend_zig(tmp_path / "packages")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "COMPILERS", ())
+    source = tmp_path / "sources" / "answer.cpp"
+    source.parent.mkdir()
+    source.write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    )
+    monkeypatch.setattr(build, "SOURCE_DIR", source.parent)
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path / "libraries"])
+    lines = []
+    path = build.build_library("generic", lines.append)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert "generic: compiled answer.cpp, 1 of 1" in lines
 
 
 def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, monkeypatch):
@@ -199,6 +247,18 @@ def test_who_builds_at_the_same_time_gets_the_one_library_that_is_made(monkeypat
         paths = set(pool.map(build.build_library, [choose_isa("auto")] * 4))
     assert paths == set(folder.iterdir())
     assert len([line for line in calls.read_text().splitlines() if "-shared" in line]) == 1
+
+
+@pytest.mark.long
+def test_the_compiler_of_the_real_wheel_makes_kernels_that_compute_right(monkeypatch, tmp_path):
+    pytest.importorskip("ziglang")
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    isa = choose_isa("auto")
+    assert computes_right(bindings.Native(isa, build.build_library(isa)))
 
 
 X86_COMPILERS = ("g++", "clang++")

@@ -1,10 +1,16 @@
-"""One thread: test machines are small, and results must not depend on how many there are."""
+"""What the parity tests share.
+
+Torch uses one thread, because results must not depend on how many threads a machine has.
+"""
+
+from collections.abc import Iterator
 
 import peft
 import pytest
 import torch
 
 from tests.worker.parity import runners
+from tests.worker.parity.near_tie import Verdict
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,3 +33,12 @@ def no_model_cards():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peft.PeftModel, "create_or_update_model_card", lambda *_: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def near_ties() -> Iterator[Verdict]:
+    """The positions and near ties of all parity tests of this process, judged after the last."""
+    total = Verdict()
+    yield total
+    if total.num_positions:
+        total.finish()

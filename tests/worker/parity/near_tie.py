@@ -2,7 +2,8 @@
 
 Judged teacher-forced along the tokens that we produced: at each position our token equals the
 reference's argmax, or the float64 gap between the two is below 1e-5 x max(1, std of the logits).
-Ties are counted; more than 0.1% of the positions fail.
+Ties are counted over everything that a test process judges; more than 0.1% of its positions fail.
+Where a tie falls depends on the processor's arithmetic, so a single test is too small a sample.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class Verdict:
         self.num_ties += other.num_ties
 
     def finish(self) -> None:
-        """Print the counts and fail when ties are too many."""
+        """Print the counts and fail when ties are too many.
+
+        One tie is always allowed: fewer than 1,000 positions cannot measure a share of 0.1%.
+        """
         print(f"{self.num_positions} positions, {self.num_ties} near ties")
         assert self.num_positions > 0
-        assert self.num_ties <= MAX_TIE_SHARE * self.num_positions, self
+        assert self.num_ties <= max(1.0, MAX_TIE_SHARE * self.num_positions), self

@@ -6,9 +6,11 @@ transformers + PEFT, stays on the CPU, whose float32 is IEEE.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+from services.common.env import CPU_ISA
 from services.worker.building import build_runner
 from services.worker.runner import TorchRunner
 
@@ -29,5 +31,7 @@ def device() -> str:
 
 
 def parity_runner(folder: Path, *, dtype: str = "float32", **settings: Any) -> TorchRunner:
-    """`build_runner` of a base on the device that was chosen."""
+    """`build_runner` of a base on the device that was chosen, and with the instruction set of
+    `LORAPLEX_CPU_ISA`."""
+    settings.setdefault("cpu_isa", CPU_ISA.read(os.environ))
     return build_runner(folder, device=_device, dtype=dtype, **settings)

@@ -113,7 +113,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 
 @pytest.mark.filterwarnings("ignore")
 def test_fields_that_are_served_or_without_effect_give_the_tokens_of_peft(
-    base: TinyBase, tmp_path: Path
+    base: TinyBase, tmp_path: Path, near_ties: Verdict
 ) -> None:
     uses = USES | {f"init_{name}": {"init_lora_weights": value} for name, value in INITS.items()}
     geometry = geometry_from_folder(base.folder)
@@ -131,18 +131,17 @@ def test_fields_that_are_served_or_without_effect_give_the_tokens_of_peft(
             request.adapters_from = len(prompt) - 2
         jobs.append(Job(request, ((slot, 1.0),), rng.randrange(6)))
     driver.run(jobs, chunk=13)
-    reference, total = Reference(base, folders), Verdict()
+    reference = Reference(base, folders)
     for name, job in zip(uses, jobs, strict=True):
         prompt, ours = job.request.prompt_ids, job.request.output_ids
         tokens = prompt + ours
         logits = reference.logits(name, tokens, len(prompt))
         again = partial(reference.logits64, name, tokens, len(prompt))
-        total.judge(len(prompt), ours, logits, again, name)
+        near_ties.judge(len(prompt), ours, logits, again, name)
         expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         found = [sample.logprobs for sample in job.samples if sample.logprobs is not None]
         for entry, row in zip(found, expected, strict=True):
             assert abs(entry.logprob - row[entry.token_id].item()) < MAX_LOGPROB_ERROR, name
-    total.finish()
 
 
 @pytest.fixture(scope="module")

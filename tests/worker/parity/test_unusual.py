@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.worker.parity.driving import Driver, Job, greedy
-from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
 from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR
@@ -66,7 +65,7 @@ def noise_of(reference, name, tokens, num_prompt, exact):
 
 @pytest.mark.parametrize("path", ["auto", "vanilla"])
 @pytest.mark.parametrize("seed", params())
-def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_path):
+def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_path, near_ties):
     base = unusual_base(seed, tmp_path / "base")
     names = [str(place) for place in range(NUM_ADAPTERS)]
     adapters = {n: unusual_adapter(base, 100 * seed + int(n), tmp_path / n) for n in names}
@@ -77,14 +76,14 @@ def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_p
     rng = random.Random(seed)
     jobs = make_jobs(rng, adapters, slots, base.model.config.vocab_size)
     driver.run([job for _, job in jobs], chunk=rng.choice((7, 19, 64)))
-    reference, total = Reference(base, adapters), Verdict()
+    reference = Reference(base, adapters)
     with torch.inference_mode():
         for name, job in jobs:
             prompt, ours = job.request.prompt_ids, job.request.output_ids
             tokens = prompt + ours
             logits = reference.logits(name, tokens, len(prompt))
             again = partial(reference.logits64, name, tokens, len(prompt))
-            total.judge(len(prompt), ours, logits, again, f"{base.name} {name}")
+            near_ties.judge(len(prompt), ours, logits, again, f"{base.name} {name}")
             found = [s.logprobs.logprob for s in job.samples if s.logprobs is not None]
             found = torch.tensor(found, dtype=torch.float64)
             if (found - logprobs_of(logits, tokens, len(prompt))).abs().max() <= MAX_LOGPROB_ERROR:
@@ -95,4 +94,3 @@ def test_unusual_bases_and_adapters_equal_peft_token_for_token(seed, path, tmp_p
                 noise = noise_of(reference, name, tokens, len(prompt), exact)
                 print(f"{base.name} {name}: error {error:.1e}, noise of float32 {noise:.1e}")
                 assert error <= MAX_NOISES * noise, name
-    total.finish()

@@ -79,9 +79,7 @@ class Stage:
         edges = itertools.pairwise(itertools.accumulate(self.widths, initial=0))
         parts = tuple(Part(0, begin, end - begin) for begin, end in edges)
         shape = SiteShape(self.num_inputs, parts, is_aligned=True, may_be_cut=False)
-        self.tables = DeviceTables(
-            arena.data.view(-1), torch.bfloat16, [shape], len(RANKS), 4000
-        )
+        self.tables = DeviceTables(arena.data.view(-1), torch.bfloat16, [shape], len(RANKS), 4000)
         for slot, delta in enumerate(deltas):
             self.tables.enter(slot, {0: delta}, set())
         self.table = {(slot, 0): delta for slot, delta in enumerate(deltas)}

@@ -1,0 +1,28 @@
+"""What must be installed before a stack can run: the packages of the extra `local`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from loraplex.errors import LoraplexError
+
+MODULES = (
+    "boto3", "cryptography", "grpc_health", "grpc_reflection", "huggingface_hub", "jinja2",
+    "llguidance", "msgspec", "numpy", "prometheus_client", "redis", "safetensors", "starlette",
+    "tokenizers", "uvicorn",
+)  # fmt: skip
+"""One module of each package that every stack needs."""
+
+
+def check_packages() -> None:
+    """Raises LoraplexError that names the packages that are missing and how to install them.
+
+    A client is installed without them, and its `loraplex up` would otherwise end in a traceback.
+    """
+    missing = [module for module in MODULES if find_spec(module) is None]
+    if missing:
+        raise LoraplexError(
+            f"the packages of a server are not installed ({', '.join(missing)}): "
+            "run `pip install 'loraplex[local]'`",
+            reason="NOT_INSTALLED",
+        )
