@@ -113,7 +113,7 @@ def _list_groups() -> Variant:
     kernel = lora.list_groups
     names = [name for name in kernel.arg_names if name.islower()]
     types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "tickets", "done"), "*i32")
+    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")
     types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
     return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
 

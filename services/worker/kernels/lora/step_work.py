@@ -104,7 +104,6 @@ class StepWork:
             self.counts,
             self.tile_ends,
             self.vectors,
-            self.tickets,
             self.done,
             0,
             len(tables.parts),

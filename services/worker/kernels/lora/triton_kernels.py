@@ -54,7 +54,7 @@ def _choose(number, value_0, value_1, value_2, value_3):
     ]
 )  # fmt: skip
 def list_groups(
-    runs, index, records, entries, lanes, counts, tile_ends, vectors, tickets, done,
+    runs, index, records, entries, lanes, counts, tile_ends, vectors, done,
     first_part, num_parts, max_groups, max_tiles, num_tiles, max_vectors,
     MAX_RUNS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def list_groups(
     Writes, for part p counted from `first_part`: its groups in the order of the runs to
     `entries [p, g]`, the places of their rows of B to `lanes [p, 16 g + r]`, their number to
     `counts [p, 0]` and that of its vectors to `counts [p, 1]`, the number of groups of the row
-    tiles 0..t to `tile_ends [p, t]`. Clears `tickets [p, g]` and `done [p]`.
+    tiles 0..t to `tile_ends [p, t]`. Clears `done [p]`.
     """
     part = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MAX_RUNS)
@@ -100,7 +100,6 @@ def list_groups(
         row_of_b = tl.where(r[None, :] < _low(size)[:, None], row_of_b, NO_ROW)
         lane = entry_number[:, None] * GROUP_ROWS + r[None, :]
         tl.store(lanes + lane, row_of_b, mask=is_group[:, None])
-        tl.store(tickets + entry_number, tl.zeros((MAX_RUNS,), tl.int32), mask=is_group)
     for t in range(num_tiles):
         in_tiles = tl.sum(tl.where(begin < (t + 1) * TILE_ROWS, count, 0), axis=0)
         tl.store(tile_ends + part * max_tiles + t, in_tiles)
@@ -199,7 +198,9 @@ def _shrink_groups(
             tl.store(lines + split * TILE_NUMBERS + line, total)
             tl.debug_barrier()
             if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
-                # The last to come adds all partial sums, in order whoever it is.
+                # The last to come adds all partial sums, in order whoever it is. The next launch
+                # finds the ticket as this one did.
+                tl.store(tickets + number, 0)
                 total = tl.load(lines + line)
                 for p in tl.static_range(1, SPLITS):
                     total += tl.load(lines + p * TILE_NUMBERS + line)
