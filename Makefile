@@ -82,7 +82,7 @@ protos-check: ## Fail when loraplex/v1 is not what the protos generate
 
 bench: ## Run every benchmark and print its table: make bench ARGS='...'
 	@GOAL=$@ scripts/setup.sh run test
-	@for name in registry gateway; do $(BIN)/python -m benchmarks.bench_$$name $(ARGS) || exit 1; done
+	@for name in registry.service serving.gateway; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 fmt: ## Format and sort imports
 	@GOAL=$@ scripts/setup.sh run test dev

@@ -66,7 +66,7 @@ CLUSTERED_AGE_S = 30.0
 """A bound below the time that requests wait anyway would make clustering first come, first served.
 """
 CLUSTERED_MIN_QUEUE = 0.5
-"""Waiting requests for each that runs. See `benchmarks/clustering.py`."""
+"""Waiting requests for each that runs. See `benchmarks/scheduling/clustering.py`."""
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: FIRST_COME,
