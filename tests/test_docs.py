@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import summaries
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
 from services.common import env
@@ -24,6 +25,7 @@ DOCUMENTS = [
 ]
 PACKAGES = "benchmarks|demo|loraplex|scripts|services|tests"
 VARIABLES = {knob.name for knob in env.ALL_KNOBS} | {"AWS_ENDPOINT_URL_S3"}
+BENCHMARKS = summaries()
 PARSERS = {
     "registry": registry.make_parser,
     "loraplex": loraplex.make_parser,
@@ -57,6 +59,8 @@ def test_modules_and_targets_are_there(document: Path) -> None:
     for module in re.findall(rf"python -m ((?:{PACKAGES})\.[\w.]*\w)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    named = re.findall(r"python -m benchmarks run ([\w.]*\w)", text)
+    assert [name for name in named if name not in BENCHMARKS] == []
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"(?:`|^|\s\s)make ([a-z][\w-]*)", text, re.M):
         assert target in targets, target

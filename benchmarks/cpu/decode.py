@@ -1,6 +1,6 @@
-"""Decoding on a CPU: our engine in process beside transformers and peft, on the same requests.
+"""Decoding on a CPU: the engine in process, compared with transformers and PEFT.
 
-    python -m benchmarks.cpu.decode --work-dir DIR [--model 135m] [--repetitions 3] [--no-peer]
+    python -m benchmarks run cpu.decode --work-dir DIR [--model 135m] [--repetitions 3] [--no-peer]
 
 Random weights; adapters of ranks 8, 16, 32, 64 on every linear; 64 to 128 prompt tokens, fresh in
 every repetition; greedy; all requests at once. The sides take turns. Prints ratios and writes

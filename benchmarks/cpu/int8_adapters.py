@@ -1,4 +1,6 @@
-"""What int8 adapters cost in accuracy: `python -m benchmarks.cpu.int8_adapters`.
+"""Accuracy that int8 adapters cost on the demo's adapters.
+
+    python -m benchmarks run cpu.int8_adapters
 
 The demo's base and its trained adapters on a CPU, in float32. Held-out questions with their right
 answers are scored twice, by each adapter as published and by the same with

@@ -1,6 +1,6 @@
-"""What this machine can do at best: bytes read and float operations a second, all cores.
+"""The memory bandwidth and the rate of float operations of this machine, on all cores.
 
-    python -m benchmarks.cpu.limits
+    python -m benchmarks run cpu.limits
 
 The best of several rounds, since other processes can only make a round slower.
 """

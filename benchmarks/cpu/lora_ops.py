@@ -1,7 +1,6 @@
-"""The low-rank update alone, 32 rows: C++, torch (stacked adapters) and a loop over runs in torch,
-against the bytes that must move.
+"""The low-rank update alone, 32 rows: compiled kernels and torch, over the bytes that must move.
 
-    python -m benchmarks.cpu.lora_ops
+    python -m benchmarks run cpu.lora_ops
 
 Tiles rotate over more memory than caches hold, as the layers of a model do in a decode step.
 """

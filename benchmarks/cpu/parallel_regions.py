@@ -1,6 +1,6 @@
-"""What the parallel regions of a decode step cost, over the step: a bound on fusing them.
+"""Cost of the parallel regions of a decode step: an upper bound on what fusing them can gain.
 
-    python -m benchmarks.cpu.parallel_regions --work-dir DIR [--model 135m] [--rows 1,8,32]
+    python -m benchmarks run cpu.parallel_regions --work-dir DIR [--model 135m] [--rows 1,8,32]
 
 Counts the regions of a step (calls of compiled kernels, two for attention: at most, since small
 operators of up to 16 rows compute on the caller alone), and times regions of two empty tasks in the

@@ -1,7 +1,7 @@
-"""Our engine in process beside other engines: the same requests, in turns, fresh prompts.
+"""The engine in process, compared with other engines on the same requests.
 
     benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
-    python -m benchmarks.cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
+    python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
 
 Cases are requests x distinct adapters, 0 = the base alone. Only right answers have a speed: a
 peer's first tokens must be ours in three requests of four (all compute in bfloat16, where near ties

@@ -1,4 +1,6 @@
-"""Draw a `cpu_decode.json` as a picture beside it: `python -m benchmarks.cpu.plot FILE`.
+"""Draw a `cpu_decode.json` as a PNG in the same folder.
+
+    python -m benchmarks run cpu.plot FILE
 
 Needs the extra `plots`: `pip install 'loraplex[plots]'`.
 """

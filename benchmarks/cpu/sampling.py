@@ -1,6 +1,6 @@
-"""What choosing tokens costs on a CPU: sampled steps over greedy ones, compiled draws over torch's.
+"""Cost of sampling on a CPU: sampled steps over greedy steps, compiled code over torch.
 
-    python -m benchmarks.cpu.sampling --work-dir DIR [--model 135m] [--rows 1,8,32]
+    python -m benchmarks run cpu.sampling --work-dir DIR [--model 135m] [--rows 1,8,32]
 
 Random weights, so logits are flat and any token could win: the worst case for a draw. Steps are of
 our engine in process, kinds in turns; operators are timed on the same logits one after another.

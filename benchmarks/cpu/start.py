@@ -1,6 +1,6 @@
-"""Start of an engine and its memory, against what they must hold.
+"""Time from process start to ready, and resident memory, of an engine.
 
-    python -m benchmarks.cpu.start --work-dir DIR [--model 135m] [--adapters 32]
+    python -m benchmarks run cpu.start --work-dir DIR [--model 135m] [--adapters 32]
 
 A fresh process each: one that only imports torch; one that loads the base (kernels built before),
 then all adapters, and decodes a batch with each of them. Prints seconds from the process's start

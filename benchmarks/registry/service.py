@@ -1,11 +1,11 @@
-"""The registry beside plain file copies, and its index at two sizes.
+"""Registry transfers compared with file copies, and index operations at two sizes.
 
-    python -m benchmarks.registry.service [--rounds 5] [--adapters 100000] [--work-dir DIR]
+    python -m benchmarks run registry.service [--rounds 5] [--adapters 100000] [--work-dir DIR]
 
 Prints a table and writes results/<machine kind>/registry.json. What is compared alternates within
 one run, and ratios are medians over rounds, so that a busy machine blurs them and does not tilt
 them. All of it is real: the registry's process, its embedded metadata server, the file store.
-Beside an S3 server (scripts/s3_server.sh ceph python -m benchmarks.registry.service --only
+Beside an S3 server (scripts/s3_server.sh ceph python -m benchmarks run registry.service --only
 reindexing_bucket) rebuilding from a bucket is measured too.
 """
 

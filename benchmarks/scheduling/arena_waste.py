@@ -1,6 +1,6 @@
-"""How much of the arena's blocks adapters leave empty, by rank: arithmetic, no weights.
+"""Share of arena blocks that adapters leave empty, by rank: arithmetic, no weights.
 
-    python -m benchmarks.scheduling.arena_waste
+    python -m benchmarks run scheduling.arena_waste
 
 Adapters of ranks 8, 16, 32 and 64 on Llama-2-7B and Llama-3-8B, on the attention's projections (as
 in S-LoRA's paper) and on every linear, are placed as the worker's packer places them, from headers

@@ -1,6 +1,6 @@
-"""Simulated: adapter clustering by how many adapters may run before others wait, as S-LoRA has it.
+"""Simulated: S-LoRA's adapter clustering by the number of adapters that may run at once.
 
-    python -m benchmarks.scheduling.clustering [--rate-shares 1,1.15] [--seeds 4]
+    python -m benchmarks run scheduling.clustering [--rate-shares 1,1.15] [--seeds 4]
 
 32 adapters of ranks 64, 32, 16 and 8 on one worker (roofline costs of `slora_policies`), lengths
 U[8,512], first tokens wanted within 6 s, at shares of the capacity that is measured first. d is the

@@ -1,6 +1,6 @@
-"""Simulated: first tokens in time under overload, giving up early beside first come, first served.
+"""Simulated: first tokens in time under overload, with early abort and without.
 
-    python -m benchmarks.scheduling.early_abort [--loads 0.5,0.8,1,1.5,2] [--seeds 3]
+    python -m benchmarks run scheduling.early_abort [--loads 0.5,0.8,1,1.5,2] [--seeds 3]
 
 S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
 costs of `slora_policies`, with the worker's own scheduler. Capacity is measured first, then

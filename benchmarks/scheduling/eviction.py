@@ -1,6 +1,6 @@
-"""Which idle adapter should go: the worker's adapter cache under each order, on seeded traces.
+"""Adapter cache misses under each eviction order, on seeded traces.
 
-    python -m benchmarks.scheduling.eviction [--seeds 5]
+    python -m benchmarks run scheduling.eviction [--seeds 5]
 
 2,000 adapters of ranks 8 to 64 ask for an arena that holds a tenth of their blocks; requests come
 as a Poisson process, hold their adapter for a while and let it go. Popularity is Zipf's, or Zipf's

@@ -1,6 +1,6 @@
-"""Overload and fairness: a whole gateway over simulated workers, under a virtual clock.
+"""Simulated: overload and fairness of a whole gateway in front of simulated workers.
 
-    python -m benchmarks.scheduling.overload [--seconds 40] [--seed 0]
+    python -m benchmarks run scheduling.overload [--seconds 40] [--seed 0]
 
 The gateway's own rooms (admission, rates, routing, relay, sessions) run over simulated workers of a
 fixed speed, so that capacity is a fact of the run: it is measured first, by as many clients as keep

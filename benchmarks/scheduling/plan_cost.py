@@ -1,6 +1,6 @@
-"""What planning costs beside the step.
+"""Cost of planning a step, over the duration of the step.
 
-    python -m benchmarks.scheduling.plan_cost --work-dir DIR
+    python -m benchmarks run scheduling.plan_cost --work-dir DIR
 
 A full batch decodes while others wait, each with a deadline, one of a hundred adapters and one of a
 hundred tenants. Times one `hopeless` + `plan` + taking in the tokens, without a model, and prints

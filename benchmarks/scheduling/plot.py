@@ -1,4 +1,6 @@
-"""Draw the figures of docs/performance-adapters.md: `python -m benchmarks.scheduling.plot FOLDER`.
+"""Draw the results of the adapter benchmarks, measured and simulated, as two PNG files.
+
+    python -m benchmarks run scheduling.plot FOLDER
 
 FOLDER is a machine's, such as benchmarks/results/intel-xeon-2c. Needs the extra `plots`.
 """

@@ -1,6 +1,6 @@
-"""Where requests land: the gateway's own routing functions under a virtual clock.
+"""Simulated: share of requests that the router sends to a worker that holds their adapter.
 
-    python -m benchmarks.scheduling.routing [--requests 20000] [--seed 0]
+    python -m benchmarks run scheduling.routing [--requests 20000] [--seed 0]
 
 Four workers with eight adapter slots each serve 64 adapters of Zipf popularity. A full worker gives
 up the adapter used longest ago, as ours do, or the one used least of late; a request whose adapter

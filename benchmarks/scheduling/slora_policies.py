@@ -1,7 +1,7 @@
-"""Simulated: what each scheduling policy does to attainment on S-LoRA's S2 workload.
+"""Simulated: SLO attainment of each scheduling policy on the S-LoRA paper's workload S2.
 
-    python -m benchmarks.scheduling.slora_policies [--duration 120] [--rates 1,1.5,2] [--cvs 1,8]
-    python -m benchmarks.scheduling.slora_policies --lengths 8-512,1-8 --rates 8,20 --deadline 6
+    python -m benchmarks run scheduling.slora_policies [--duration 120] [--rates 1,1.5,2]
+    python -m benchmarks run scheduling.slora_policies --lengths 8-512,1-8 --rates 8,20 --deadline 6
 
 Every policy the engine offers runs the same traces: 200 adapters of ranks 64, 32, 16 and 8, lengths
 U[8,512], one worker. Costs are a roofline of a 7B base in float16 on a 24 GB GPU with 600 GB/s, not

@@ -1,6 +1,6 @@
-"""Simulated: one pool for KV cache and adapters beside fixed splits, where the load drifts.
+"""Simulated: one pool for KV cache and adapters, compared with fixed splits, drifting load.
 
-    python -m benchmarks.scheduling.unified_pool [--arena 1.5GiB] [--shares 5,10,20,30,50]
+    python -m benchmarks run scheduling.unified_pool [--arena 1.5GiB] [--shares 5,10,20,30,50]
 
 Phases alternate: many adapters with short answers, then one adapter with long ones. The
 scheduler, the adapter cache and the prefix cache are the worker's own, in virtual time, at the

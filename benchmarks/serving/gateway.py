@@ -1,6 +1,6 @@
-"""What the gateway adds to a first token, and how many tokens one core of it relays.
+"""Latency that the gateway adds to a first token, and tokens that one core of it relays.
 
-    python -m benchmarks.serving.gateway [--rounds 3] [--streams 200]
+    python -m benchmarks run serving.gateway [--rounds 3] [--streams 200]
 
 A real gateway process stands between scripted neighbours, with real sockets everywhere. Added
 latency: the round trip of a call to the gateway, less that of the same kind of call straight to the

@@ -1,6 +1,6 @@
-"""Decoding through the whole stack over HTTP, against the same engine in process.
+"""Decoding speed through the whole stack over HTTP, compared with the same engine in process.
 
-    python -m benchmarks.serving.http_overhead --work-dir DIR [--requests 32] [--adapters 8]
+    python -m benchmarks run serving.http_overhead --work-dir DIR [--requests 32] [--adapters 8]
 
 The stack is `loraplex up` with its defaults and the adapters published; clients are threads of this
 process, one a request, that wait for whole answers. Both sides get the same prompts (token ids),

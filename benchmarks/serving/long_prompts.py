@@ -1,6 +1,6 @@
-"""Streams beside long prompts, under several `LORAPLEX_MAX_STEP_S`, an engine on this machine.
+"""Latency of streams while long prompts run, for several values of `LORAPLEX_MAX_STEP_S`.
 
-    python -m benchmarks.serving.long_prompts --work-dir DIR [--base 135m] [--bounds 0,0.1,0.2,0.5]
+    python -m benchmarks run serving.long_prompts --work-dir DIR [--bounds 0,0.1,0.2,0.5]
 
 Eight streams decode for eight adapters; for a ninth, long prompts come, each when the one before
 it has had its token and the streams a few more, and just after it a short one. Printed for each

@@ -1,6 +1,6 @@
-"""Thousands of real adapter files behind one small base.
+"""Throughput of one small base with up to 2,000 adapter files.
 
-    python -m benchmarks.serving.many_adapters --work-dir DIR
+    python -m benchmarks run serving.many_adapters --work-dir DIR
 
 An engine without its door serves requests for n adapters, n = 0, 1, 5, 100, 1000, 2000, from files
 made once (about 22M parameters; ranks 1 to 8 on every linear), through an arena that holds

@@ -1,6 +1,6 @@
-"""Overload and fairness on a real stack, with keys.
+"""Overload and fairness between tenants on a real stack.
 
-    python -m benchmarks.serving.overload --work-dir DIR [--rounds 3] [--seconds 10]
+    python -m benchmarks run serving.overload --work-dir DIR [--rounds 3] [--seconds 10]
 
 `loraplex up` serves a base of real geometry (135M weights, made once); clients of three tenants
 speak gRPC from this process. In each round: capacity, by as many clients as keep the batch full;

@@ -1,6 +1,6 @@
-"""Measured: one pool for KV cache and adapters beside fixed splits, an engine on this machine.
+"""Measured: one pool for KV cache and adapters, compared with fixed splits, on a real engine.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.serving.unified_pool --work-dir DIR [--ranks 1,2,4,8]
+    OMP_NUM_THREADS=1 python -m benchmarks run serving.unified_pool --work-dir DIR [--ranks 1,2,4,8]
         [--base 135m] [--dtype auto] [--blocks 128]
 
 A real engine (random base, 400 real adapter files on every linear) with so little memory that its

@@ -1,6 +1,6 @@
-"""What the simulator says of an engine, beside what the engine did: no gateway between.
+"""Simulated results of an engine alone, compared with measured ones.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulation.engine --work-dir DIR [--rates 8,16,40]
+    OMP_NUM_THREADS=1 python -m benchmarks run simulation.engine --work-dir DIR [--rates 8,16,40]
 
 A real engine (22M parameters, 400 real adapter files behind an arena that holds a part of them)
 is given requests at the moments that a trace says and writes a step trace. Bursty traces, on which

@@ -1,6 +1,6 @@
-"""What the simulator says of traces, beside what a stack did with them.
+"""Simulated results of a whole stack, compared with measured ones.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulation.stack --work-dir DIR [--rates 10,80]
+    OMP_NUM_THREADS=1 python -m benchmarks run simulation.stack --work-dir DIR [--rates 10,80]
 
 `loraplex up` serves the demo's base and a hundred copies of its adapters, and writes a step trace;
 the engine computes with one thread, so that gateway, doors and clients have a core of their own.
