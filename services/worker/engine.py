@@ -2,8 +2,9 @@
 `step` each.
 
 Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
-run meanwhile: docs/architecture.md, "Overlap". Composes scheduler, cache, arena and runner and is
-the only place where they meet. No I/O but the runner's; time comes from an injected clock.
+run meanwhile: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
+runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
+clock.
 """
 
 from __future__ import annotations
