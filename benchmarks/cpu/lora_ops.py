@@ -1,4 +1,4 @@
-"""The low-rank update alone, 32 rows: compiled kernels and torch, over the bytes that must move.
+"""The low-rank update alone, 32 rows: C++ and torch against the bytes that must move.
 
     python -m benchmarks run cpu.lora_ops
 
