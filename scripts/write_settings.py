@@ -1,6 +1,6 @@
 """Write the table of docs/reference/settings.md anew from services/common/env.py.
 
-    python scripts/write_settings.py
+python scripts/write_settings.py
 """
 
 from __future__ import annotations
