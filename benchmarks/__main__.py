@@ -22,11 +22,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 GROUPS = {
     "serving": "an engine, a gateway or a whole stack that serves requests",
-    "cpu": "kernels and decode steps on CPUs, beside other engines",
+    "cpu": "kernels and decode steps on CPUs, compared with other engines",
     "gpu": "kernels and decode steps on CUDA devices",
     "registry": "uploads, downloads and the index",
     "scheduling": "scheduling, routing and caching policies in virtual time",
-    "simulation": "simulated results beside measured ones",
+    "simulation": "simulated results compared with measured ones",
 }
 QUICK = {
     "scheduling.arena_waste": ([], 10),

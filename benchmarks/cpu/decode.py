@@ -2,12 +2,11 @@
 
     python -m benchmarks run cpu.decode --work-dir DIR [--model 135m] [--repetitions 3] [--no-peer]
 
-Random weights; adapters of ranks 8, 16, 32, 64 on every linear; 64 to 128 prompt tokens, fresh in
-every repetition; greedy; all requests at once. The sides take turns. Prints ratios and writes
-`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those that are in it. Numbers of
-one run compare with each other only. On a machine that other processes use, too, set
-OMP_NUM_THREADS=1: OpenMP, which the peer computes with, waits for threads that the system has taken
-away, and one thread for each side is the fairer race.
+Random weights; adapters of ranks 8, 16, 32 and 64 on every linear; 64 to 128 prompt tokens, fresh
+in every repetition; greedy; all requests at once. The sides alternate. Prints ratios and writes
+`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
+within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
+peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
 """
 
 from __future__ import annotations

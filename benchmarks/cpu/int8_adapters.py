@@ -2,11 +2,11 @@
 
     python -m benchmarks run cpu.int8_adapters
 
-The demo's base and its trained adapters on a CPU, in float32. Held-out questions with their right
-answers are scored twice, by each adapter as published and by the same with
-LORAPLEX_ADAPTER_DTYPE=int8; prints how far their tokens move in log probability, beside how far the
-adapter itself moves them from the base, and the bytes of both in the arena. Questions are hard to
-foresee and move more; answers are all but certain.
+Uses the demo's base and its trained adapters on a CPU, in float32. Held-out questions with their
+right answers are scored by each adapter as published and by the same adapter with
+LORAPLEX_ADAPTER_DTYPE=int8. Prints how far log probabilities of their tokens move, how far the
+adapter itself moves them from the base, and the bytes of both in the arena. Tokens of questions are
+hard to predict and move more; those of answers are almost certain.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks run cpu.parallel_regions --work-dir DIR [--model 135m] [--rows 1,8,32]
 
-Counts the regions of a step (calls of compiled kernels, two for attention: at most, since small
-operators of up to 16 rows compute on the caller alone), and times regions of two empty tasks in the
-same pool (`native/src/pool.cpp`, built for this), back to back and with the step's mean gap between
-them, in which the other threads may fall asleep. A step in one region a layer would still wait for
-all threads between most of its parts, so the real gain is smaller.
+Counts the regions of a step (calls of compiled kernels, two for attention). The count is an upper
+bound, since small operators of up to 16 rows run on the calling thread alone. Times regions of two
+empty tasks in the same pool (`native/src/pool.cpp`, built for this), back to back and with the mean
+gap of a step between them, in which the other threads may fall asleep. A step with one region per
+layer would still wait for all threads between most of its parts, so the real gain is smaller.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """llama.cpp's server, as `cpu.peers` drives it: `PYTHON peer_llamacpp.py BASE ROWS [ADAPTER ...]`.
 
-Runs in the environment that `install_peers.sh` makes, beside llama.cpp's sources and its server.
-Base and adapters are converted to GGUF in bfloat16 beside their folders, once. Adapters go with the
-request (`"lora"`), a slot for each row; requests under different adapters do not share a step, as
-llama.cpp documents. See `peer_wire` for what this reads and answers.
+Runs in the environment that `install_peers.sh` makes, which contains llama.cpp's sources and
+server. Base and adapters are converted to GGUF in bfloat16, once, in the parent of their folders. A
+request carries its adapters (`"lora"`), and each row has a slot. Requests with different adapters
+do not share a step, as llama.cpp documents. `peer_wire` says what this program reads and answers.
 """
 
 from __future__ import annotations

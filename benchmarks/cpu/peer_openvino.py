@@ -1,8 +1,8 @@
 """OpenVINO GenAI, as `cpu.peers` drives it: `PYTHON peer_openvino.py BASE ROWS [ADAPTER ...]`.
 
-Runs in the environment that `install_peers.sh` makes. The base is exported beside its folder, once.
-Each request names its adapter in its own generation config, as the interface invites one to;
-`cpu.peers` checks what comes of it. See `peer_wire` for what this reads and answers.
+Runs in the environment that `install_peers.sh` makes. The base is exported once, in the parent of
+its folder. Each request names its adapter in its own generation config, as the interface suggests;
+`cpu.peers` checks the answers. `peer_wire` says what this program reads and answers.
 """
 
 from __future__ import annotations

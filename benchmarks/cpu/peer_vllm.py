@@ -1,7 +1,8 @@
 """vLLM's CPU build, as `cpu.peers` drives it: `PYTHON peer_vllm.py BASE ROWS [ADAPTER ...]`.
 
 Runs in vLLM's own environment, without anything of this project. Adapters are folders as PEFT
-writes them; without any, vLLM starts without LoRA. See `peer_wire` for what it reads and answers.
+writes them; without any, vLLM starts without LoRA. `peer_wire` says what this program reads and
+answers.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
     python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
 
-Cases are requests x distinct adapters, 0 = the base alone. Only right answers have a speed: a
-peer's first tokens must be ours in three requests of four (all compute in bfloat16, where near ties
-differ). Rows go to `results/<machine>/cpu_peers.json`, in place of earlier ones of the same peer,
-case and number of new tokens.
+A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
+peer's first tokens must equal ours in three of four requests (all compute in bfloat16, where near
+ties differ). Rows go to `results/<machine>/cpu_peers.json` and replace earlier ones of the same
+peer, case and number of new tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two sides of `cpu.decode`: our engine in process, and transformers with peft."""
+"""The two sides of `cpu.decode`: the engine in process, and transformers with PEFT."""
 
 from __future__ import annotations
 

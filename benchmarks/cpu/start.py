@@ -2,10 +2,10 @@
 
     python -m benchmarks run cpu.start --work-dir DIR [--model 135m] [--adapters 32]
 
-A fresh process each: one that only imports torch; one that loads the base (kernels built before),
-then all adapters, and decodes a batch with each of them. Prints seconds from the process's start
-until it could take requests, and resident memory above that of torch over the bytes of base and
-adapters.
+Starts one fresh process that only imports torch, and one that loads the base (with compiled
+kernels), then all adapters, and decodes a batch with each of them. Prints the seconds from the
+start of the process until it could take requests, and the resident memory above that of torch, over
+the bytes of base and adapters.
 """
 
 from __future__ import annotations

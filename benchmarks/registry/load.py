@@ -1,4 +1,4 @@
-"""What the registry is fed in benchmarks: adapters of a wanted size, stores full of versions."""
+"""Inputs for the registry's benchmarks: adapters of a given size, stores full of versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A registry as a real process on a state folder of its own, watched from outside."""
+"""A registry as a real process with a state folder of its own, observed from outside."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks run registry.service [--rounds 5] [--adapters 100000] [--work-dir DIR]
 
-Prints a table and writes results/<machine kind>/registry.json. What is compared alternates within
-one run, and ratios are medians over rounds, so that a busy machine blurs them and does not tilt
-them. All of it is real: the registry's process, its embedded metadata server, the file store.
-Beside an S3 server (scripts/s3_server.sh ceph python -m benchmarks run registry.service --only
-reindexing_bucket) rebuilding from a bucket is measured too.
+Prints a table and writes results/<machine kind>/registry.json. Compared sides alternate within one
+run, and ratios are medians over rounds, so a busy machine adds noise but no bias. The registry's
+process, its embedded metadata server and the file store are real. With an S3 server
+(scripts/s3_server.sh ceph python -m benchmarks run registry.service --only reindexing_bucket),
+rebuilding from a bucket is measured, too.
 """
 
 from __future__ import annotations

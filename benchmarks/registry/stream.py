@@ -1,5 +1,6 @@
-"""The bounds of every transfer: a gRPC stream whose other end, a process, only counts bytes, and
-one whose other end hashes them and keeps them in a file, as whoever takes an upload must."""
+"""Upper bounds of every transfer: a gRPC stream to a process that only counts bytes, and one to a
+process that hashes them and writes them to a file, as every upload must.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads and pulls of whole adapters through a registry process, beside plain file copies."""
+"""Uploads and pulls of complete adapters through a registry process, compared with file copies."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks run scheduling.arena_waste
 
-Adapters of ranks 8, 16, 32 and 64 on Llama-2-7B and Llama-3-8B, on the attention's projections (as
-in S-LoRA's paper) and on every linear, are placed as the worker's packer places them, from headers
-of files without values. Printed: the share of their blocks that no value fills, of each rank and
-of all four together, and what slots of the largest rank for everybody would waste.
+Adapters of ranks 8, 16, 32 and 64 for Llama-2-7B and Llama-3-8B, on the attention projections (as
+in the S-LoRA paper) and on every linear, are laid out as the worker's packer does it, from headers
+of files without values. Prints the share of their blocks that no value fills, for each rank and for
+all four together, and what slots of the largest rank for every adapter would waste.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python -m benchmarks run scheduling.clustering [--rate-shares 1,1.15] [--seeds 4]
 
 32 adapters of ranks 64, 32, 16 and 8 on one worker (roofline costs of `slora_policies`), lengths
-U[8,512], first tokens wanted within 6 s, at shares of the capacity that is measured first. d is the
-number of distinct adapters that run before requests for others are passed over; 32 = off. Nobody
-is passed over for longer than the age bound, nor while fewer wait for each running request than the
-queue bound says. Printed: share of requests with their first token in
-time, and requests a second, means over seeds.
+U[8,512], first tokens wanted within 6 s, at shares of the capacity, which is measured first. d is
+the number of distinct adapters that run before requests for others are passed over; 32 turns it
+off. No request is passed over for longer than the age bound, nor while fewer requests wait per
+running one than the queue bound says. Prints the share of requests with their first token in time,
+and requests per second, as means over seeds.
 """
 
 from __future__ import annotations

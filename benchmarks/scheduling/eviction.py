@@ -2,11 +2,11 @@
 
     python -m benchmarks run scheduling.eviction [--seeds 5]
 
-2,000 adapters of ranks 8 to 64 ask for an arena that holds a tenth of their blocks; requests come
-as a Poisson process, hold their adapter for a while and let it go. Popularity is Zipf's, or Zipf's
-with ranks that drift (every minute a tenth of the adapters change places), or it jumps (every two
-minutes all do). `AdapterCache`, `Arena` and `Reclaimer` are the worker's own; time is virtual.
-Printed: misses a request, and seconds of copies over those of least recently used, by trace.
+2,000 adapters of ranks 8 to 64 compete for an arena that holds a tenth of their blocks. Requests
+arrive as a Poisson process and use their adapter for a while. Popularity follows Zipf's law, or
+Zipf's law with drifting ranks (every minute, a tenth of the adapters swap ranks), or it jumps
+(every two minutes, all ranks change). `AdapterCache`, `Arena` and `Reclaimer` are the worker's own;
+time is virtual. Prints misses per request, and seconds of copies over those of least recently used.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python -m benchmarks run scheduling.overload [--seconds 40] [--seed 0]
 
-The gateway's own rooms (admission, rates, routing, relay, sessions) run over simulated workers of a
-fixed speed, so that capacity is a fact of the run: it is measured first, by as many clients as keep
-every worker full. Then twice that arrives (Poisson), each request with a deadline; and the same at
-a fleet that has served nothing yet, from the first second on. Last, a polite tenant asks for a
-quarter of the capacity beside a greedy one that asks for its share, which is the rest, then for ten
-times that. Deterministic: no clock of the machine is read. Writes
-results/<machine kind>/overload.json.
+The gateway's own admission, rates, routing, relay and sessions run over simulated workers of a
+fixed speed. The capacity is measured first, with as many clients as keep every worker full. Then
+twice that arrives (Poisson), each request with a deadline; and the same at a fleet that has served
+nothing yet. Last, a polite tenant asks for a quarter of the capacity while a greedy one asks for
+its share, which is the rest, and then for ten times that. Deterministic: the machine's clock is not
+read. Writes results/<machine kind>/overload.json.
 """
 
 from __future__ import annotations

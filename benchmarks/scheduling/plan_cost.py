@@ -2,13 +2,13 @@
 
     python -m benchmarks run scheduling.plan_cost --work-dir DIR
 
-A full batch decodes while others wait, each with a deadline, one of a hundred adapters and one of a
-hundred tenants. Times one `hopeless` + `plan` + taking in the tokens, without a model, and prints
-its share of a step: where nobody comes or goes, and where in every step a request ends and another
-comes, which makes the scheduler look at its queue each time. With early abort requests give up
-after a minute. Without copies nobody runs: each that waits wants an adapter of its own, and no copy
-to the device ever ends. The step is a real one of so many rows of a base of 22M parameters (made
-once), the smallest that is served in any benchmark.
+A full batch decodes while other requests wait, each with a deadline, for one of a hundred adapters
+and for one of a hundred tenants. Times giving up late requests, planning, and appending the tokens,
+without a model, and prints the share of a step: when no request starts or ends, and when one ends
+and another arrives in every step, so that the scheduler looks at its queue each time. With early
+abort, requests give up after a minute. Without copies, no request starts: each waits for an adapter
+of its own, and no copy to the device ever ends. The step is a real one of so many rows of a base of
+22M parameters (made once), the smallest base of any benchmark.
 """
 
 from __future__ import annotations

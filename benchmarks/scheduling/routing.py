@@ -2,14 +2,14 @@
 
     python -m benchmarks run scheduling.routing [--requests 20000] [--seed 0]
 
-Four workers with eight adapter slots each serve 64 adapters of Zipf popularity. A full worker gives
-up the adapter used longest ago, as ours do, or the one used least of late; a request whose adapter
-is not there waits for a load. Compared: the router, the workers in turn, and one drawn at random.
-Prints the share of requests that land on a worker that holds their adapter, what that is of the
-best possible, and first-token times, also as a ratio to workers in turn. Best possible is the share
-of the 32 most popular adapters: what one copy of each in a slot of its own could serve without a
-load, if nobody ever loaded another. The oracle knows what will be asked for and has all slots at
-one worker: nothing does better. Deterministic: no clock is read.
+Four workers with eight adapter slots each serve 64 adapters of Zipf popularity. A full worker
+evicts the least recently used adapter, or the one that was used least in the recent past. A request
+whose adapter is not resident waits for a load. Compared are the router, round robin, and random
+choice. Prints the share of requests that reach a worker that holds their adapter, the same over the
+best possible share, and first-token times, also over round robin. The best possible share is that
+of the 32 most popular adapters: what one copy of each could serve if no other adapter were ever
+loaded. The oracle knows the future and has all slots on one worker, which is an upper bound.
+Deterministic: the machine's clock is not read.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python -m benchmarks run scheduling.unified_pool [--arena 1.5GiB] [--shares 5,10,20,30,50]
 
-Phases alternate: many adapters with short answers, then one adapter with long ones. The
+Phases alternate between many adapters with short answers and one adapter with long answers. The
 scheduler, the adapter cache and the prefix cache are the worker's own, in virtual time, at the
 roofline costs of `slora_policies` (7B in float16, 24 GB GPU; not a measurement). A fixed split
-gives adapters that share of the blocks and KV cache the rest. S-LoRA's own runs without unified
-memory gave the KV cache of a 24 GB GPU 9,000 tokens instead of 14,000, so adapters 36% (its runs on
-80 GB GPUs: 35,000 instead of 65,000, 46%). Its released scheduler, moreover, takes the adapters of
-the batch off the cache's tokens even where they lie beside the cache (`ReqQueue._can_add_new_req`):
-"as released". Printed: requests that had their first token within 6 s, by second of the trace, and
-the pool over the best of the shares and over S-LoRA's split; means over seeds.
+gives adapters that share of the blocks, and the KV cache the rest. S-LoRA's own runs without
+unified memory gave the KV cache of a 24 GB GPU 9,000 tokens instead of 14,000, so adapters had 36%
+(on 80 GB GPUs: 35,000 instead of 65,000, 46%). Its released scheduler also takes the adapters of
+the batch off the cache's tokens although they lie elsewhere (`ReqQueue._can_add_new_req`): "as
+released". Prints requests that had their first token within 6 s, per second of the trace, and the
+pool over the best of the shares and over S-LoRA's split, as means over seeds.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python -m benchmarks run serving.gateway [--rounds 3] [--streams 200]
 
-A real gateway process stands between scripted neighbours, with real sockets everywhere. Added
-latency: the round trip of a call to the gateway, less that of the same kind of call straight to the
-worker (`WorkerService.Generate`), both less the time that the worker held them; in turns, while
-`--streams` other streams run. Also less a message on a session that is open already, which no
-client has. The 99th percentile is that of the gateway, once less the median straight, which also
-charges the gateway for the stutter of the machine, and once less the same percentile straight.
-Relayed tokens are per second of the gateway's CPU time: other work on the machine does not count as
-the gateway's. Writes results/<machine kind>/gateway.json.
+A real gateway process runs between scripted clients and a scripted worker, with real sockets. The
+added latency is the round trip of a call to the gateway, less that of the same kind of call
+straight to the worker (`WorkerService.Generate`), both less the time that the worker held them.
+Both kinds alternate while `--streams` other streams run. Results are also printed less a message on
+a session that is already open, which no client has. The 99th percentile is that of the gateway,
+less the median of direct calls, which charges the gateway for the stutter of the machine, and less
+the same percentile of direct calls. Relayed tokens are per second of the gateway's processor time,
+so other work on the machine does not count. Writes results/<machine kind>/gateway.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Clients of the gateway's benchmark: streams that only read, as a process of their own.
+"""Clients for the gateway's benchmark: a process of its own whose streams only read.
 
-Over gRPC as token ids, or over HTTP as server-sent events, read from plain sockets: the reader
-must cost less than what it measures. Prints one number when it ends: tokens or events read.
+They read token ids over gRPC, or server-sent events over HTTP from plain sockets, because a reader
+must cost less than what it measures. Prints one number at the end: tokens or events read.
 """
 
 from __future__ import annotations

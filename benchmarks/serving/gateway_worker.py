@@ -1,7 +1,7 @@
-"""The worker of the gateway's benchmark: scripted, without a model, and it tells its own time.
+"""A scripted worker for the gateway's benchmark, without a model, that reports its own time.
 
-A prompt of the one id `PROBE_ID` is answered, at once, with the microseconds between the arrival of
-the request and its answer, in decimal: what is left of a probe's round trip is the gateway's.
+A prompt of the single id `PROBE_ID` is answered at once with the microseconds between the arrival
+of the request and its answer, in decimal. The rest of a probe's round trip is the gateway's.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks run serving.http_overhead --work-dir DIR [--requests 32] [--adapters 8]
 
-The stack is `loraplex up` with its defaults and the adapters published; clients are threads of this
-process, one a request, that wait for whole answers. Both sides get the same prompts (token ids),
-all at once, and as many new tokens; they take turns with fresh prompts, the engine in process
-sleeping while the stack works and the other way round.
+The stack is `loraplex up` with its defaults and published adapters. Clients are threads of this
+process, one per request, that wait for complete answers. Both sides get the same prompts (token
+ids), all at once, and as many new tokens. They alternate with fresh prompts, and one side sleeps
+while the other works.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks run serving.long_prompts --work-dir DIR [--bounds 0,0.1,0.2,0.5]
 
-Eight streams decode for eight adapters; for a ninth, long prompts come, each when the one before
-it has had its token and the streams a few more, and just after it a short one. Printed for each
-bound (0 = none): the time between two tokens of a stream, the time from a long prompt's arrival to
-its own first token and to the short one's, and all tokens computed for each second, prompts
-included; medians of short turns in which every bound serves the same requests.
+Eight streams decode for eight adapters. For a ninth adapter, long prompts arrive, each after the
+previous one has had its token and the streams a few more, and a short prompt follows each of them.
+Printed for each bound (0 = none): the time between two tokens of a stream, the time from the
+arrival of the long and of the short prompt to its first token, and all tokens computed per second,
+prompts included. Figures are medians of short rounds in which every bound serves the same requests.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
     python -m benchmarks run serving.many_adapters --work-dir DIR
 
-An engine without its door serves requests for n adapters, n = 0, 1, 5, 100, 1000, 2000, from files
-made once (about 22M parameters; ranks 1 to 8 on every linear), through an arena that holds
-only some of them. Printed for each n: throughput beside n = 0, and what the bytes predict,
+An engine process serves requests for n adapters (n = 0, 1, 5, 100, 1000, 2000) from files that are
+made once (about 22M parameters, ranks 1 to 8 on every linear), through an arena that holds only
+some of them. Printed for each n: the throughput over that of n = 0, and the ratio that the bytes of
+the executed steps predict,
 
     base bytes / (base bytes + bytes of the distinct adapters that a step reads)
 
-from the steps that were run. Then: the base alone beside an engine that has no adapter; the first
-token of a request whose adapter is only on disk beside one whose adapter is resident; one load.
+Then: base traffic compared with an engine that has no adapter; the first token of a request whose
+adapter is only on disk, over one whose adapter is resident; and the time of one load.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python -m benchmarks run serving.overload --work-dir DIR [--rounds 3] [--seconds 10]
 
-`loraplex up` serves a base of real geometry (135M weights, made once); clients of three tenants
-speak gRPC from this process. In each round: capacity, by as many clients as keep the batch full;
-twice that (Poisson), each request with a deadline; capacity again. Then a polite tenant asks for a
-quarter of the capacity: by itself, beside one that asks for the rest, and beside one that asks for
-ten times that. As `scheduling.overload`, which says what each figure means; medians of the rounds.
-Writes results/<machine kind>/overload_measured.json.
+`loraplex up` serves a base of real geometry (135M weights, made once). Clients of three tenants
+call it over gRPC from this process. Each round measures the capacity, with as many clients as keep
+the batch full; then sends twice that (Poisson), each request with a deadline; then measures the
+capacity again. Afterwards a polite tenant asks for a quarter of the capacity: alone, with another
+tenant that asks for the rest, and with one that asks for ten times the rest. `scheduling.overload`
+says what each figure means. Figures are medians of the rounds. Writes results/<machine
+kind>/overload_measured.json.
 """
 
 from __future__ import annotations

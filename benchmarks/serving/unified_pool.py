@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks run serving.unified_pool --work-dir DIR [--ranks 1,2,4,8]
         [--base 135m] [--dtype auto] [--blocks 128]
 
-A real engine (random base, 400 real adapter files on every linear) with so little memory that its
-batch is what fits. All requests wait from the start, first come, first served, and the load
-drifts: many adapters with short answers, then one adapter with long ones, and again. Printed, for
-one pool, for each share of the blocks kept for adapters and for S-LoRA's split (`unified_pool`):
-tokens a step, which other work on the machine hardly changes, and tokens for each second of the
-process's processor time; medians of turns in which all serve the same requests. A share that cannot
-hold the largest adapter serves nothing.
+A real engine (random base, 400 real adapter files on every linear) has so little memory that the
+batch is what fits. All requests wait from the start, first come, first served. The load drifts
+between many adapters with short answers and one adapter with long answers. Printed for one pool,
+for each share of the blocks reserved for adapters, and for S-LoRA's split
+(`scheduling.unified_pool`): tokens per step, which other work on the machine hardly changes, and
+tokens per second of the process's processor time. Figures are medians of rounds in which all serve
+the same requests. A share that cannot hold the largest adapter serves nothing.
 """
 
 from __future__ import annotations

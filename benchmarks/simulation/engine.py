@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks run simulation.engine --work-dir DIR [--rates 8,16,40]
 
-A real engine (22M parameters, 400 real adapter files behind an arena that holds a part of them)
-is given requests at the moments that a trace says and writes a step trace. Bursty traces, on which
-the simulator's costs are fitted, alternate with traces of other seeds, one for each rate, which are
-predicted from those costs alone and run twice. All count the same time: the processor time of the
-engine's process on one thread, which other work on the machine disturbs little; idle gaps are
-skipped. Printed for each figure: simulated over measured, and measured again over measured, each
-the median over the seeds and the lowest and highest. A queue near its capacity makes much of a
-machine that is a few percent faster or slower: the second ratio says how much.
+A real engine (22M parameters, 400 real adapter files, an arena that holds some of them) gets
+requests at the times of a trace and writes a step trace. Bursty traces, on which the simulator's
+costs are fitted, alternate with traces of other seeds, one per rate, which are predicted from those
+costs alone and run twice. All count the processor time of the engine's process on one thread, which
+other work on the machine disturbs little; idle gaps are skipped. Printed for each figure: simulated
+over measured, and measured again over measured, each as the median over the seeds with the lowest
+and the highest. Near its capacity, a queue amplifies small differences in speed; the second ratio
+says how much.
 """
 
 from __future__ import annotations

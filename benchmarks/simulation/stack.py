@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks run simulation.stack --work-dir DIR [--rates 10,80]
 
-`loraplex up` serves the demo's base and a hundred copies of its adapters, and writes a step trace;
-the engine computes with one thread, so that gateway, doors and clients have a core of their own.
-Every adapter is asked for once, so that the worker has it. Then `loraplex bench trace` plays short
-traces in rounds: a bursty one, an even one and one of more requests than the worker can serve, on
-which the costs of steps and copies are fitted, and one for each rate that is predicted; each has a
-seed of its own. The even one says how long requests spend outside the worker. A machine whose speed
-changes within seconds does so on both sides of the comparison: runs of one kind are pooled over the
-rounds. The simulator, with the gateway's admission before the worker, plays the same traces one
-after the other. Printed: simulated over measured.
+`loraplex up` serves the demo's base and a hundred copies of its adapters, and writes a step trace.
+The engine computes with one thread, so that the gateway, the API server process and the clients
+have a core of their own. Every adapter is requested once, so that the worker has it. Then `loraplex
+bench trace` plays short traces in rounds: a bursty one, an even one and one with more requests than
+the worker can serve, on which the costs of steps and copies are fitted; and one for each rate that
+is predicted, with a seed of its own. The even one says how long requests spend outside the worker.
+Runs of one kind are pooled over the rounds, so that changes of the machine's speed affect both
+sides of the comparison. The simulator, with the gateway's admission before the worker, plays the
+same traces one after the other. Prints simulated over measured.
 """
 
 from __future__ import annotations
