@@ -2,8 +2,8 @@
 
     python -m benchmarks run cpu.sampling --work-dir DIR [--model 135m] [--rows 1,8,32]
 
-Random weights, so logits are flat and any token could win: the worst case for a draw. Steps are of
-the engine in process, and kinds alternate; operators are timed on the same logits one after another.
+Random weights make flat logits, so any token could win: the worst case for a draw. Steps are of the
+engine in process, and kinds alternate. Operators are timed on the same logits one after another.
 Prints ratios and writes `results/<machine>/cpu_sampling.json`.
 """
 
