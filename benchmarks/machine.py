@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+"""Where results are written: the published ones, unless the environment names another folder."""
 
 _ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni")
 
