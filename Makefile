@@ -80,7 +80,7 @@ protos-check: ## Fail when loraplex/v1 is not what the protos generate
 	@GOAL=$@ scripts/setup.sh run dev
 	@scripts/protos.sh check
 
-bench: ## Run the short benchmarks (about 3 minutes on 2 cores); all: .venv/bin/python -m benchmarks list
+bench: ## Run the short benchmarks (about 3 minutes on 2 idle cores); all: .venv/bin/python -m benchmarks list
 	@GOAL=$@ scripts/setup.sh run test
 	@$(BIN)/python -m benchmarks quick
 

@@ -65,16 +65,16 @@ def print_list() -> None:
 def run_quick() -> int:
     """Run the short benchmarks; return the first exit status that is not 0."""
     minutes = sum(seconds for _, seconds in QUICK.values()) / 60
-    print(
-        f"{len(QUICK)} benchmarks, at most {minutes:.0f} minutes on two cores:", *QUICK, flush=True
-    )
+    print(f"{len(QUICK)} benchmarks, about {minutes:.0f} minutes on two idle cores:")
+    print(*(f"  {name}: about {seconds} s" for name, (_, seconds) in QUICK.items()), sep="\n")
     status = 0
     environ = {**os.environ, "BENCHMARK_RESULTS": str(QUICK_RESULTS)}
     for name, (arguments, _) in QUICK.items():
         print(f"\n== {name}", *arguments, flush=True)
         begin = time.monotonic()
         command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-        status = status or subprocess.run(command, env=environ, check=False).returncode
+        ended = subprocess.run(command, env=environ, check=False)
+        status = status or ended.returncode
         print(f"== {name} took {time.monotonic() - begin:.0f} s", flush=True)
     return status
 

@@ -30,6 +30,18 @@ def test_the_quick_benchmarks_exist() -> None:
     assert set(entry_point.QUICK) <= set(entry_point.summaries())
 
 
+def test_one_that_fails_does_not_keep_the_others_from_running(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = ["no-such-file.json"]
+    monkeypatch.setattr(
+        entry_point, "QUICK", {"cpu.plot": (missing, 1), "scheduling.plot": (missing, 1)}
+    )
+    assert entry_point.main(["quick"]) == 1
+    ran = capfd.readouterr().out
+    assert "cpu.plot took" in ran and "scheduling.plot took" in ran
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
