@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.overload_sim import capacity, fairness, overload
+from benchmarks.scheduling.overload import capacity, fairness, overload
 from services.simulate.virtual_loop import run_virtually
 
 SECONDS = 4.0

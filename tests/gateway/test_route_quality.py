@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.route_sim import (
+from benchmarks.scheduling.routing import (
     at_random,
     by_router,
     fewest_misses,
