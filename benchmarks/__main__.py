@@ -58,7 +58,7 @@ def print_list() -> None:
     for group, subject in GROUPS.items():
         print(f"{group}: {subject}")
         members = [name for name in known if name.startswith(f"{group}.")]
-        for name in [*members, *(["overlap"] if group == "gpu" else [])]:
+        for name in members:
             print(f"  {name:28} {' '.join(known[name].split())}")
 
 

@@ -127,7 +127,7 @@ class OpBench:
         device = self.tables.arena.device
         generator = torch.Generator(device).manual_seed(num_rows)
         x = torch.randn(num_rows, self.site.num_inputs, device=device, generator=generator)
-        y = torch.zeros(num_rows, self.num_outputs, dtype=self.dtype, device=device)
+        y = x.new_zeros(num_rows, self.num_outputs, dtype=self.dtype)
         return y, x.to(self.dtype)
 
     def run_of(
@@ -196,20 +196,6 @@ class OpBench:
         return all_sites
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """`run` as a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def even_runs(num_rows: int, num_adapters: int) -> list[RowRun]:
     """Rows dealt to adapters in equal parts, in order."""
     edges = [i * num_rows // num_adapters for i in range(num_adapters + 1)]
@@ -248,9 +234,8 @@ def main() -> int:
             rows.append(row)
             results = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args), "rows": rows}
             name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
-            path = common.write_results(name, device, results, args.out)
+            common.write_results(name, device, results, args.out)
     common.print_table([{k: v for k, v in row.items() if k != "tuning"} for row in rows])
-    print(f"wrote {path}")
     return num_wrong
 
 
@@ -305,11 +290,11 @@ def measure(
     }
     if args.tune:
         default = expand_plan(num_rows, bench.num_outputs, bench.dtype.itemsize)
-        row["tuning"] = [
-            [is_shrink, repr(plan), microseconds(bench.run_of(work, y, x, **flags, plan=plan))]
-            for is_shrink, plan in alternatives(default)
-            for flags in ({"shrinks": is_shrink, "expands": not is_shrink},)
-        ]
+        row["tuning"] = []
+        for is_shrink, plan in alternatives(default):
+            flags = {"shrinks": is_shrink, "expands": not is_shrink}
+            run = bench.run_of(work, y, x, **flags, plan=plan)
+            row["tuning"].append([is_shrink, repr(plan), microseconds(run)])
         return row
     if device.type == "cuda":
         weights = bench.weights()
@@ -387,7 +372,7 @@ def peer_revisions(args: argparse.Namespace) -> dict[str, str]:
 def time_s(run: Callable[[], None], device: torch.device, args: argparse.Namespace) -> float:
     """Median seconds of a pass, from a graph where there is a GPU."""
     if device.type == "cuda":
-        return common.device_median_s(captured(run), args.repetitions)
+        return common.device_median_s(common.captured(run), args.repetitions)
     return common.median_s(run, device, 1)
 
 

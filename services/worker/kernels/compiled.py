@@ -26,6 +26,7 @@ from services.worker.kernels.attention import work_items
 from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
+from services.worker.kernels.lora import triton_lists
 from services.worker.kernels.lora.device_records import Part
 from services.worker.kernels.lora.device_tables import SiteShape
 from services.worker.kernels.lora.step_work import MIN_RUNS
@@ -110,7 +111,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _list_groups() -> Variant:
-    kernel = lora.list_groups
+    kernel = triton_lists.list_groups
     names = [name for name in kernel.arg_names if name.islower()]
     types = dict.fromkeys(names, "i32")
     types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")

@@ -1,4 +1,6 @@
-"""What overlapping planning with the step gains: `python -m benchmarks.overlap [--device cuda]`.
+"""Tokens a second with and without overlapping planning and steps.
+
+    python -m benchmarks run gpu.overlap [--device cuda]
 
 One engine with random weights decodes a full batch, half of it seeded draws, in turns with steps
 one by one and overlapped; prints tokens a second of both, their ratio, and on a GPU the share of

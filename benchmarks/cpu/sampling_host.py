@@ -1,6 +1,6 @@
 """Host time of choosing a step's tokens: lists, uploads and launches, not the work on logits.
 
-    python -m benchmarks.sampling_host [--outputs 64]
+    python -m benchmarks run cpu.sampling_host [--outputs 64]
 
 Prints CPU milliseconds (one thread, process time) and torch operators of `sample` for 64 and 256
 rows of a vocabulary of 256 tokens, where truncation and draws cost nothing. The last token of each
