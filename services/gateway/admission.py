@@ -83,10 +83,8 @@ class AdmissionQueue:
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
-        self.max_running = limits.max_running
-        """May be lowered and raised again while requests run."""
         self.room = Room()
-        """For prompt tokens sent ahead; may change, too."""
+        """For prompt tokens sent ahead; may change while requests run."""
         self._waiting: dict[int, dict[str, deque[Ticket]]] = {}
         """By priority, then tenant. No empty entries."""
         self._waiting_by_tenant: dict[str, int] = {}
@@ -222,7 +220,7 @@ class AdmissionQueue:
 
     def _fits(self, ticket: Ticket) -> bool:
         """An idle door lets any ticket in, however large it is."""
-        if self._running and self._running + ticket.cost > self.max_running:
+        if self._running and self._running + ticket.cost > self._limits.max_running:
             return False
         room, finds_place = self.room, self._running + ticket.cost <= self.room.num_places
         if ticket.awaits_adapter:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from loraplex.errors import LoraplexError
-from services.gateway.adaptive import GradientLimit, updated
 from services.gateway.admission import (
     AdmissionLimits,
     AdmissionQueue,
@@ -18,11 +17,8 @@ from services.gateway.admission import (
 )
 from services.gateway.ahead import AheadRoom, ReadyWorkers, Room
 from services.gateway.clock import now_s
-from services.gateway.metrics import REJECTIONS, RUNNING, RUNNING_LIMIT, WAITING
+from services.gateway.metrics import REJECTIONS, RUNNING, WAITING
 from services.gateway.run_times import RunPace, RunTimes
-
-LEAST_RUNNING = 256
-"""The adaptive limit never falls below so many sequences: one worker's batch."""
 
 
 class Place:
@@ -74,9 +70,6 @@ class Gate:
         self._ready = ready
         self._ahead = AheadRoom()
         self._run_times = RunTimes()
-        self._adaptive = GradientLimit.starting(
-            min(LEAST_RUNNING, limits.max_running), limits.max_running
-        )
         self._turns: dict[int, asyncio.Future[None]] = {}
         """Of waiting requests, by ticket number."""
         self._out: set[int] = set()
@@ -143,8 +136,6 @@ class Gate:
     def _learn(self, place: Place) -> None:
         if (pace := place.pace()) is not None:
             self._run_times.observe_pace(pace, place.num_tokens, place.foretold)
-            self._adaptive = updated(self._adaptive, pace.token_s, self._queue.num_running)
-            self._queue.max_running = self._adaptive.whole
 
     async def _enter(self, ticket: Ticket) -> None:
         try:
@@ -213,5 +204,4 @@ class Gate:
 
     def _publish(self) -> None:
         RUNNING.set(self._queue.num_running)
-        RUNNING_LIMIT.set(self._queue.max_running)
         WAITING.set(self._queue.num_waiting)

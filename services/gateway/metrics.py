@@ -36,7 +36,4 @@ HEDGES = Counter(
     ["outcome"],
 )
 RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
-RUNNING_LIMIT = Gauge(
-    "loraplex_gateway_running_limit_requests", "Sequences that may run at once, as learnt."
-)
 WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")
