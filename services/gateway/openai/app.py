@@ -34,7 +34,6 @@ from services.gateway.openai.completions import CompletionPrinter
 from services.gateway.openai.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
 from services.gateway.openai.errors import error_body, error_headers, with_names
 from services.gateway.openai.guard import Guard, HostRule, read_json
-from services.gateway.openai.idempotency import Idempotency
 from services.gateway.openai.models import list_models, show_model
 from services.gateway.openai.printing import Collected, Head, Printer, headers_of
 from services.gateway.openai.sse import EventStream, until_gone
@@ -99,10 +98,7 @@ class OpenAIDoor:
             ClientDisconnect: _on_disconnect,
             Exception: _on_crash,
         }
-        app = Idempotency(
-            Starlette(routes=routes, exception_handlers=handlers), self._around.caller
-        )
-        return Guard(app, hosts)
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
 
     async def completions(self, request: Request) -> Any:
         """POST /v1/completions."""

@@ -111,10 +111,10 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise InvalidRequest.field(
             "content-type", media_type, "JSON bodies need content-type: application/json"
         )
-    return parse_object(await read_capped(request))
+    return parse_object(await _read_capped(request))
 
 
-async def read_capped(request: Request) -> bytes:
+async def _read_capped(request: Request) -> bytes:
     """The body. Raises: InvalidRequest when it is too large."""
     too_large = InvalidRequest(
         f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
