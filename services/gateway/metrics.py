@@ -30,10 +30,5 @@ RETRIES = Counter("loraplex_gateway_retries_total", "Placements tried again befo
 CONTINUATIONS = Counter(
     "loraplex_gateway_continuations_total", "Streams continued on another placement."
 )
-HEDGES = Counter(
-    "loraplex_gateway_hedges_total",
-    "Second placements beside a slow one, by whether they spoke first.",
-    ["outcome"],
-)
 RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
 WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")

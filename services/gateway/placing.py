@@ -1,4 +1,4 @@
-"""The placements of one job, one after another and at times two at once, until it is whole."""
+"""The placements of one job, one after another, until it is whole."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Protocol
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
 from services.gateway.clock import now_s
-from services.gateway.hedging import Hedging
-from services.gateway.metrics import CONTINUATIONS, HEDGES, RETRIES
+from services.gateway.metrics import CONTINUATIONS, RETRIES
 from services.gateway.request import FinishReason, Job, Tokens
-from services.gateway.routing import Placement, choose, first_token_s
+from services.gateway.routing import Placement, choose
 from services.gateway.token_stream import TokenStream
 from services.gateway.view import WorkerView
 
@@ -47,16 +46,10 @@ class Placing:
     """One job on its way through the workers."""
 
     def __init__(
-        self,
-        workers: Workers,
-        limits: RelayLimits,
-        hedging: Hedging,
-        job: Job,
-        placement: Placement,
+        self, workers: Workers, limits: RelayLimits, job: Job, placement: Placement
     ) -> None:
         self._workers = workers
         self._limits = limits
-        self._hedging = hedging
         self._job = job
         self._placement = placement
         self._emitted: list[int] = []
@@ -83,77 +76,23 @@ class Placing:
 
     async def _placed(self, view: WorkerView) -> AsyncGenerator[Tokens]:
         """New tokens from one placement. Raises: LoraplexError."""
-        open_streams = [self._submit(view)]
-
-        def fail() -> None:
-            for stream in open_streams:
-                stream.fail(_deadline_passed())
-
+        stream = self._submit(view)
         left_s = self._job.deadline_s - now_s()
-        timer = asyncio.get_running_loop().call_later(left_s, fail)
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, _deadline_passed())
         try:
-            if not self._emitted:
-                await self._hedge(view, open_streams)
-            stream = open_streams[0]
             while True:
                 tokens = self._new_part(await stream.next())
                 if tokens is not None:
                     yield tokens
         finally:
             timer.cancel()
-            for stream in open_streams:
-                stream.cancel()
+            stream.cancel()
 
     def _submit(self, view: WorkerView) -> TokenStream:
         self._last = view.address
         self._tried.add(view.address)
         self._placement = replace(self._placement, numerics=view.numerics)
-        self._hedging.begin()
         return self._workers.submit(view.address, self._continued())
-
-    async def _hedge(self, view: WorkerView, open_streams: list[TokenStream]) -> None:
-        """Wait for the first news, for long with a second placement. Mutates: open_streams, which
-        ends up as the one stream that goes on.
-
-        Where no other worker promises better it is looked for again later, at ever longer
-        intervals: a request that one worker has forgotten must not wait there for its deadline.
-        """
-        begin_s, estimated_s = now_s(), first_token_s(view, self._placement)
-        delay_s = self._hedging.delay_s(estimated_s)
-        while not await open_streams[0].has_news(delay_s):
-            if self._submit_beside(now_s() - begin_s, open_streams):
-                break
-            delay_s *= 2.0
-        if len(open_streams) == 1:
-            if not open_streams[0].failed:
-                self._hedging.observe(now_s() - begin_s, estimated_s)
-            return
-        second = self._last
-        winner = await _first_with_tokens(open_streams)
-        self._last, loser = (
-            (second, view.address) if winner is open_streams[1] else (view.address, second)
-        )
-        self._tried.discard(loser)
-        HEDGES.labels("won" if self._last == second else "lost").inc()
-        for stream in open_streams:
-            if stream is not winner:
-                stream.cancel()
-        open_streams[:] = [winner]
-
-    def _submit_beside(self, within_s: float, open_streams: list[TokenStream]) -> bool:
-        """Place the job once more where a first token is promised within that time, if anywhere and
-        if the budget allows. Mutates: open_streams."""
-        views = self._workers.views(self._job.base_id)
-        other = choose([view for view in views if view.address != self._last], self._placement)
-        if other is None or first_token_s(other, self._placement) > within_s:
-            return False
-        if not self._hedging.spend():
-            return False
-        try:
-            open_streams.append(self._submit(other))
-        except Unavailable:
-            return False
-        return True
 
     def _continued(self) -> Job:
         """The job as it stands: with the tokens already out, without prompt logprobs."""
@@ -238,22 +177,6 @@ class Placing:
                 raise _deadline_passed() from None
             return None
         return view
-
-
-async def _first_with_tokens(streams: list[TokenStream]) -> TokenStream:
-    """The stream that has tokens first; one that fails loses while another is left."""
-    waits = {asyncio.ensure_future(stream.has_news(None)): stream for stream in streams}
-    try:
-        left = set(waits)
-        while True:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                if not waits[wait].failed or not left:
-                    return waits[wait]
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _deadline_passed() -> LoraplexError:

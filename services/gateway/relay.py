@@ -1,9 +1,9 @@
 """One job from submission to its end, whatever happens to workers meanwhile.
 
-Before the first token a failed placement is simply tried elsewhere, and one that takes strangely
-long is given a second beside it; whichever speaks first goes on. After it the job is submitted
-again with the tokens already seen as `output_ids`: all sampling state is a function of them, so
-another worker goes on exactly where the first stopped and the reader sees one unbroken stream.
+Before the first token, a failed job is submitted to another worker. After it, the job is submitted
+again with the tokens already seen as `output_ids`. All sampling state is a function of those
+tokens, so the other worker continues exactly where the first one stopped and the reader sees one
+stream.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from services.gateway.hedging import Hedging
 from services.gateway.placing import Placing, RelayLimits, Workers
 from services.gateway.request import Job, Tokens
 from services.gateway.routing import HomeSizes, Placement
@@ -24,7 +23,6 @@ class Relay:
         self._workers = workers
         self._limits = limits or RelayLimits()
         self._homes = HomeSizes()
-        self._hedging = Hedging()
 
     @property
     def num_running(self) -> int:
@@ -45,7 +43,7 @@ class Relay:
             key, tuple(a.digest for a in job.adapters), len(job.prompt_ids), homes
         )
         try:
-            run = Placing(self._workers, self._limits, self._hedging, job, placement)
+            run = Placing(self._workers, self._limits, job, placement)
             async with aclosing(run.tokens()) as events:
                 async for tokens in events:
                     yield tokens

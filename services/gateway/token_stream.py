@@ -124,24 +124,6 @@ class TokenStream:
         batch, self._ready = self._ready, []
         return batch[0] if len(batch) == 1 else merged(batch)
 
-    @property
-    def failed(self) -> bool:
-        """True when it ended with an error and no event waits."""
-        return self._error is not None and not self._ready
-
-    async def has_news(self, within_s: float | None) -> bool:
-        """Wait until there is an event or an error; False when there was none in time."""
-        if self._ready or self._error is not None:
-            return True
-        self._waiter = asyncio.get_running_loop().create_future()
-        timer = None
-        if within_s is not None:
-            timer = asyncio.get_running_loop().call_later(within_s, self.wake)
-        await self._waiter
-        if timer is not None:
-            timer.cancel()
-        return bool(self._ready) or self._error is not None
-
     def cancel(self) -> None:
         """Nobody reads on."""
         self._cancel()

@@ -61,17 +61,6 @@ async def test_failed_placement_before_the_first_token_is_tried_elsewhere(stack:
     assert sum(len(worker.requests) for worker in stack.workers) == 3
 
 
-async def test_worker_that_does_not_speak_is_hedged_and_its_part_cancelled(stack: Stack) -> None:
-    silent = ScriptedWorker("w0", step_s=3600.0)
-    stack.workers = [silent, ScriptedWorker("w1")]
-    await stack.start()
-    answers = set()
-    while not silent.requests:
-        answers.add(await _text(stack))
-    await eventually(lambda: silent.cancelled)
-    assert len(answers) == 1
-
-
 async def test_error_that_would_repeat_is_not_retried(stack: Stack) -> None:
     await stack.start()
     damaged = common_pb2.ErrorDetail(code=15, reason="DATA_LOSS", message="adapter is damaged")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
 from services.gateway.placing import RelayLimits
 from services.gateway.relay import Relay
 from services.gateway.request import (
@@ -28,8 +28,6 @@ from services.simulate.virtual_loop import run_virtually
 from tests.gateway.conftest import eventually
 
 OUTPUT = tuple(range(100, 110))
-LATE_S = 5.0
-"""Beyond the patience with a first token."""
 Feed = Callable[[TokenStream, Job], None]
 
 
@@ -202,33 +200,11 @@ def test_stream_that_has_begun_outlives_more_failures_than_one_that_has_not() ->
     assert run_virtually(_ids(workers, limits=limits)) == OUTPUT
 
 
-def _silent(stream: TokenStream, job: Job) -> None:
-    """Takes the job and says nothing."""
-
-
-def test_slow_first_token_gets_a_second_placement_and_the_first_to_speak_goes_on() -> None:
-    workers = Workers(_silent, _send(0, 10))
-    assert run_virtually(_ids(workers)) == OUTPUT
-    assert sorted(workers.addresses) == ["a", "b"]
-    assert workers.num_cancelled >= 1
-
-
-def test_second_placement_that_fails_leaves_the_first_alone() -> None:
-    def late(stream: TokenStream, job: Job) -> None:
-        asyncio.get_running_loop().call_later(LATE_S, _send(0, 10), stream, job)
-
-    workers = Workers(late, _fail(AWAY))
-    assert run_virtually(_ids(workers)) == OUTPUT
-    assert len(workers.addresses) == 2
-
-
-def test_no_second_placement_where_there_is_nobody_else() -> None:
-    def late(stream: TokenStream, job: Job) -> None:
-        asyncio.get_running_loop().call_later(LATE_S, _send(0, 10), stream, job)
-
-    workers = Workers(late)
-    workers.names = ["a"]
-    assert run_virtually(_ids(workers)) == OUTPUT
+def test_request_that_its_worker_forgets_ends_at_its_deadline_and_is_cancelled() -> None:
+    workers = Workers(lambda stream, job: None)
+    with pytest.raises(DeadlineExceeded):
+        run_virtually(_ids(workers, _job(deadline_s=60.0)))
+    assert workers.num_cancelled == 1
 
 
 async def test_closing_the_stream_cancels_the_job() -> None:
