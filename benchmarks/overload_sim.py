@@ -20,7 +20,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import write_results
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen

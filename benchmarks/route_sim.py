@@ -23,8 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.routing import HomeSizes, Placement, choose
-from services.gateway.view import Load, Residency, Tier, WorkerView
+from services.gateway.routing.router import HomeSizes, Placement, choose
+from services.gateway.workers.view import Load, Residency, Tier, WorkerView
 
 NUM_WORKERS, NUM_SLOTS, NUM_ADAPTERS = 4, 8, 64
 EXPONENTS = (1.0, 1.2, 1.5, 2.0)

@@ -10,11 +10,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway import metrics as gateway_metrics
-from services.gateway.admission import AdmissionLimits
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.scaling import ScalingSignals
-from services.gateway.template_pool import TemplatePool
+from services.gateway.admission.controller import Gate
+from services.gateway.admission.queue import AdmissionLimits
+from services.gateway.admission.scaling import ScalingSignals
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.fleet import Fleet
 from services.registry import metrics as registry_metrics
 from services.worker import metrics as worker_metrics
 from services.worker.status import StatusBoard

@@ -10,8 +10,8 @@ from services.common import grpc_server
 from services.common.process import run_service
 from services.common.signals import stop_event
 from services.gateway.config import GatewayConfig, from_env
+from services.gateway.event_loop import new_loop
 from services.gateway.gateway import Gateway
-from services.gateway.loop import new_loop
 
 
 async def serve(config: GatewayConfig) -> None:

@@ -13,7 +13,7 @@ from services.common import env
 from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 
 
 @dataclass(frozen=True, slots=True)

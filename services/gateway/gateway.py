@@ -12,34 +12,34 @@ from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
 from services.common import grpc_server
 from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
+from services.common.grpc_channels import channel_opener
 from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
-from services.gateway import admin, server
-from services.gateway.adapter_text import AdapterText
-from services.gateway.channels import channel_opener
-from services.gateway.concurrency import Concurrency
+from services.gateway.admission.concurrency import Concurrency
+from services.gateway.admission.controller import Gate
+from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir
+from services.gateway.admission.rates import Rates
+from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.config import GatewayConfig
-from services.gateway.console.door import ConsoleDoor
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.generation import Generation
-from services.gateway.http_server import HttpServer
-from services.gateway.keyring import KeyRing
-from services.gateway.openai.aliases import AliasDoor
-from services.gateway.openai.app import OpenAIDoor, Surroundings
-from services.gateway.openai.guard import HostRule
-from services.gateway.openai.tokenize import TokenizeDoor
-from services.gateway.rates import Rates
+from services.gateway.console.app import ConsoleDoor
+from services.gateway.grpc import admin, server
+from services.gateway.http.aliases import AliasDoor
+from services.gateway.http.app import OpenAIDoor, Surroundings
+from services.gateway.http.guard import HostRule
+from services.gateway.http.server import HttpServer
+from services.gateway.http.tokenize import TokenizeDoor
+from services.gateway.pipeline.generation import Generation
 from services.gateway.readiness import Readiness
-from services.gateway.registrar import BaseRegistrar
-from services.gateway.registry_link import RegistryLink
-from services.gateway.relay import Relay
-from services.gateway.reservoir import LocalReservoir, RedisReservoir
-from services.gateway.resolve import Resolver
-from services.gateway.scaling import ScalingSignals
-from services.gateway.staging import Stager
-from services.gateway.template_pool import TemplatePool
-from services.gateway.tenants import TenantDirectory
+from services.gateway.registry.keyring import KeyRing
+from services.gateway.registry.link import RegistryLink
+from services.gateway.registry.registrar import BaseRegistrar
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.staging import Stager
+from services.gateway.registry.tenants import TenantDirectory
+from services.gateway.routing.relay import Relay
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.fleet import Fleet
 
 
 class Gateway:

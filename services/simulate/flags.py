@@ -106,7 +106,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
 
     Raises: InvalidRequest.
     """
-    from services.gateway.admission import AdmissionLimits
+    from services.gateway.admission.queue import AdmissionLimits
     from services.simulate.simulation import Fleet
     from services.worker.messages import EngineConfig
 

@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from loraplex.workload import TracedRequest
-from services.gateway.admission import AdmissionLimits, Ticket, too_late
-from services.gateway.ahead import ReadyWorkers, ready_workers
-from services.gateway.gate import Gate, Place
-from services.gateway.routing import (
+from services.gateway.admission.controller import Gate, Place
+from services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
+from services.gateway.admission.queue import AdmissionLimits, Ticket, too_late
+from services.gateway.routing.router import (
     HomeSizes,
     Placement,
     are_on_a_device,
     can_start_within,
     choose,
 )
-from services.gateway.view import WorkerView
+from services.gateway.workers.view import WorkerView
 from services.simulate.worker import SimulatedWorker
 from services.worker.status import MIN_INTERVAL_S
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
-from services.gateway.admission import AdmissionLimits
-from services.gateway.gate import Place
+from services.gateway.admission.controller import Place
+from services.gateway.admission.queue import AdmissionLimits
 from services.simulate.costs import Costs
 from services.simulate.gateway import Due, SimulatedGateway
 from services.simulate.virtual_loop import VirtualLoop

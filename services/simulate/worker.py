@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 
-from services.gateway.view import Load, Residency, Tier, WorkerView
+from services.gateway.workers.view import Load, Residency, Tier, WorkerView
 from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.engine import Engine

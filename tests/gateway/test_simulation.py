@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.gateway.worker_link import SILENT_CHECKS
+from services.gateway.workers.link import SILENT_CHECKS
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
 from tests.gateway.simulated.house import House, Seen, undisturbed

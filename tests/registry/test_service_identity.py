@@ -13,12 +13,12 @@ from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unav
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from services.common import grpc_server
+from services.common.grpc_channels import channel_opener
 from services.common.service_token import ServiceAuth
 from services.common.tls import TlsFiles, tls_files
-from services.gateway import registry_link
-from services.gateway.channels import channel_opener
-from services.gateway.registry_link import RegistryLink
-from services.gateway.resolve import Resolver
+from services.gateway.registry import link as registry_link
+from services.gateway.registry.link import RegistryLink
+from services.gateway.registry.resolve import Resolver
 from services.registry import server
 from services.registry.assembly import Registry
 from services.registry.auth import KeyAuth

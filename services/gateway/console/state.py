@@ -8,9 +8,9 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from services.gateway import metrics
-from services.gateway.catalog import Listing, Side
+from services.gateway.registry.catalog import Listing, Side
 from services.gateway.request import BaseModel
-from services.gateway.view import Residency, Tier, WorkerView
+from services.gateway.workers.view import Residency, Tier, WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""

@@ -11,22 +11,22 @@ from typing import Any
 
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
-from services.gateway.adapter_text import AdapterText
-from services.gateway.admission import AdmissionLimits
-from services.gateway.choice import ChoiceText
-from services.gateway.concurrency import Concurrency
-from services.gateway.convert import job_to_wire, tokens_from_wire
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.generation import Generation
-from services.gateway.prepared import Prepared
-from services.gateway.rates import Rates
-from services.gateway.relay import Relay
+from services.gateway.admission.concurrency import Concurrency
+from services.gateway.admission.controller import Gate
+from services.gateway.admission.queue import AdmissionLimits
+from services.gateway.admission.rate_limit_store import RedisReservoir
+from services.gateway.admission.rates import Rates
+from services.gateway.grpc.convert import job_to_wire, tokens_from_wire
+from services.gateway.pipeline.choice_text import ChoiceText
+from services.gateway.pipeline.generation import Generation
+from services.gateway.pipeline.prepared import Prepared
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from services.gateway.request import GenerateCall, Piece
-from services.gateway.reservoir import RedisReservoir
-from services.gateway.resolve import Resolver
-from services.gateway.template_pool import TemplatePool
-from services.gateway.tenants import TenantDirectory, TenantLimits
+from services.gateway.routing.relay import Relay
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.fleet import Fleet
 from tests.gateway.simulated.network import Channel, Way
 from tests.gateway.simulated.shared import SimulatedRedis, SimulatedRegistry
 from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer

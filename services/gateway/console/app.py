@@ -1,0 +1,107 @@
+"""Serves the console's page and the two objects it polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.common.callers import Caller
+from services.gateway.admission.controller import Gate
+from services.gateway.console import state
+from services.gateway.readiness import Readiness
+from services.gateway.registry.keyring import is_admin
+from services.gateway.registry.resolve import Resolver
+from services.gateway.workers.fleet import Fleet
+
+MAX_LISTED = 500
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class ConsoleDoor:
+    """Endpoints of the console. The page is for everybody, what it shows for callers."""
+
+    def __init__(
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        resolver: Resolver,
+        fleet: Fleet,
+        gate: Gate,
+        readiness: Readiness,
+    ) -> None:
+        self._caller = caller
+        self._resolver = resolver
+        self._fleet = fleet
+        self._gate = gate
+        self._readiness = readiness
+
+    def routes(self) -> list[Route]:
+        """`/` and everything under `/console/`."""
+        folder = resources.files("services.gateway.console") / "static"
+        files = {each.name: each.read_bytes() for each in folder.iterdir()}
+        pages = [_page(f"/console/{name}", name, content) for name, content in files.items()]
+        return [
+            _page("/", "index.html", files["index.html"]),
+            Route("/console/state", self.state, methods=["GET"]),
+            Route("/console/adapters", self.adapters, methods=["GET"]),
+            *pages,
+        ]
+
+    async def state(self, request: Request) -> Response:
+        """How things are now. Workers are for admins: their load tells of other tenants."""
+        caller = await self._caller(request)
+        reason = self._readiness.missing()
+        shown: dict[str, Any] = {
+            "time_s": time.time(),
+            "not_ready_reason": reason,
+            "tenant": caller.tenant,
+            "bases": [state.base_state(base) for base in self._resolver.bases().values()],
+            "workers": None,
+        }
+        if is_admin(caller):
+            labels = self._resolver.catalog.labels()
+            views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
+            shown |= {
+                "workers": [state.worker_state(view, labels) for view in views],
+                "num_adapters": self._resolver.catalog.num_adapters,
+                "running": self._gate.num_running,
+                "waiting": self._gate.num_waiting,
+                "totals": state.totals(),
+            }
+        return JSONResponse(shown, headers={"cache-control": "no-store"})
+
+    async def adapters(self, request: Request) -> Response:
+        """Names that the caller may run, with versions and tags; `?search=` narrows them."""
+        caller = await self._caller(request)
+        listings = self._resolver.catalog.listings(caller.tenant)
+        page, total = state.found(listings, request.query_params.get("search", ""), MAX_LISTED)
+        body = {"adapters": [state.adapter_state(listing) for listing in page], "total": total}
+        return JSONResponse(body, headers={"cache-control": "no-store"})
+
+
+def _page(path: str, name: str, content: bytes) -> Route:
+    media_type = _TYPES[name.rpartition(".")[2]]
+
+    async def serve(_: Request) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return Route(path, serve, methods=["GET"])

@@ -1,0 +1,111 @@
+"""A request that was found good: what it asks of admission and what a worker gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from services.gateway.admission.queue import Ticket
+from services.gateway.pipeline.sampling import Resolved, check_grammar
+from services.gateway.registry.tenants import TenantLimits
+from services.gateway.request import (
+    BaseModel,
+    GenerateCall,
+    Grammar,
+    GrammarTokens,
+    Job,
+    Pooling,
+    Target,
+    TextPrompt,
+    Usage,
+)
+from services.gateway.text.chat_style import ChatStyle
+from services.gateway.text.detokenize import TokenBytes, whole_text
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that was found good and may be run once."""
+
+    call: GenerateCall
+    target: Target
+    base: BaseModel
+    tokens: TokenBytes
+    style: ChatStyle
+    prompt_ids: tuple[int, ...]
+    resolved: Resolved
+    arrival_s: float
+    deadline_s: float
+    limits: TenantLimits
+    grammar_tokens: GrammarTokens
+    """For a grammar, if it has one."""
+    pooling: Pooling = Pooling.NONE
+    first_token_due_s: float | None = None
+    """None = whenever the deadline allows."""
+    usage: Usage = field(default_factory=Usage)
+    """Counts grow while the request runs."""
+
+    def prompt_text(self) -> str:
+        """The prompt as text, for echo."""
+        if isinstance(self.call.prompt, TextPrompt):
+            return self.call.prompt.text
+        skip_special = self.resolved.text.skip_special
+        return whole_text(self.tokens, self.prompt_ids, skip_special=skip_special)
+
+    def kept_to(self, grammar: Grammar | None) -> Prepared:
+        """The same under another grammar. Raises: InvalidRequest when it is too large."""
+        check_grammar(grammar)
+        sampling = replace(self.call.sampling, grammar=grammar)
+        return replace(self, call=replace(self.call, sampling=sampling))
+
+    def job(self, sample_index: int) -> Job:
+        """What a worker gets for one choice."""
+        call, sampling, grammar = self.call, self.resolved.sampling, self.call.sampling.grammar
+        return Job(
+            request_id=call.request_id,
+            tenant=call.tenant,
+            base_id=self.base.base_id,
+            prompt_ids=self.prompt_ids,
+            adapters=self.target.adapters,
+            sampling=replace(sampling, max_tokens=0) if self.pooling else sampling,
+            sample_index=sample_index,
+            deadline_s=self.deadline_s,
+            cache_salt=call.cache_salt or call.tenant,
+            priority=call.priority,
+            trace=call.trace,
+            grammar=grammar,
+            grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
+            pooling=self.pooling,
+            fairness_weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
+        )
+
+    def ticket(self, run_s: float, *, awaits_adapter: bool) -> Ticket:
+        """What it asks of admission."""
+        return Ticket(
+            self.call.tenant,
+            self.resolved.num_choices,
+            self.call.priority,
+            self.deadline_s,
+            num_prompt_tokens=len(self.prompt_ids),
+            run_s=run_s,
+            weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
+            awaits_adapter=awaits_adapter,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt, and all that may be generated."""
+        return len(self.prompt_ids) + self.most_output * self.resolved.num_choices
+
+    @property
+    def least_output(self) -> int:
+        """Tokens that one choice has unless a stop string ends it."""
+        sampling = self.resolved.sampling
+        most = self.most_output
+        return most if sampling.ignore_eos else min(sampling.min_tokens, most)
+
+    @property
+    def most_output(self) -> int:
+        """Tokens that one choice may have."""
+        return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0

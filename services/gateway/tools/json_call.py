@@ -1,0 +1,129 @@
+"""One call while it is being written: its function's name, then its arguments as they grow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from services.gateway.tools.json_scanner import Fragment, ObjectReader
+
+_ARGUMENTS = ("arguments", "parameters")
+CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+
+
+class CallReader:
+    """Reads `{"name": ..., "arguments": {...}}` in any order of keys.
+
+    Arguments are handed out as the model wrote them; those written as a text of JSON are decoded.
+    """
+
+    def __init__(self, accepts: Callable[[str], bool], *, only_call_keys: bool) -> None:
+        """
+        Args:
+            accepts: says whether a function of that name may be called.
+            only_call_keys: an object with other keys is no call.
+        """
+        self._accepts = accepts
+        self._only_call_keys = only_call_keys
+        self._object = ObjectReader()
+        self._raw_name = ""
+        self._is_text: bool | None = None
+        """Arguments come as a JSON text; None before their first character."""
+        self._text = ""
+        self._grown: list[str] = []
+        self._has_arguments = False
+        self.name = ""
+        """The function, once known."""
+        self.is_done = self.is_broken = False
+
+    def push(self, char: str) -> bool:
+        """The next character, the opening brace first. False where the call ended before it."""
+        if self._has_arguments and self._object.lacks_brace_before(char):
+            self._end()
+            return False
+        fragment = self._object.push(char)
+        if fragment is not None:
+            self._take(fragment)
+        if self._object.is_done and not self.is_broken:
+            self._end()
+        return True
+
+    def new_arguments(self) -> str:
+        """What was added to the arguments since the last call; "" while the name is unknown."""
+        if not self.name:
+            return ""
+        grown = "".join(self._grown)
+        self._grown.clear()
+        return grown
+
+    def _take(self, fragment: Fragment) -> None:
+        if fragment.key == "name" and not self.name:
+            self._raw_name += fragment.text
+            if fragment.is_last:
+                self._take_name()
+        elif fragment.key in _ARGUMENTS:
+            self._take_arguments(fragment)
+        elif self._only_call_keys and fragment.key not in CALL_KEYS:
+            self.is_broken = not self.name
+
+    def _take_name(self) -> None:
+        try:
+            name = json.loads(self._raw_name)
+        except ValueError:
+            name = None
+        if isinstance(name, str) and name and self._accepts(name):
+            self.name = name
+        else:
+            self.is_broken = True
+
+    def _take_arguments(self, fragment: Fragment) -> None:
+        if self._is_text is None:
+            self._is_text = fragment.text.startswith('"')
+        if not self._is_text:
+            self._has_arguments = True
+            self._grown.append(fragment.text)
+            return
+        self._text += fragment.text
+        if fragment.is_last:
+            self._has_arguments = self._text != '""'
+            self._grown.append(_decoded(self._text))
+
+    def _end(self) -> None:
+        self.is_done, self.is_broken = True, not self.name
+        if not self._has_arguments:
+            self._grown.append("{}")
+
+
+class BareCall:
+    """Reads `{...}`, all of it the arguments of a function whose name came before."""
+
+    is_broken = False
+
+    def __init__(self, name: str) -> None:
+        self._object = ObjectReader()
+        self._grown: list[str] = []
+        self.name = name
+
+    @property
+    def is_done(self) -> bool:
+        """The closing brace was read."""
+        return self._object.is_done
+
+    def push(self, char: str) -> bool:
+        """The next character, the opening brace first; all of them are of the call."""
+        self._object.push(char)
+        self._grown.append(char)
+        return True
+
+    def new_arguments(self) -> str:
+        """What was added since the last call."""
+        grown = "".join(self._grown)
+        self._grown.clear()
+        return grown
+
+
+def _decoded(raw: str) -> str:
+    try:
+        return str(json.loads(raw))
+    except ValueError:
+        return raw

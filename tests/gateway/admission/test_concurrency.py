@@ -1,0 +1,89 @@
+"""Places of one tenant at several gateways: never more than its limit, and fairly divided."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.gateway.admission.concurrency import Concurrency
+from services.gateway.admission.controller import Gate
+from services.gateway.admission.queue import AdmissionLimits, Ticket
+from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir, Reservoir
+from services.gateway.registry.tenants import TenantLimits
+from services.simulate.virtual_loop import run_virtually
+from tests.gateway.simulated.shared import SimulatedRedis
+
+LIMITS = TenantLimits("t", max_concurrent=10)
+
+
+class Counter:
+    """One gateway's admission, and clients that keep asking."""
+
+    def __init__(self, reservoir: Reservoir) -> None:
+        self.gate = Gate(AdmissionLimits())
+        self.leases = Concurrency(reservoir, self.gate)
+        self.num_served = 0
+        self._tasks = [asyncio.create_task(self.leases.run())]
+
+    def ask_for_ever(self, num_clients: int) -> None:
+        self._tasks += [asyncio.create_task(self._client()) for _ in range(num_clients)]
+
+    async def stop_asking(self) -> None:
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks[1:], return_exceptions=True)
+        del self._tasks[1:]
+
+    async def _client(self) -> None:
+        while True:
+            await self.leases.enter(LIMITS, 1)
+            try:
+                async with self.gate.place(Ticket("t")):
+                    await asyncio.sleep(0.1)
+                    self.num_served += 1
+            finally:
+                self.leases.leave(LIMITS, 1)
+
+
+def _running(*counters: Counter) -> int:
+    return sum(counter.gate.num_running_of("t") for counter in counters)
+
+
+async def _most_running(counters: list[Counter], seconds: float) -> int:
+    most = 0
+    for _ in range(round(seconds * 200)):
+        most = max(most, _running(*counters))
+        await asyncio.sleep(0.005)
+    return most
+
+
+def test_gateways_share_a_limit_and_pass_on_what_they_do_not_need() -> None:
+    async def main() -> None:
+        redis: Any = SimulatedRedis()
+        first, second = (Counter(RedisReservoir(redis, name)) for name in ("a", "b"))
+        both = [first, second]
+        first.ask_for_ever(20)
+        assert await _most_running(both, 2.0) == 10
+        second.ask_for_ever(20)
+        assert await _most_running(both, 2.0) <= 10
+        before = first.num_served, second.num_served
+        assert await _most_running(both, 5.0) == 10
+        served = first.num_served - before[0], second.num_served - before[1]
+        assert 0.8 <= served[0] / served[1] <= 1.25
+        await first.stop_asking()
+        await asyncio.sleep(1.0)
+        assert _running(second) == 10
+
+    run_virtually(main())
+
+
+def test_lone_gateway_needs_no_server() -> None:
+    async def main() -> None:
+        alone = Counter(LocalReservoir())
+        alone.ask_for_ever(20)
+        assert await _most_running([alone], 1.0) == 10
+        await alone.stop_asking()
+        await asyncio.sleep(1.0)
+        assert _running(alone) == 0
+
+    run_virtually(main())
