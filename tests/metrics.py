@@ -15,7 +15,7 @@ from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.workers.fleet import Fleet
-from services.registry import metrics as registry_metrics
+from services.registry.publish import metrics as registry_metrics
 from services.worker import metrics as worker_metrics
 from services.worker.status import StatusBoard
 

@@ -16,15 +16,20 @@ from services.common.objects.probe import probe
 from services.common.process import run_service
 from services.common.redis_url import connect_redis
 from services.common.signals import stop_event
-from services.registry import failpoint, layout
+from services.registry import layout
+from services.registry.access.auth import door_auth
+from services.registry.api.server import service
 from services.registry.assembly import Registry, assemble
-from services.registry.auth import door_auth
-from services.registry.catalog import Catalog
 from services.registry.config import RegistryConfig, from_env
-from services.registry.housekeeping import collect_regularly, copy_regularly, expire_regularly
-from services.registry.metadata_server import MetadataServer
-from services.registry.server import service
-from services.registry.stamp import stamp
+from services.registry.index.catalog import Catalog
+from services.registry.index.metadata_server import MetadataServer
+from services.registry.maintenance.housekeeping import (
+    collect_regularly,
+    copy_regularly,
+    expire_regularly,
+)
+from services.registry.maintenance.stamp import stamp
+from services.registry.publish import failpoint
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from services.common import env, variables
 from services.common.objects.file import FileStore
 from services.gateway import config as gateway_config
 from services.registry import config as registry_config
-from services.registry.auth import door_auth
-from services.registry.keys import Keys
+from services.registry.access.auth import door_auth
+from services.registry.access.keys import Keys
 from services.worker import config as worker_config
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render

@@ -15,13 +15,13 @@ import pytest
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
 from services.common.redis_url import connect_redis
-from services.registry import watch as watch_module
-from services.registry.access import Access
+from services.registry.access.permissions import Access
 from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
+from services.registry.index import watch as watch_module
+from services.registry.index.catalog import Catalog
+from services.registry.index.watch import watch
+from services.registry.publish.tags import Place
 from services.registry.records import Target
-from services.registry.tags import Place
-from services.registry.watch import watch
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
 from tests.s3_servers import proven_store

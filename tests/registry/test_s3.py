@@ -22,10 +22,11 @@ from services.common.objects import (
 from services.common.objects import probe as probe_module
 from services.common.objects.probe import UnsafeStore, probe
 from services.registry import documents, layout
-from services.registry.access import Access
+from services.registry.access.permissions import Access
+from services.registry.api.downloads import chunks_of
 from services.registry.assembly import Registry
-from services.registry.downloads import chunks_of
-from services.registry.gc import Collector
+from services.registry.maintenance.gc import Collector
+from services.registry.publish.tags import Place, moved
 from services.registry.records import (
     PUBLIC,
     AdapterRecord,
@@ -34,7 +35,6 @@ from services.registry.records import (
     decode,
     encode,
 )
-from services.registry.tags import Place, moved
 from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
 

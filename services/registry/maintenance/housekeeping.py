@@ -1,0 +1,86 @@
+"""What a registry does regularly: collect garbage, copy documents, give up late moves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.errors import LoraplexError
+from services.registry.assembly import Registry
+from services.registry.index.catalog import CatalogDown
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "registry"
+"""Who the audit log says it was."""
+_CHECK_S = 600.0
+_EXPIRE_CHECK_S = 1.0
+_SNAPSHOT_CHECK_S = 60.0
+SNAPSHOT_CHANGES = 1000
+"""What a rebuild reads singly costs a few seconds: not worth another copy yet."""
+
+
+async def collect_regularly(registry: Registry, interval_s: float) -> None:
+    """Collect for ever, once in an interval whatever the number of registries; 0 = never.
+
+    Whose turn it is is told by the metadata server. That only saves work: collectors are safe
+    beside each other.
+    """
+    while interval_s:
+        await asyncio.sleep(min(interval_s, _CHECK_S))
+        try:
+            if await registry.catalog.take_turn("gc", interval_s):
+                await collect_once(registry)
+        except LoraplexError as error:
+            logger.warning("garbage not collected", extra={"problem": error.message})
+        except Exception:
+            logger.exception("garbage collection failed")
+
+
+async def collect_once(registry: Registry) -> None:
+    """Collect, and note it in the audit log where anything went."""
+    collected = await registry.collector.collect()
+    if collected.deleted_objects:
+        details = {"objects": str(collected.deleted_objects)}
+        await registry.audit.write(ACTOR, "", "gc", "blobs", details=details)
+
+
+async def expire_regularly(registry: Registry) -> None:
+    """Give up staged moves that are late, for ever. Every registry does: the first one counts."""
+    while True:
+        await asyncio.sleep(_EXPIRE_CHECK_S)
+        try:
+            await registry.staging.expire()
+        except CatalogDown:
+            continue  # The index keeper says so.
+        except LoraplexError as error:
+            logger.warning("staged moves not checked", extra={"problem": error.message})
+        except Exception:
+            logger.exception("staged moves not checked")
+
+
+async def copy_regularly(registry: Registry) -> None:
+    """Write a snapshot for ever, when enough has changed; where snapshots are of no use, never.
+
+    Whose turn it is is told as for collections, and matters as little.
+    """
+    while registry.snapshots.are_useful:
+        await asyncio.sleep(_SNAPSHOT_CHECK_S)
+        try:
+            if await registry.catalog.take_turn("snapshot", _SNAPSHOT_CHECK_S):
+                await copy_if_due(registry)
+        except LoraplexError as error:
+            logger.warning("no snapshot written", extra={"problem": error.message})
+        except Exception:
+            logger.exception("snapshot failed")
+
+
+async def copy_if_due(registry: Registry) -> bool:
+    """Write a snapshot where the index is new, or much changed since the last one."""
+    changes = await registry.catalog.changes_since_snapshot()
+    if changes is not None and changes < SNAPSHOT_CHANGES:
+        return False
+    position = await registry.catalog.position()
+    await registry.snapshots.write()
+    await registry.catalog.note_snapshot(*position)
+    return True

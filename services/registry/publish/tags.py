@@ -1,0 +1,226 @@
+"""Tags: moved by compare-and-set in the objects, with their last moves kept beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence, Set
+
+from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.audit import Audit
+from services.registry.access.signatures import Signatures
+from services.registry.clock import now_s
+from services.registry.index.catalog import Catalog
+from services.registry.index.items import scope_of
+from services.registry.index.versions import Versions
+from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, Target
+
+MAX_SIDES = 16
+NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """The address of one tag."""
+
+    tenant: str
+    name: str
+    tag: str
+
+    @property
+    def key(self) -> str:
+        return layout.tag(self.tenant, self.name, self.tag)
+
+    @property
+    def scope(self) -> str:
+        return scope_of(self.tenant, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.scope}:{self.tag}"
+
+
+class Tags:
+    """Moves tags."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        versions: Versions,
+        audit: Audit,
+        signatures: Signatures,
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._versions = versions
+        self._audit = audit
+        self._signatures = signatures
+
+    async def read(self, place: Place) -> TagRecord | None:
+        """A tag from the objects; deleted ones too."""
+        return await documents.read(self._store, place.key, TagRecord)
+
+    async def move(
+        self,
+        place: Place,
+        choose: Callable[[TagRecord | None], Sequence[Target] | None],
+        mover: str,
+        move_id: str,
+    ) -> TagRecord | None:
+        """Point a tag at what `choose(current)` says (None = leave it), once per `move_id`.
+
+        Changes the object only: the caller tells the index. Returns the tag as it is then.
+        """
+
+        def step(current: TagRecord | None) -> TagRecord | None:
+            if current is not None and any(move.move_id == move_id for move in current.moves):
+                return None
+            targets = choose(current)
+            if targets is None or (current is not None and tuple(targets) == current.targets):
+                return None
+            return moved(place, current, tuple(targets), mover, move_id)
+
+        return await documents.change(self._store, place.key, TagRecord, step)
+
+    async def set(
+        self, place: Place, targets: Sequence[Target], expect: str | None, mover: str
+    ) -> TagRecord:
+        """Point a tag at versions; no targets delete it.
+
+        Raises:
+            Conflict: the tag is not what `expect` (a digest, or "none") says.
+            AdapterNotFound: a target does not exist, or there is no tag to delete.
+        """
+        wanted = [await self._resolved(place, target) for target in targets]
+
+        def choose(current: TagRecord | None) -> Sequence[Target]:
+            check_expected(place, current, expect)
+            if not wanted and (current is None or not current.targets):
+                raise AdapterNotFound(str(place), "there is no such tag to delete")
+            return wanted
+
+        return await self._move_and_tell(
+            place, choose, mover, "tag.set" if wanted else "tag.delete"
+        )
+
+    async def rollback(
+        self, place: Place, version: int, expect: str | None, mover: str
+    ) -> TagRecord:
+        """Move a tag back to its previous targets, or to `version` where that is not 0.
+
+        Targets are passed over of which a version was deleted meanwhile, or lacks a signature that
+        its tenant demands by now.
+        """
+        target = await self._resolved(place, Target(version, "")) if version else None
+        versions = await self._versions.of(place.tenant, place.name)
+        unsigned = await self._signatures.unsigned(place.tenant, versions)
+        live = {r.version for r in versions if not r.deleted} - unsigned
+
+        def choose(current: TagRecord | None) -> Sequence[Target]:
+            check_expected(place, current, expect)
+            return [target] if target is not None else _previous(place, current, live)
+
+        return await self._move_and_tell(place, choose, mover, "tag.rollback")
+
+    async def _move_and_tell(
+        self,
+        place: Place,
+        choose: Callable[[TagRecord | None], Sequence[Target]],
+        mover: str,
+        action: str,
+    ) -> TagRecord:
+        operation = await self._catalog.note_pending(place.scope)
+        try:
+            record = await self.move(place, choose, mover, secrets.token_hex(8))
+        except Conflict:
+            # Whoever was refused has seen the newer tag; so must everybody who reads after it.
+            seen = await self.read(place)
+            items = await self._versions.items_of_tag(seen) if seen else []
+            await self._catalog.apply(place.scope, items, operation=operation)
+            raise
+        assert record is not None, "choose returned targets"
+        record = await self._withdrawn_if_dead(place, record, mover)
+        details = {"targets": describe(record.targets), "generation": str(record.generation)}
+        digest = record.targets[0].digest if record.targets else ""
+        await self._audit.write(
+            mover, place.tenant, action, str(place), digest=digest, details=details
+        )
+        items = await self._versions.items_of_tag(record)
+        await self._catalog.apply(place.scope, items, operation=operation)
+        return record
+
+    async def _withdrawn_if_dead(self, place: Place, record: TagRecord, mover: str) -> TagRecord:
+        """The tag without targets that were deleted while it moved: who deletes looks at the tags
+        after burying, who moves looks at the versions after moving, so one of them sees it."""
+        versions = [
+            await self._versions.read(place.tenant, place.name, target.version)
+            for target in record.targets
+        ]
+        if all(version is not None and not version.deleted for version in versions):
+            return record
+
+        def choose(current: TagRecord | None) -> Sequence[Target] | None:
+            return () if current is not None and current.targets == record.targets else None
+
+        settled = await self.move(place, choose, mover, secrets.token_hex(8))
+        assert settled is not None, "tags are never removed"
+        return settled
+
+    async def resolved(self, place: Place, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """Targets with version and digest. Raises AdapterNotFound where one is not live."""
+        return tuple([await self._resolved(place, target) for target in targets])
+
+    async def _resolved(self, place: Place, target: Target) -> Target:
+        """A target with version and digest, checked to be live and signed as its tenant demands."""
+        if target.weight < 1:
+            raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
+        record = await self._versions.read(place.tenant, place.name, target.version)
+        if record is None or record.deleted:
+            raise AdapterNotFound(f"{place.scope}:v{target.version}")
+        await self._signatures.check(record)
+        return Target(record.version, record.digest, target.weight)
+
+
+def check_expected(place: Place, current: TagRecord | None, expect: str | None) -> None:
+    """Raises Conflict unless the tag is what the caller last saw."""
+    if expect is None:
+        return
+    live = current.targets if current is not None else ()
+    matches = not live if expect == NONE else len(live) == 1 and live[0].digest == expect
+    if not matches:
+        found = describe(live) if live else NONE
+        raise Conflict(f"{place} is {found}, expected {expect}; read it again, then decide")
+
+
+def describe(targets: Sequence[Target]) -> str:
+    """Such as `v3=90 v4=10`, or a digest where the tag is not split."""
+    if len(targets) == 1:
+        return f"v{targets[0].version} {targets[0].digest}"
+    return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
+
+
+def _previous(place: Place, current: TagRecord | None, live: Set[int]) -> Sequence[Target]:
+    """The last targets before the present ones whose versions are all `live`."""
+    if current is not None:
+        for move in reversed(current.moves):
+            wanted = {target.version for target in move.targets}
+            if wanted and wanted <= live and move.targets != current.targets:
+                return move.targets
+    raise AdapterNotFound(str(place), "the tag has no earlier target to go back to")
+
+
+def moved(
+    place: Place,
+    current: TagRecord | None,
+    targets: tuple[Target, ...],
+    mover: str,
+    move_id: str,
+) -> TagRecord:
+    generation = current.generation + 1 if current is not None else 1
+    time_s = now_s()
+    move = Move(generation, targets, time_s, mover, move_id)
+    moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
+    # Whatever was pending is no more: the last word counts.
+    return TagRecord(place.tenant, place.name, place.tag, targets, generation, time_s, moves)
