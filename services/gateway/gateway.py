@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
 from loraplex.errors import LoraplexError
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
 from services.common import grpc_server
 from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from services.common.grpc_channels import channel_opener
@@ -17,6 +18,7 @@ from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
 from services.gateway.admission.concurrency import Concurrency
 from services.gateway.admission.controller import Gate
+from services.gateway.admission.dispatch_window import ready_workers
 from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir
 from services.gateway.admission.rates import Rates
 from services.gateway.admission.scaling import ScalingSignals
@@ -29,7 +31,6 @@ from services.gateway.http.guard import HostRule
 from services.gateway.http.server import HttpServer
 from services.gateway.http.tokenize import TokenizeDoor
 from services.gateway.pipeline.generation import Generation
-from services.gateway.readiness import Readiness
 from services.gateway.registry.keyring import KeyRing
 from services.gateway.registry.link import RegistryLink
 from services.gateway.registry.registrar import BaseRegistrar
@@ -40,6 +41,37 @@ from services.gateway.routing.relay import Relay
 from services.gateway.text.adapter_text import AdapterText
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.workers.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+_READY_POLL_S = 0.05
+
+
+class Readiness:
+    """Latches: a gateway that was ready answers 503 and 429 per request instead."""
+
+    def __init__(self, first_missing: Callable[[], str]) -> None:
+        """`first_missing()` says what is not there yet, "" when nothing."""
+        self._first_missing = first_missing
+        self._was_ready = False
+        self._is_draining = False
+
+    def missing(self) -> str:
+        """What is missing; "" when ready."""
+        if self._is_draining:
+            return "draining"
+        return "" if self._was_ready else self._first_missing()
+
+    def end(self) -> None:
+        """The gateway drains: never ready again."""
+        self._is_draining = True
+
+    async def wait(self) -> None:
+        """Return when ready."""
+        while self._first_missing():
+            await asyncio.sleep(_READY_POLL_S)
+        self._was_ready = True
+        logger.info("ready")
 
 
 class Gateway:
@@ -70,7 +102,7 @@ class Gateway:
             channel=channel_opener(config.tls, config.tls_server_name),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
-        self._gate = Gate(config.admission, self._fleet.ready)
+        self._gate = Gate(config.admission, lambda: ready_workers(self._fleet.views()))
         self._reservoir = _reservoir(config)
         self._scaling = ScalingSignals(self._fleet, self._gate)
         self._concurrency = Concurrency(self._reservoir, self._gate)
@@ -150,19 +182,11 @@ class Gateway:
             await self._metrics.stop()
 
     async def _started_grpc(self) -> grpc_server.RunningServer:
-        inference = server.InferenceDoor(self._generation, self._resolver)
         operators = admin.AdminDoor(
-            self._fleet, self._registry, self._resolver, self._gate, self.readiness
+            self._fleet, self._registry, self._resolver, self._gate, self.readiness.missing
         )
         return await grpc_server.start(
-            [
-                (
-                    inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                    inference,
-                    server.NAME,
-                ),
-                (admin_pb2_grpc.add_AdminServiceServicer_to_server, operators, admin.NAME),
-            ],
+            [server.service(self._generation, self._resolver), admin.service(operators)],
             [self._config.grpc_listen],
             auth=self._keys,
             tls=self._config.tls.door(),
@@ -172,7 +196,7 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         around = self._surroundings()
         console = ConsoleDoor(
-            around.caller, self._resolver, self._fleet, self._gate, self.readiness
+            around.caller, self._resolver, self._fleet, self._gate, self.readiness.missing
         )
         door = OpenAIDoor(self._generation, self._resolver, around)
         tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet, self._adapter_text)
@@ -188,7 +212,7 @@ class Gateway:
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
-            not_ready_reason=lambda: self.readiness.missing(),
+            not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
             tool_format=self._config.tool_format,

@@ -7,6 +7,7 @@ answer with `Tokens`; the text room turns those into `Piece`s, which doors print
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 
 class FinishReason(enum.StrEnum):
@@ -337,3 +339,27 @@ class BaseModel:
             context = adapters[0].rope_scaling.context_tokens(context)
         vocab_size = self.vocab_size + MAX_ADDED_TOKENS
         return replace(self, vocab_size=vocab_size, max_model_len=context)
+
+
+def beginning_hash(prompt: Prompt) -> str:
+    """The same for all turns of one conversation."""
+    match prompt:
+        case TextPrompt(text):
+            start = text
+        case TokenPrompt(ids):
+            start = repr(ids)
+        case ChatPrompt():
+            start = str(prompt.messages[0].get("content"))
+    return hashlib.sha256(start.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
+    """The error with fields called as the caller calls them. Mutates: error."""
+    renamed = [
+        Violation(names.get(v.field, v.field), v.value, v.description) for v in error.violations
+    ]
+    if isinstance(error, InvalidRequest) and len(renamed) == 1:
+        error.message = f"{renamed[0].field}: {renamed[0].description}"
+        error.args = (error.message,)
+    error.violations = tuple(renamed)
+    return error

@@ -14,7 +14,6 @@ from starlette.routing import Route
 from services.common.callers import Caller
 from services.gateway.admission.controller import Gate
 from services.gateway.console import state
-from services.gateway.readiness import Readiness
 from services.gateway.registry.keyring import is_admin
 from services.gateway.registry.resolve import Resolver
 from services.gateway.workers.fleet import Fleet
@@ -46,13 +45,13 @@ class ConsoleDoor:
         resolver: Resolver,
         fleet: Fleet,
         gate: Gate,
-        readiness: Readiness,
+        not_ready_reason: Callable[[], str],
     ) -> None:
         self._caller = caller
         self._resolver = resolver
         self._fleet = fleet
         self._gate = gate
-        self._readiness = readiness
+        self._not_ready_reason = not_ready_reason
 
     def routes(self) -> list[Route]:
         """`/` and everything under `/console/`."""
@@ -69,7 +68,7 @@ class ConsoleDoor:
     async def state(self, request: Request) -> Response:
         """How things are now. Workers are for admins: their load tells of other tenants."""
         caller = await self._caller(request)
-        reason = self._readiness.missing()
+        reason = self._not_ready_reason()
         shown: dict[str, Any] = {
             "time_s": time.time(),
             "not_ready_reason": reason,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from services.common import grpc_server
 from services.common.callers import current_caller
 from services.gateway.admission.controller import Gate
 from services.gateway.clock import now_s
-from services.gateway.readiness import Readiness
 from services.gateway.registry.link import RegistryLink
 from services.gateway.registry.resolve import Resolver
 from services.gateway.request import BaseModel
@@ -34,13 +35,13 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         registry: RegistryLink,
         resolver: Resolver,
         gate: Gate,
-        readiness: Readiness,
+        not_ready_reason: Callable[[], str],
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._resolver = resolver
         self._gate = gate
-        self._readiness = readiness
+        self._not_ready_reason = not_ready_reason
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -48,7 +49,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         """Bases, workers and what is resident on them."""
         views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
         labels = self._resolver.catalog.labels() if request.include_adapters else None
-        reason = self._readiness.missing()
+        reason = self._not_ready_reason()
         return admin_pb2.GetStatusResponse(
             ready=not reason,
             not_ready_reason=reason,
@@ -124,3 +125,8 @@ def _resident(residency: Residency, label: str) -> admin_pb2.ResidentAdapter:
             running_requests=residency.running_requests,
         ),
     )
+
+
+def service(servicer: AdminDoor) -> grpc_server.Service:
+    """What `grpc_server.start` serves."""
+    return admin_pb2_grpc.add_AdminServiceServicer_to_server, servicer, NAME

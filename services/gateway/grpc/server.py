@@ -11,6 +11,7 @@ import grpc
 
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.common import grpc_server
 from services.common.callers import current_caller
 from services.gateway.grpc.convert import (
     FINISH_TO_WIRE,
@@ -25,22 +26,21 @@ from services.gateway.grpc.vectors import (
     score_calls,
     score_response,
 )
-from services.gateway.http.calls import beginning_hash
-from services.gateway.http.errors import with_names
-from services.gateway.http.models import model_id
 from services.gateway.metrics import REQUESTS
 from services.gateway.pipeline.embedding import embed_all
 from services.gateway.pipeline.generation import Generation
 from services.gateway.pipeline.prepared import Prepared
 from services.gateway.pipeline.scoring import score_all
 from services.gateway.registry.catalog import Version
-from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.resolve import Resolver, model_id
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
     BaseModel,
     GenerateCall,
     Piece,
+    beginning_hash,
+    with_names,
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -244,3 +244,9 @@ def _model(model: BaseModel | Version, tenant: str) -> inference_pb2.Model:
 def _traceparent(context: Context) -> str:
     metadata = context.invocation_metadata() or ()
     return next((str(value) for key, value in metadata if key == "traceparent"), "")
+
+
+def service(generation: Generation, resolver: Resolver) -> grpc_server.Service:
+    """What `grpc_server.start` serves."""
+    add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+    return add, InferenceDoor(generation, resolver), NAME

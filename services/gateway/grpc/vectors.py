@@ -9,11 +9,10 @@ from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2
 from services.common.callers import current_caller
 from services.gateway.grpc.convert import prompt_from_wire
-from services.gateway.http.calls import beginning_hash
 from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from services.gateway.pipeline.pooling import labels_of
 from services.gateway.pipeline.scoring import Score
-from services.gateway.request import GenerateCall, Pooling, Prompt, TextPrompt
+from services.gateway.request import GenerateCall, Pooling, Prompt, TextPrompt, beginning_hash
 
 MAX_INPUTS = 1024
 _POOLINGS = {

@@ -20,8 +20,8 @@ from loraplex.refs import check_name
 from loraplex.registry_client import RegistryClient
 from services.common.callers import Caller
 from services.gateway.http.body import Body
-from services.gateway.http.errors import with_names
 from services.gateway.http.guard import read_json
+from services.gateway.request import with_names
 
 _LABEL, _SOURCE = "published-by", "load_lora_adapter"
 _LABELS = {_LABEL: _SOURCE}

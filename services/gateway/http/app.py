@@ -26,7 +26,7 @@ from services.gateway.http.chat import ChatPrinter
 from services.gateway.http.classify import parse_classify, print_classes
 from services.gateway.http.completions import CompletionPrinter
 from services.gateway.http.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
-from services.gateway.http.errors import error_body, error_headers, with_names
+from services.gateway.http.errors import error_body, error_headers
 from services.gateway.http.guard import Guard, HostRule, read_json
 from services.gateway.http.models import list_models, show_model
 from services.gateway.http.printing import Collected, Head, Printer, headers_of
@@ -38,7 +38,7 @@ from services.gateway.pipeline.prepared import Prepared
 from services.gateway.pipeline.scoring import score_all
 from services.gateway.registry.keyring import KeyRing, require_admin
 from services.gateway.registry.resolve import Resolver
-from services.gateway.request import Piece
+from services.gateway.request import Piece, with_names
 from services.gateway.text.chat_style import overridden
 from services.gateway.tools.call_grammar import call_grammar
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.http.body import Body, bad_type, is_id
 from services.gateway.http.guided import read_grammar
-from services.gateway.http.tool_choice import ToolUse, read_tools, told
+from services.gateway.http.tool_choice import read_tools, told
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
@@ -19,7 +18,9 @@ from services.gateway.request import (
     Prompt,
     TextPrompt,
     TokenPrompt,
+    beginning_hash,
 )
+from services.gateway.tools.tool_use import ToolUse
 
 MAX_PROMPTS = 1024
 COMPLETION_FIELDS = {"scale": "lora_scale"}
@@ -293,15 +294,3 @@ def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:
         if isinstance(value, str) and value:
             return value
     return beginning_hash(prompt)
-
-
-def beginning_hash(prompt: Prompt) -> str:
-    """The same for all turns of one conversation."""
-    match prompt:
-        case TextPrompt(text):
-            start = text
-        case TokenPrompt(ids):
-            start = repr(ids)
-        case ChatPrompt():
-            start = str(prompt.messages[0].get("content"))
-    return hashlib.sha256(start.encode("utf-8", "surrogatepass")).hexdigest()

@@ -11,10 +11,10 @@ from loraplex.errors import InvalidRequest
 from services.gateway.http.body import Body
 from services.gateway.http.calls import Origin, parse_conversation, parse_prompts
 from services.gateway.http.embeddings import model_of, usage_of, vector_calls
-from services.gateway.http.tool_choice import ToolUse
 from services.gateway.pipeline.embedding import Pooled
 from services.gateway.pipeline.scoring import Score
 from services.gateway.request import GenerateCall, Pooling, Prompt
+from services.gateway.tools.tool_use import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

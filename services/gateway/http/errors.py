@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from loraplex.errors import InvalidRequest, LoraplexError, NotFound, Violation, codes_of
+from loraplex.errors import LoraplexError, NotFound, codes_of
 
 
 def error_object(error: LoraplexError) -> dict[str, Any]:
@@ -36,15 +35,3 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-
-
-def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
-    """The error with fields called as the caller calls them. Mutates: error."""
-    renamed = [
-        Violation(names.get(v.field, v.field), v.value, v.description) for v in error.violations
-    ]
-    if isinstance(error, InvalidRequest) and len(renamed) == 1:
-        error.message = f"{renamed[0].field}: {renamed[0].description}"
-        error.args = (error.message,)
-    error.violations = tuple(renamed)
-    return error

@@ -7,6 +7,7 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from services.gateway.registry.catalog import Version
+from services.gateway.registry.resolve import model_id
 from services.gateway.request import BaseModel
 
 MAX_LIMIT = 10_000
@@ -60,13 +61,6 @@ def show_model(model: BaseModel | Version, shown_id: str) -> dict[str, Any]:
         "root": model.digest,
         "parent": model.base_id,
     }
-
-
-def model_id(model: BaseModel | Version, tenant: str) -> str:
-    """What to write as `model`: own adapters by bare name, others' as tenant/name."""
-    if isinstance(model, BaseModel):
-        return model.base_id
-    return model.name if model.tenant == tenant else f"{model.tenant}/{model.name}"
 
 
 def _place(ids: list[str], field: str, wanted: str) -> int:

@@ -13,15 +13,14 @@ from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from services.common.callers import Caller
 from services.gateway.http.body import Body
 from services.gateway.http.calls import parse_conversation, parse_prompts
-from services.gateway.http.errors import with_names
 from services.gateway.http.guard import read_json
 from services.gateway.http.tool_choice import read_tools
 from services.gateway.registry.resolve import Resolver
-from services.gateway.request import AskedSampling, GenerateCall, Prompt, TokenPrompt
+from services.gateway.request import AskedSampling, GenerateCall, Prompt, TokenPrompt, with_names
 from services.gateway.text.adapter_text import AdapterText
 from services.gateway.text.detokenize import whole_text
-from services.gateway.text.tokenizer import check_ids
-from services.gateway.workers.fleet import Fleet, ServedBase
+from services.gateway.text.tokenizer import ServedBase, check_ids
+from services.gateway.workers.fleet import Fleet
 
 
 class TokenizeDoor:

@@ -5,45 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.http.body import Body, bad_type
 from services.gateway.request import Grammar
 from services.gateway.tools.call_schemas import SPACING, list_of_calls
+from services.gateway.tools.tool_use import ToolUse, parameters_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools that one request offers and how they may be used."""
-
-    tools: tuple[dict[str, Any], ...] = ()
-    """As the caller wrote them; what the chat template is told."""
-    must_call: bool = False
-    """The answer is a list of calls."""
-    named: str = ""
-    """The answer is the arguments of this function."""
-    is_strict: bool = False
-    """Calls that the model makes by itself are kept to the schemas."""
-    is_parallel: bool = True
-    """The model may make several by itself."""
-    grammar: Grammar | None = None
-    """What keeps the answer to `must_call` or `named`."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Functions offered."""
-        return frozenset(tool["function"]["name"] for tool in self.tools)
-
-    @property
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of the arguments of each."""
-        return {tool["function"]["name"]: _parameters(tool) for tool in self.tools}
 
 
 def read_tools(body: Body) -> ToolUse:
@@ -80,7 +52,7 @@ def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
         )
     for tool in tools:
         if tool["function"]["name"] == name:
-            schema = json.dumps(_parameters(tool) | SPACING)
+            schema = json.dumps(parameters_of(tool) | SPACING)
             grammar = Grammar("json_schema", (schema,))
             return ToolUse(tools, named=name, grammar=grammar)
     raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
@@ -117,10 +89,6 @@ def _check_tool(tool: Any, field: str) -> None:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise bad_type(f"{field}.function.strict", strict, "true or false")
-
-
-def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool["function"].get("parameters") or _NO_PARAMETERS
 
 
 def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:

@@ -5,7 +5,6 @@ Every refusal names the field, shows the value and says what to send instead.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ MAX_GRAMMAR_CHARS = 128 << 10
 _SEED_MASK = (1 << 64) - 1
 _INT32_MAX = (1 << 31) - 1
 
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -37,17 +34,6 @@ class Resolved:
     scale: float
     emits_tokens: bool
     """False with max_tokens 0: the prompt is echoed, nothing is generated."""
-
-
-def default_sampling(generation_config_json: str) -> dict[str, float]:
-    """Sampling defaults of a model's generation_config.json; values of wrong type are skipped."""
-    try:
-        config = json.loads(generation_config_json or "{}")
-    except json.JSONDecodeError:
-        return {}
-    if not isinstance(config, dict):
-        return {}
-    return {name: float(config[name]) for name in _MODEL_DEFAULTS if _is_number(config.get(name))}
 
 
 def resolve(
@@ -241,10 +227,6 @@ def _number(field: str, value: float | None, default: float, least: float, most:
     if not (math.isfinite(number) and least <= number <= most):
         raise _bad(field, number, f"must be a number from {least:g} to {most:g}")
     return number
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _bad(field: str, value: object, description: str) -> InvalidRequest:

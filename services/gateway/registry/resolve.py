@@ -177,3 +177,10 @@ def _merged(running: list[RunningAdapter]) -> tuple[RunningAdapter, ...]:
         weight = one.weight + (known.weight if known else 0.0)
         by_digest[one.digest] = replace(one, weight=weight)
     return tuple(by_digest[digest] for digest in sorted(by_digest))
+
+
+def model_id(model: BaseModel | Version, tenant: str) -> str:
+    """What to write as `model`: own adapters by bare name, others' as tenant/name."""
+    if isinstance(model, BaseModel):
+        return model.base_id
+    return model.name if model.tenant == tenant else f"{model.tenant}/{model.name}"

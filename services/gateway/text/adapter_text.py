@@ -17,8 +17,13 @@ from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, TOKENIZER_FILES
 from loraplex.errors import LoraplexError, Unavailable
 from services.gateway.request import Target
 from services.gateway.text.added_tokens_process import read_added_tokens
-from services.gateway.text.tokenizer import BaseTokenizer, ChatFormat, IdsOnly, chat_format
-from services.gateway.workers.fleet import ServedBase
+from services.gateway.text.tokenizer import (
+    BaseTokenizer,
+    ChatFormat,
+    IdsOnly,
+    ServedBase,
+    chat_format,
+)
 
 logger = logging.getLogger(__name__)
 

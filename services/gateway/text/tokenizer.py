@@ -241,3 +241,11 @@ def _token_text(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """A base and the tokenizer that speaks for it."""
+
+    model: BaseModel
+    tokenizer: BaseTokenizer | IdsOnly

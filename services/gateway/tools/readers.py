@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.gateway.http.tool_choice import ToolUse
 from services.gateway.text.chat_style import ToolFormat
 from services.gateway.tools.glm_calls import GlmReader
 from services.gateway.tools.python_calls import PythonReader
@@ -15,6 +14,7 @@ from services.gateway.tools.reader import (
     ToolReader,
     new_call_id,
 )
+from services.gateway.tools.tool_use import ToolUse
 from services.gateway.tools.xml_calls import XmlReader
 
 

@@ -7,16 +7,14 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
 from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
-from services.gateway.grpc.convert import base_from_wire
 from services.gateway.request import BaseModel, Job
 from services.gateway.text.template_pool import TemplatePool
-from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
+from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
+from services.gateway.workers.convert import base_from_wire
 from services.gateway.workers.link import Metadata, WorkerLink
 from services.gateway.workers.token_stream import Pace, TokenStream
 from services.gateway.workers.view import WorkerView
@@ -26,14 +24,6 @@ logger = logging.getLogger(__name__)
 _DNS_REFRESH_S = 5.0
 
 BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBase:
-    """A base and the tokenizer that speaks for it."""
-
-    model: BaseModel
-    tokenizer: BaseTokenizer | IdsOnly
 
 
 class Fleet:
@@ -82,10 +72,6 @@ class Fleet:
         """Views of a base's workers, or of all."""
         views = [link.view() for link, _ in self._links.values()]
         return [view for view in views if base_id is None or view.base_id == base_id]
-
-    def ready(self) -> ReadyWorkers:
-        """The workers that take requests."""
-        return ready_workers(self.views())
 
     def submit(self, address: str, job: Job) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""

@@ -15,8 +15,8 @@ from loraplex.errors import Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail, from_rpc_error
 from services.gateway.clock import now_s
-from services.gateway.grpc.convert import job_to_wire, tokens_from_wire
 from services.gateway.request import Job
+from services.gateway.workers.convert import job_to_wire, tokens_from_wire
 from services.gateway.workers.token_stream import Pace, TokenStream
 from services.gateway.workers.worker_words import in_client_words
 

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.pipeline.sampling import Resolved, default_sampling, resolve
+from services.gateway.pipeline.sampling import Resolved, resolve
 from services.gateway.request import AskedSampling, BaseModel, Grammar
+from services.gateway.workers.convert import default_sampling
 
 BASE = BaseModel("base", vocab_size=100, max_model_len=64)
 

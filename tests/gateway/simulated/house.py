@@ -13,10 +13,10 @@ from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
 from services.gateway.admission.concurrency import Concurrency
 from services.gateway.admission.controller import Gate
+from services.gateway.admission.dispatch_window import ready_workers
 from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.admission.rate_limit_store import RedisReservoir
 from services.gateway.admission.rates import Rates
-from services.gateway.grpc.convert import job_to_wire, tokens_from_wire
 from services.gateway.pipeline.choice_text import ChoiceText
 from services.gateway.pipeline.generation import Generation
 from services.gateway.pipeline.prepared import Prepared
@@ -26,6 +26,7 @@ from services.gateway.request import GenerateCall, Piece
 from services.gateway.routing.relay import Relay
 from services.gateway.text.adapter_text import AdapterText
 from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.convert import job_to_wire, tokens_from_wire
 from services.gateway.workers.fleet import Fleet
 from tests.gateway.simulated.network import Channel, Way
 from tests.gateway.simulated.shared import SimulatedRedis, SimulatedRegistry
@@ -61,7 +62,7 @@ class SimulatedGateway:
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
         self.resolver.catalog = house.registry.snapshot(house.known)
-        self.gate = Gate(limits, self.fleet.ready)
+        self.gate = Gate(limits, lambda: ready_workers(self.fleet.views()))
         client: Any = house.redis
         self.reservoir = RedisReservoir(client, name)
         self.concurrency = Concurrency(self.reservoir, self.gate)

@@ -18,8 +18,7 @@ from services.gateway.request import BaseModel, ChatPrompt, RunningAdapter, Targ
 from services.gateway.text.adapter_text import AdapterText
 from services.gateway.text.detokenize import whole_text
 from services.gateway.text.template_pool import TemplatePool
-from services.gateway.text.tokenizer import BaseTokenizer
-from services.gateway.workers.fleet import ServedBase
+from services.gateway.text.tokenizer import BaseTokenizer, ServedBase
 from tests.gateway.tiny_tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files
 
 MODEL = BaseModel("base", VOCAB_SIZE, 512)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.gateway.http.tool_choice import ToolUse
 from services.gateway.request import Grammar
 from services.gateway.text.chat_style import ToolFormat
 from services.gateway.tools.call_grammar import call_grammar
 from services.gateway.tools.readers import reader_of
+from services.gateway.tools.tool_use import ToolUse
 from services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from services.worker.request import Grammar as WorkerGrammar
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
