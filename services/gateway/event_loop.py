@@ -1,12 +1,18 @@
-"""The gateway's event loop: uvloop's where it is installed, which does the same for less.
+"""The gateway's event loop and its clock, which a simulation replaces.
 
-Beside 200 streams that is a quarter of a millisecond of a first token, and a third of the worst.
+uvloop is used where it is installed: beside 200 streams it saves a quarter of a millisecond of a
+first token, and a third of the slowest ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+
+
+def now_s() -> float:
+    """Monotonic seconds; only differences mean something."""
+    return asyncio.get_running_loop().time()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

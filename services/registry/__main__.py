@@ -23,12 +23,12 @@ from services.registry.assembly import Registry, assemble
 from services.registry.config import RegistryConfig, from_env
 from services.registry.index.catalog import Catalog
 from services.registry.index.metadata_server import MetadataServer
+from services.registry.layout import stamp
 from services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
     expire_regularly,
 )
-from services.registry.maintenance.stamp import stamp
 from services.registry.publish import failpoint
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,11 @@ async def _become_ready(
     logger.info("ready", extra={"objects": registry.store.url})
     await asyncio.gather(
         registry.indexer.keep(_CHECK_INTERVAL_S),
-        collect_regularly(registry, config.gc_interval_s),
-        copy_regularly(registry),
-        expire_regularly(registry),
+        collect_regularly(
+            registry.catalog, registry.collector, registry.audit, config.gc_interval_s
+        ),
+        copy_regularly(registry.catalog, registry.snapshots),
+        expire_regularly(registry.staging),
     )
 
 

@@ -17,7 +17,7 @@ from services.gateway.admission.queue import (
     too_late,
 )
 from services.gateway.admission.run_times import RunPace, RunTimes
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.metrics import REJECTIONS, RUNNING, WAITING
 
 

@@ -3,7 +3,7 @@
 Bounds: sequences running at once, sequences of one tenant running at once, requests waiting, and
 prompt tokens sent ahead: those of running requests that have no first token yet. That last bound
 keeps the queue here, where it is fair over all workers, and gives the workers only their next few
-steps (`ahead.py`).
+steps (`dispatch_window.py`).
 
 Waiting requests go by priority, then to the tenant served least (virtual token counters), then in
 order of arrival. A tenant's own limit delays nobody else; any other request that does not fit is

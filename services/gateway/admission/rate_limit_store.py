@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.gateway.admission.token_buckets import Bucket, Grant, capacity_of
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 
 logger = logging.getLogger(__name__)
 

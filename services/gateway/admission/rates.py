@@ -11,7 +11,7 @@ from collections.abc import Callable
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.gateway.admission.rate_limit_store import Reservoir
 from services.gateway.admission.token_buckets import Grant, Lease
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.registry.tenants import TenantLimits
 
 _MAX_LEASES = 200_000

@@ -13,7 +13,7 @@ from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from services.common import grpc_server
 from services.common.callers import current_caller
 from services.gateway.admission.controller import Gate
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.registry.link import RegistryLink
 from services.gateway.registry.resolve import Resolver
 from services.gateway.request import BaseModel

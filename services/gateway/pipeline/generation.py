@@ -15,7 +15,7 @@ from services.gateway.admission.concurrency import Concurrency
 from services.gateway.admission.controller import Gate, Place
 from services.gateway.admission.queue import Ticket, too_late
 from services.gateway.admission.rates import Rates
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.metrics import (
     COMPLETION_TOKENS,
     FIRST_TOKEN_S,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from services.common.callers import Caller
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 
 FRESH_S = 2.0
 MAX_REMEMBERED = 100_000

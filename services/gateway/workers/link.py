@@ -13,7 +13,7 @@ from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.request import Job
 from services.gateway.workers.convert import load_from_wire, residency_from_wire
 from services.gateway.workers.session import Session

@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from loraplex.errors import Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail, from_rpc_error
-from services.gateway.clock import now_s
-from services.gateway.request import Job
+from services.gateway.event_loop import now_s
+from services.gateway.request import Job, with_names
 from services.gateway.workers.convert import job_to_wire, tokens_from_wire
 from services.gateway.workers.token_stream import Pace, TokenStream
-from services.gateway.workers.worker_words import in_client_words
 
 logger = logging.getLogger(__name__)
 
 _END: Any = grpc.aio.EOF
 OPEN_TIMEOUT_S = 10.0
 ACK_S = 0.1
+_INDEX = re.compile(r"\[\d+\]$")
 
 
 class WorkerLost(Unavailable):
@@ -142,7 +143,7 @@ class Session:
             stream = self._streams.get(failure.request_id)
             if stream is not None:
                 self._forget(failure.request_id)
-                stream.fail(in_client_words(from_detail(failure.error)))
+                stream.fail(with_client_fields(from_detail(failure.error)))
         self._ack_soon(events.step)
 
     def _ack_soon(self, step: int) -> None:
@@ -196,3 +197,20 @@ class Session:
         self._digests.clear()
         self._uses.clear()
         self.adapters = frozenset()
+
+
+def with_client_fields(error: LoraplexError) -> LoraplexError:
+    """A worker's refusal with the field names that the client sent. Mutates: error.
+
+    A worker names fields of the WorkerRequest that the gateway built, such as `prompt_ids[3]`.
+    Which ids and lengths an adapter allows is known only there, so its refusals reach clients,
+    which sent a prompt and flat options.
+    """
+    if not isinstance(error, InvalidRequest):
+        return error
+    return with_names(error, {v.field: _client_field(v.field) for v in error.violations})
+
+
+def _client_field(field: str) -> str:
+    name = _INDEX.sub("", field.removeprefix("sampling."))
+    return "prompt" if name == "prompt_ids" else name

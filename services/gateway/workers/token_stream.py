@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002

@@ -9,8 +9,15 @@ from collections.abc import AsyncIterator, Mapping
 from loraplex.errors import InvalidRequest
 from services.common.objects import ObjectInfo, ObjectStore
 from services.registry import layout
-from services.registry.clock import first_ulid, now_s, time_of_ulid, ulid
-from services.registry.records import AuditRecord, decode, encode
+from services.registry.records import (
+    AuditRecord,
+    decode,
+    encode,
+    first_ulid,
+    now_s,
+    time_of_ulid,
+    ulid,
+)
 
 _KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
 _END = layout.AUDIT + "~"

@@ -17,8 +17,7 @@ from services.common.callers import Caller
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.access.permissions import ROOT
-from services.registry.clock import now_s
-from services.registry.records import KeyRecord
+from services.registry.records import KeyRecord, now_s
 
 SCOPES = ("reader", "publisher", "admin")
 CACHE_S = 2.0

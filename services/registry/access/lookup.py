@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import Ref, split_choice
@@ -12,6 +14,7 @@ from services.registry import documents, layout
 from services.registry.access.permissions import Access
 from services.registry.index.catalog import Catalog, CatalogDown, Found
 from services.registry.index.items import scope_of
+from services.registry.index.watch import Batch, watch
 from services.registry.records import AdapterRecord, TagRecord, VersionRecord
 
 _SCAN_ADAPTERS = 500
@@ -204,3 +207,40 @@ def _kept(found: Found, query: Query, access: Access, scope: str) -> list[Versio
         if query.base_id in ("", record.base_id)
         and all(record.labels.get(key) == value for key, value in query.labels)
     ]
+
+
+async def visible_batches(catalog: Catalog, access: Access, token: str) -> AsyncIterator[Batch]:
+    """The watch of one caller: own adapters, public ones and shared ones.
+
+    An adapter that stops being visible is reported as deleted.
+    """
+    seen: set[str] = set()
+    async for batch in watch(catalog, token):
+        if access.sees_all:
+            yield batch
+            continue
+        shown = [await _shown(catalog, access, event, seen) for event in batch.events]
+        events = tuple(event for event in shown if event is not None)
+        yield dataclasses.replace(batch, events=events)
+
+
+async def _shown(
+    catalog: Catalog, access: Access, event: dict[str, Any], seen: set[str]
+) -> dict[str, Any] | None:
+    kind, doc = event["kind"], event["doc"]
+    if kind == "base":
+        return event
+    scope = scope_of(doc["tenant"], doc["name"])
+    if kind == "version":
+        adapter: AdapterRecord | None = AdapterRecord(
+            doc["tenant"], doc["name"], doc["visibility"], tuple(doc["shared_with"])
+        )
+    else:
+        adapter = (await catalog.find(scope, "tag", doc["tag"])).adapter
+    if access.may_see(doc["tenant"], adapter):
+        seen.add(scope)
+        return event
+    if scope not in seen:
+        return None
+    gone = {"generation": max(2, doc["generation"])} if kind == "version" else {"targets": []}
+    return {"kind": kind, "doc": {**doc, **gone}}

@@ -26,8 +26,7 @@ from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.access.audit import Audit
 from services.registry.access.tenants import Tenants
-from services.registry.clock import now_s
-from services.registry.records import SignatureRecord, VersionRecord
+from services.registry.records import SignatureRecord, VersionRecord, now_s
 
 MAX_SIGNATURES = 32
 """Of one version."""

@@ -15,12 +15,11 @@ from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from services.common import grpc_server
-from services.registry.access.lookup import Query
+from services.registry.access.lookup import Query, visible_batches
 from services.registry.access.permissions import Access
 from services.registry.api import convert
 from services.registry.api.admin import AdminService, caller_access, page_size
 from services.registry.api.downloads import chunks_of
-from services.registry.api.watching import visible_batches
 from services.registry.assembly import Registry
 from services.registry.publish.inspection import check
 from services.registry.publish.metrics import WATCHERS, refusals_counted
@@ -260,7 +259,9 @@ class RegistryService(AdminService):
         access = caller_access()
         access.require("reader")
         with WATCHERS.track_inprogress():
-            async for batch in visible_batches(self._registry, access, request.resume_token):
+            async for batch in visible_batches(
+                self._registry.catalog, access, request.resume_token
+            ):
                 yield pb.WatchAdaptersResponse(
                     events=[convert.event_to_proto(event) for event in batch.events],
                     resume_token=batch.token,

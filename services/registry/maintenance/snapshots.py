@@ -22,7 +22,7 @@ from typing import IO
 
 from services.common.objects import ObjectInfo, ObjectMissing, ObjectStore, read_chunks
 from services.registry import layout
-from services.registry.clock import ulid
+from services.registry.records import ulid
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.access.audit import Audit
 from services.registry.access.signatures import Signatures
-from services.registry.clock import now_s
 from services.registry.index.catalog import Catalog
 from services.registry.index.items import Item, scope_of, version_item
 from services.registry.index.versions import Versions
 from services.registry.publish.failpoint import failpoint
 from services.registry.publish.tags import Place, Tags
-from services.registry.records import AdapterRecord, TagRecord, Target, VersionRecord
+from services.registry.records import AdapterRecord, TagRecord, Target, VersionRecord, now_s
 
 
 class Deletion:

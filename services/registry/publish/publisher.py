@@ -21,7 +21,6 @@ from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.access.audit import Audit
 from services.registry.access.tenants import Tenants
-from services.registry.clock import now_s
 from services.registry.index.catalog import Catalog
 from services.registry.index.items import Item, adapter_item, scope_of, version_item
 from services.registry.index.versions import Versions
@@ -34,7 +33,14 @@ from services.registry.publish.scanning import Scans
 from services.registry.publish.staging import Staging
 from services.registry.publish.tags import Place, Tags
 from services.registry.publish.uploads import Finished, Intent, Session, Uploads
-from services.registry.records import PRIVATE, AdapterRecord, TagRecord, Target, VersionRecord
+from services.registry.records import (
+    PRIVATE,
+    AdapterRecord,
+    TagRecord,
+    Target,
+    VersionRecord,
+    now_s,
+)
 
 _MAX_TRIES = 5
 

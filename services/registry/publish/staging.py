@@ -16,11 +16,10 @@ from loraplex.errors import AdapterNotFound, Conflict
 from services.common.objects import ObjectStore
 from services.registry import documents
 from services.registry.access.audit import Audit
-from services.registry.clock import now_s
 from services.registry.index.catalog import Catalog
 from services.registry.index.versions import Versions
 from services.registry.publish.tags import Place, Tags, check_expected, describe, moved
-from services.registry.records import TagRecord, Target
+from services.registry.records import TagRecord, Target, now_s
 
 WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway said why: is one running?"

@@ -11,11 +11,10 @@ from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.access.audit import Audit
 from services.registry.access.signatures import Signatures
-from services.registry.clock import now_s
 from services.registry.index.catalog import Catalog
 from services.registry.index.items import scope_of
 from services.registry.index.versions import Versions
-from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, Target
+from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, Target, now_s
 
 MAX_SIDES = 16
 NONE = "none"

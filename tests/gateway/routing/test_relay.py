@@ -20,8 +20,7 @@ from services.gateway.request import (
     TokenLogprob,
     Tokens,
 )
-from services.gateway.routing.placing import RelayLimits
-from services.gateway.routing.relay import Relay
+from services.gateway.routing.relay import Relay, RelayLimits
 from services.gateway.workers.token_stream import Pace, TokenStream
 from services.gateway.workers.view import WorkerView
 from services.simulate.virtual_loop import run_virtually

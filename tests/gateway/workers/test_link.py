@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loraplex.errors import LoraplexError
-from services.gateway.clock import now_s
+from services.gateway.event_loop import now_s
 from services.gateway.request import Job, Sampling
 from services.gateway.workers import session
 from services.gateway.workers.link import WorkerLink

@@ -13,7 +13,7 @@ from services.common.objects import ObjectInfo, open_store
 from services.registry import layout
 from services.registry.access import audit
 from services.registry.access.audit import Audit
-from services.registry.clock import first_ulid, time_of_ulid, ulid
+from services.registry.records import first_ulid, time_of_ulid, ulid
 
 NOW_S = 1_790_000_000.0
 YEAR_S = 365 * 86_400.0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from services.registry.access.lookup import visible_batches
 from services.registry.access.permissions import Access
-from services.registry.api.watching import visible_batches
 from services.registry.assembly import Registry
 from services.registry.index import watch as watch_module
 from services.registry.index.catalog import PREFIX
@@ -170,7 +170,7 @@ async def test_others_see_what_is_public_and_hear_when_it_no_longer_is(registry:
     stranger = Access("acme", "key", frozenset({"reader"}))
     await publish(registry, "sql", 1)
     await publish(registry, "open", 2, visibility=PUBLIC)
-    mirror = Mirror(visible_batches(registry, stranger, ""))
+    mirror = Mirror(visible_batches(registry.catalog, stranger, ""))
     await mirror.snapshot()
     assert set(mirror.known) == {"example/tiny", "open:v1", "open:latest"}
     await publish(registry, "sql", 3)

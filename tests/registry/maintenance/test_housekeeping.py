@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import redis.asyncio
 
@@ -18,10 +17,9 @@ from tests.registry.house import ANY_AGE_S, publish
 ORPHAN = layout.blob("ab" * 32)
 
 
-def _eager(registry: Registry) -> Registry:
+def _eager(registry: Registry) -> Collector:
     """One that finds everything old."""
-    collector = Collector(registry.store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
-    return dataclasses.replace(registry, collector=collector)
+    return Collector(registry.store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
 
 
 async def test_of_many_registries_one_takes_its_turn_in_an_interval(
@@ -45,19 +43,21 @@ async def test_a_collection_removes_orphans_keeps_the_rest_and_is_audited(
 ) -> None:
     done = await publish(registry, "sql", 1)
     await registry.store.put(ORPHAN, b"nobody's")
-    await collect_once(_eager(registry))
+    await collect_once(_eager(registry), registry.audit)
     assert await registry.store.head(ORPHAN) is None
     assert await registry.store.head(layout.blob(done.version.digest)) is not None
     entries, _ = await registry.audit.page("", 1)
     assert (entries[0].actor, entries[0].action) == ("registry", "gc")
-    await collect_once(_eager(registry))
+    await collect_once(_eager(registry), registry.audit)
     assert (await registry.audit.page("", 1))[0] == entries
 
 
 async def test_collection_goes_on_by_itself_until_it_is_stopped(
     registry: Registry,
 ) -> None:
-    collecting = asyncio.create_task(collect_regularly(_eager(registry), 0.01))
+    collecting = asyncio.create_task(
+        collect_regularly(registry.catalog, _eager(registry), registry.audit, 0.01)
+    )
     for _ in range(2):
         await registry.store.put(ORPHAN, b"nobody's")
         async with asyncio.timeout(20):
@@ -67,5 +67,5 @@ async def test_collection_goes_on_by_itself_until_it_is_stopped(
 
 
 async def test_an_interval_of_zero_means_never(registry: Registry) -> None:
-    await collect_regularly(_eager(registry), 0.0)
+    await collect_regularly(registry.catalog, _eager(registry), registry.audit, 0.0)
     assert await registry.catalog.take_turn("gc", 1.0)

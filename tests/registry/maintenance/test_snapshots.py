@@ -193,7 +193,7 @@ async def test_a_lost_index_comes_back_from_a_snapshot_and_what_is_newer(
 
     await publish(house, "sql", 1, "prod")
     await publish(house, "acme/chat", 2)
-    assert await copy_if_due(house)
+    assert await copy_if_due(house.catalog, house.snapshots)
     copied = await etags()
     await publish(house, "sql", 3, "prod")
     await house.deletion.adapter("acme", "chat", "", purge=False)
@@ -212,14 +212,14 @@ async def test_a_copy_is_due_after_many_changes_and_for_every_new_index(
     house: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "SNAPSHOT_CHANGES", 4)
-    assert await copy_if_due(house)
-    assert not await copy_if_due(house)
+    assert await copy_if_due(house.catalog, house.snapshots)
+    assert not await copy_if_due(house.catalog, house.snapshots)
     for seed in range(3):
         await publish(house, "sql", seed)
-    assert await copy_if_due(house)
-    assert not await copy_if_due(house)
+    assert await copy_if_due(house.catalog, house.snapshots)
+    assert not await copy_if_due(house.catalog, house.snapshots)
     await house.indexer.rebuild()
-    assert await copy_if_due(house)
+    assert await copy_if_due(house.catalog, house.snapshots)
 
 
 def test_folders_are_read_plainly(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from openai import BadRequestError
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import common_pb2
-from services.gateway.workers.worker_words import in_client_words
+from services.gateway.workers.session import with_client_fields
 from tests.gateway.conftest import Stack
 
 
@@ -23,14 +23,14 @@ from tests.gateway.conftest import Stack
     ],
 )
 def test_fields_of_a_workers_refusal_are_those_of_the_client(workers: str, clients: str) -> None:
-    error = in_client_words(InvalidRequest.field(workers, "out of range", "must be smaller"))
+    error = with_client_fields(InvalidRequest.field(workers, "out of range", "must be smaller"))
     assert error.violations[0].field == clients
     assert str(error) == error.message == f"{clients}: must be smaller"
 
 
 def test_other_errors_stay_as_they_are() -> None:
     error = Unavailable("no engine", reason="ENGINE_LOST")
-    assert in_client_words(error) is error
+    assert with_client_fields(error) is error
     assert error.message == "no engine"
 
 
