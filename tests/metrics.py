@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway import metrics as gateway_metrics
-from services.gateway.admission.controller import Gate
+from services.gateway.admission.controller import AdmissionController
 from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.text.template_pool import TemplatePool
@@ -46,7 +46,7 @@ def _declared() -> Iterator[Exported]:
 
 def _collected() -> Iterator[GaugeMetricFamily]:
     fleet = Fleet((), "gateway", TemplatePool(), base_seen=lambda base: None)
-    yield from ScalingSignals(fleet, Gate(AdmissionLimits())).collect()
+    yield from ScalingSignals(fleet, AdmissionController(AdmissionLimits())).collect()
     yield from worker_metrics.AdapterCollector(StatusBoard(), 1).collect()
 
 

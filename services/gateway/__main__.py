@@ -32,8 +32,8 @@ async def serve(config: GatewayConfig) -> None:
         )
     finally:
         await gateway.close()
-    if gateway.hopeless is not None:
-        raise gateway.hopeless
+    if gateway.start_error is not None:
+        raise gateway.start_error
 
 
 def _calm_collector() -> None:

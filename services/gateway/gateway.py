@@ -16,20 +16,20 @@ from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from services.common.grpc_channels import channel_opener
 from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
-from services.gateway.admission.concurrency import Concurrency
-from services.gateway.admission.controller import Gate
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController
 from services.gateway.admission.dispatch_window import ready_workers
-from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir
-from services.gateway.admission.rates import Rates
+from services.gateway.admission.rate_limit_store import LocalRateLimitStore, RedisRateLimitStore
+from services.gateway.admission.rates import TenantRates
 from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.config import GatewayConfig
-from services.gateway.console.app import ConsoleDoor
+from services.gateway.console.app import ConsoleEndpoints
 from services.gateway.grpc import admin, server
-from services.gateway.http.aliases import AliasDoor
-from services.gateway.http.app import OpenAIDoor, Surroundings
+from services.gateway.http.aliases import AliasEndpoints
+from services.gateway.http.app import AppContext, OpenAIEndpoints
 from services.gateway.http.guard import HostRule
 from services.gateway.http.server import HttpServer
-from services.gateway.http.tokenize import TokenizeDoor
+from services.gateway.http.tokenize import TokenizeEndpoints
 from services.gateway.pipeline.generation import Generation
 from services.gateway.registry.keyring import KeyRing
 from services.gateway.registry.link import RegistryLink
@@ -81,11 +81,11 @@ class Gateway:
         """Binds the HTTP address. Raises: InvalidRequest when it is taken.
 
         Args:
-            give_up: set when it can never become ready; `hopeless` says why.
+            give_up: set when it can never become ready; `start_error` says why.
         """
         self._config = config
         self._give_up = give_up or asyncio.Event()
-        self.hopeless: LoraplexError | None = None
+        self.start_error: LoraplexError | None = None
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
         self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
@@ -102,10 +102,12 @@ class Gateway:
             channel=channel_opener(config.tls, config.tls_server_name),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
-        self._gate = Gate(config.admission, lambda: ready_workers(self._fleet.views()))
-        self._reservoir = _reservoir(config)
-        self._scaling = ScalingSignals(self._fleet, self._gate)
-        self._concurrency = Concurrency(self._reservoir, self._gate)
+        self._controller = AdmissionController(
+            config.admission, lambda: ready_workers(self._fleet.views())
+        )
+        self._rate_limit_store = _rate_limit_store(config)
+        self._scaling = ScalingSignals(self._fleet, self._controller)
+        self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
         self._generation = Generation(
@@ -113,8 +115,8 @@ class Gateway:
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
-            self._gate,
-            Rates(self._reservoir),
+            self._controller,
+            TenantRates(self._rate_limit_store),
             self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
@@ -150,10 +152,14 @@ class Gateway:
             self._registry.follow(self._resolver),
             self._registrar.run(),
             self._become_ready(),
-            self._follow_room(),
+            self._follow_workers(),
             self._concurrency.run(),
             Stager(self._resolver, self._fleet, self._registry).run(),
-            *([self._reservoir.run()] if isinstance(self._reservoir, RedisReservoir) else []),
+            *(
+                [self._rate_limit_store.run()]
+                if isinstance(self._rate_limit_store, RedisRateLimitStore)
+                else []
+            ),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
         self._scaling.register()
@@ -175,15 +181,15 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._tenants.close()
         await self._registry.close()
-        if isinstance(self._reservoir, RedisReservoir):
-            await self._reservoir.close()
+        if isinstance(self._rate_limit_store, RedisRateLimitStore):
+            await self._rate_limit_store.close()
         await self._pool.close()
         if self._metrics is not None:
             await self._metrics.stop()
 
     async def _started_grpc(self) -> grpc_server.RunningServer:
-        operators = admin.AdminDoor(
-            self._fleet, self._registry, self._resolver, self._gate, self.readiness.missing
+        operators = admin.AdminServicer(
+            self._fleet, self._registry, self._resolver, self._controller, self.readiness.missing
         )
         return await grpc_server.start(
             [server.service(self._generation, self._resolver), admin.service(operators)],
@@ -194,15 +200,19 @@ class Gateway:
         )
 
     def _http_app(self) -> ASGIApp:
-        around = self._surroundings()
-        console = ConsoleDoor(
-            around.caller, self._resolver, self._fleet, self._gate, self.readiness.missing
+        context = self._app_context()
+        console = ConsoleEndpoints(
+            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
-        door = OpenAIDoor(self._generation, self._resolver, around)
-        tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet, self._adapter_text)
+        door = OpenAIEndpoints(self._generation, self._resolver, context)
+        tokenize = TokenizeEndpoints(
+            context.caller, self._resolver, self._fleet, self._adapter_text
+        )
         others = [*tokenize.routes(), *console.routes()]
         if self._config.lora_root is not None:
-            others += AliasDoor(around.caller, self._registry_of, self._config.lora_root).routes()
+            others += AliasEndpoints(
+                context.caller, self._registry_of, self._config.lora_root
+            ).routes()
         return door.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
@@ -210,8 +220,8 @@ class Gateway:
         credentials = Credentials(api_key=api_key, ca=self._config.tls.ca)
         return RegistryClient(self._config.registry_address, credentials)
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _app_context(self) -> AppContext:
+        return AppContext(
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
@@ -233,7 +243,7 @@ class Gateway:
     def _base_refused(self, error: LoraplexError) -> None:
         """A gateway that serves goes on; one that was never ready would wait for ever."""
         if self.readiness.missing():
-            self.hopeless = error
+            self.start_error = error
             self._give_up.set()
 
     def _first_missing(self) -> str:
@@ -243,18 +253,18 @@ class Gateway:
             return "no worker is ready yet"
         return self._registrar.missing
 
-    async def _follow_room(self) -> None:
+    async def _follow_workers(self) -> None:
         """Workers that come make room for who waits."""
         while True:
             await self._fleet.next_change()
-            self._gate.room_changed()
+            self._controller.workers_changed()
 
 
-def _reservoir(config: GatewayConfig) -> LocalReservoir | RedisReservoir:
+def _rate_limit_store(config: GatewayConfig) -> LocalRateLimitStore | RedisRateLimitStore:
     """Several gateways share their tenants' rates through Redis, a lone one keeps them itself."""
     if not config.metadata_url:
-        return LocalReservoir()
-    return RedisReservoir(connect_redis(config.metadata_url), config.gateway_id)
+        return LocalRateLimitStore()
+    return RedisRateLimitStore(connect_redis(config.metadata_url), config.gateway_id)
 
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
-"""The plain types that pass between the rooms of the gateway. No grpc, no HTTP.
+"""The plain types that pass between the gateway's folders. No grpc, no HTTP.
 
-A door parses a `GenerateCall`; the generation room turns it into one `Job` per choice; workers
-answer with `Tokens`; the text room turns those into `Piece`s, which doors print.
+The APIs parse a `GenerateCall`. The pipeline turns it into one `WorkerJob` per choice. Workers
+answer with `Tokens`, which the pipeline turns into `TextDelta`s for the APIs to send.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """One sequence for a worker. With `output_ids` it continues where another worker stopped."""
 
     request_id: str
@@ -284,7 +284,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What a door prints next for one choice."""
 
     index: int
@@ -313,7 +313,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
+class ServedModel:
     """What the gateway knows of a base, from the `GetModel` of its workers."""
 
     base_id: str
@@ -329,7 +329,7 @@ class BaseModel:
     """Sampling defaults of generation_config.json, by our field names."""
     created_unix_s: int = 0
 
-    def under(self, adapters: Sequence[RunningAdapter]) -> BaseModel:
+    def under(self, adapters: Sequence[RunningAdapter]) -> ServedModel:
         """The base as far as token ids and lengths go: adapters may add tokens, and only the
         worker knows how many; one alone may have a context of its own."""
         if not adapters:

@@ -8,7 +8,7 @@ from services.common.objects import ObjectStore
 from services.registry.access.audit import Audit
 from services.registry.access.keys import Keys
 from services.registry.access.lookup import Lookup
-from services.registry.access.sharing import Sharing
+from services.registry.access.sharing import AdapterSharing
 from services.registry.access.signatures import Signatures
 from services.registry.access.tenants import Tenants
 from services.registry.index.catalog import Catalog
@@ -41,7 +41,7 @@ class Registry:
     blobs: Blobs
     publisher: Publisher
     deletion: Deletion
-    sharing: Sharing
+    sharing: AdapterSharing
     signatures: Signatures
     staging: Staging
     lookup: Lookup
@@ -83,7 +83,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         deletion=Deletion(store, catalog, tags, versions, audit, signatures),
         signatures=signatures,
         staging=staging,
-        sharing=Sharing(store, catalog, versions, audit),
+        sharing=AdapterSharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),
         indexer=indexer,
         snapshots=snapshots,

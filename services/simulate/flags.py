@@ -136,8 +136,8 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
     if args.direct:
         return fleet
     # One gate stands for as many gateways as such a fleet has.
-    num_places = max(AdmissionLimits().max_running, args.workers * engine.max_running)
-    return dataclasses.replace(fleet, admission=AdmissionLimits(num_places, num_places))
+    batch_capacity = max(AdmissionLimits().max_running, args.workers * engine.max_running)
+    return dataclasses.replace(fleet, admission=AdmissionLimits(batch_capacity, batch_capacity))
 
 
 def median_and_p90(text: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
-from services.gateway.admission.controller import Place
+from services.gateway.admission.controller import Permit
 from services.gateway.admission.queue import AdmissionLimits
 from services.simulate.costs import Costs
 from services.simulate.gateway import Due, SimulatedGateway
@@ -56,7 +56,7 @@ class _Flight:
 
     ended: asyncio.Future[str]
     """When the gate hears of it; with the reason why it did not finish, if it did not."""
-    place: Place | None
+    permit: Permit | None
     """At the gate."""
     back_s: float
     """Of tokens, from the worker to the gate."""
@@ -84,8 +84,8 @@ class _Flight:
 
     def _tell(self) -> None:
         """At the first token and at the end: what comes between only one tenant is charged for."""
-        if self.place is not None:
-            self.place.served(self.num_output - self.num_told)
+        if self.permit is not None:
+            self.permit.served(self.num_output - self.num_told)
         self.num_told = self.num_output
 
 
@@ -167,7 +167,7 @@ class Simulation:
         digests = () if request.adapter is None else (self._digests[request.adapter],)
         key = digests[0] if digests else str(number)
         due = Due(self._fleet.deadline_s, self._fleet.engine.first_token_s).shifted(now_s())
-        async with self._gateway.place(request, digests, due) as flight.place:
+        async with self._gateway.admit(request, digests, due) as flight.permit:
             worker = self._gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight
             submit = _submit(number, request, digests, due.shifted(-now_s()))

@@ -69,7 +69,7 @@ def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
 
     for seen in run_virtually(main()):
         assert seen.is_whole and seen.prepared is not None
-        ids = tuple(i for piece in seen.pieces for i in piece.token_ids)
+        ids = tuple(i for text_delta in seen.text_deltas for i in text_delta.token_ids)
         assert ids == undisturbed(seen.prepared, 0).token_ids
         assert seen.ended_s - seen.began_s < SILENT_CHECKS + 5
 

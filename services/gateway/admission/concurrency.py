@@ -1,8 +1,8 @@
-"""Sequences of one tenant that run at all gateways together: places leased like rates.
+"""Limits how many sequences of a tenant run at all gateways together, by leases.
 
-Each gateway asks for as many places as it could use and gets what the others do not want, and an
-equal part of the limit as soon as their running requests leave room. Places held never exceed the
-limit, whoever asks when; a lease ends by itself when its gateway is gone.
+Each gateway asks for as many sequences as it could use. It gets what the others do not want, and an
+equal part of the limit as soon as the others' running requests leave space. Leases never exceed the
+limit in sum, in whatever order gateways ask. A lease expires when its gateway is gone.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from services.gateway.admission.rate_limit_store import Reservoir
+from services.gateway.admission.rate_limit_store import RateLimitStore
 from services.gateway.registry.tenants import TenantLimits
 
 ASK_INTERVAL_S = 0.25
 
 
-class Door(Protocol):
-    """The gate, as far as shares concern it."""
+class TenantSequences(Protocol):
+    """The part of the admission controller that tenant limits need."""
 
     def num_running_of(self, tenant: str) -> int: ...
 
-    def set_share(self, tenant: str, num_places: int | None) -> None: ...
+    def set_limit(self, tenant: str, max_running: int | None) -> None: ...
 
 
-class Concurrency:
-    """The leases of this gateway."""
+class TenantConcurrency:
+    """The sequences that this gateway may run for each tenant with a limit."""
 
-    def __init__(self, reservoir: Reservoir, door: Door) -> None:
-        self._reservoir = reservoir
-        self._door = door
+    def __init__(self, rate_limit_store: RateLimitStore, sequences: TenantSequences) -> None:
+        self._rate_limit_store = rate_limit_store
+        self._sequences = sequences
         self._limits: dict[str, int] = {}
-        """Of tenants that hold a lease or want one."""
+        """Limit of each tenant that holds or wants a lease."""
         self._wanted: dict[str, int] = {}
-        """Sequences of theirs that wait or run here."""
+        """Sequences of each such tenant that wait or run here."""
 
     async def enter(self, limits: TenantLimits, num_sequences: int) -> None:
-        """A request comes; the first of a tenant asks for a lease."""
+        """Count a new request; the first one of a tenant asks for a lease."""
         tenant = limits.tenant
         if not limits.max_concurrent:
             return
@@ -44,30 +44,30 @@ class Concurrency:
         self._limits[tenant] = limits.max_concurrent
         self._wanted[tenant] = self._wanted.get(tenant, 0) + num_sequences
         if is_new:
-            self._door.set_share(tenant, 0)
+            self._sequences.set_limit(tenant, 0)
             await self._ask(tenant)
 
     def leave(self, limits: TenantLimits, num_sequences: int) -> None:
-        """The request is gone; its place is given back at the next asking."""
+        """Count out a request; its part of the lease is returned at the next renewal."""
         if limits.max_concurrent and limits.tenant in self._wanted:
             self._wanted[limits.tenant] -= num_sequences
 
     async def run(self) -> None:
-        """Ask again and again: leases end, and others want their part."""
+        """Renew the leases until cancelled: they expire, and other gateways want their part."""
         while True:
             await asyncio.sleep(ASK_INTERVAL_S)
             for tenant in list(self._limits):
                 await self._ask(tenant)
 
     async def _ask(self, tenant: str) -> None:
-        """Mutates: limits and wanted; forgets a tenant without requests."""
+        """Renew the lease of one tenant, or forget a tenant without requests."""
         limit, wanted = self._limits[tenant], self._wanted[tenant]
-        running = self._door.num_running_of(tenant)
-        # With some to spare: the next request need not wait for an answer.
-        spare = min(limit, 2 * wanted + 4) if wanted else 0
-        share = await self._reservoir.hold(tenant, limit, spare, running)
-        if wanted or self._wanted[tenant] or self._door.num_running_of(tenant):
-            self._door.set_share(tenant, share)
+        running = self._sequences.num_running_of(tenant)
+        # Ask for more than is needed now: the next request need not wait for an answer.
+        asked = min(limit, 2 * wanted + 4) if wanted else 0
+        leased = await self._rate_limit_store.hold(tenant, limit, asked, running)
+        if wanted or self._wanted[tenant] or self._sequences.num_running_of(tenant):
+            self._sequences.set_limit(tenant, leased)
         else:
-            self._door.set_share(tenant, None)
+            self._sequences.set_limit(tenant, None)
             del self._limits[tenant], self._wanted[tenant]

@@ -1,8 +1,8 @@
-"""Virtual token counters: who of several tenants has been served least. Pure.
+"""Virtual token counters: which of several tenants has been served least. Pure.
 
-Source: Sheng et al., Fairness in Serving Large Language Models (VTC), with weights. A token of
-output costs twice one of input. A tenant that comes back is lifted to the least-served one that is
-here: time away earns no credit, and nobody here can be held up by it.
+Source: Sheng et al., Fairness in Serving Large Language Models (VTC), with weights. An output token
+costs twice as much as an input token. A tenant that returns is raised to the least served tenant
+that is active: it earns no credit for its absence, and cannot hold up the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ OUTPUT_TOKEN_COST = 2.0
 
 
 _MAX_REMEMBERED = 4096
-"""Tenants that are away and still remembered; beyond it the least served are forgotten."""
+"""Inactive tenants that are remembered; beyond this the least served are forgotten."""
 
 
 @dataclass(slots=True)
-class ServiceCounters:
-    """Weighted service of each tenant; only differences mean something."""
+class VirtualTokenCounters:
+    """Weighted service of each tenant; only differences are meaningful."""
 
     counters: dict[str, float] = field(default_factory=dict)
     here: set[str] = field(default_factory=set)
@@ -29,17 +29,17 @@ class ServiceCounters:
     """Highest counter of those that left."""
 
     def arrive(self, tenant: str) -> None:
-        """A tenant has a request here."""
+        """A tenant became active, or has another request."""
         self.counters[tenant] = self._counter(tenant)
         self.here.add(tenant)
 
     def charge(self, tenant: str, num_input: int, num_output: int, weight: float) -> None:
-        """Count tokens that a tenant was served, divided by its weight."""
+        """Add tokens to a tenant's counter, divided by its weight."""
         cost = num_input * INPUT_TOKEN_COST + num_output * OUTPUT_TOKEN_COST
         self.counters[tenant] += cost / weight
 
     def leave(self, tenant: str) -> None:
-        """A tenant has no request here any more; what it had too much of stays on its account."""
+        """A tenant has no more requests; its counter is kept while it is above the active ones."""
         self.here.discard(tenant)
         self.departed = max(self.departed, self.counters[tenant])
         if len(self.counters) > len(self.here) + _MAX_REMEMBERED:
@@ -52,11 +52,12 @@ class ServiceCounters:
         return min(tenants, key=lambda tenant: (self.counters[tenant], tenant))
 
     def is_less_served(self, tenant: str, other: str) -> bool:
-        """Whether `tenant`, here or about to arrive, was served less than `other`, who is here."""
+        """Whether `tenant` was served less than the active tenant `other`."""
         return self._counter(tenant) < self.counters[other]
 
     def _counter(self, tenant: str) -> float:
-        """Of one who is here or arrives: never below the least of those here."""
+        """The counter of an active or arriving tenant, at least that of the least served active
+        one."""
         if tenant in self.here:
             return self.counters[tenant]
         floor = self._floor()

@@ -1,7 +1,7 @@
-"""Where buckets live: in this process for a lone gateway, in Redis for several.
+"""Stores the token buckets of tenants: in this process for one gateway, in Redis for several.
 
-Each gateway also signs a list in Redis once a second, so that all know how many share a tenant's
-limits; while Redis is away each uses its share of them by itself.
+Each gateway also registers in Redis once per second, so that all know how many share a tenant's
+limits. While Redis is unavailable, each gateway applies an equal part of the limits itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 SIGN_INTERVAL_S = 1.0
 GONE_S = 5.0
-"""A gateway that has not signed for so long shares no more."""
+"""A gateway that has not registered for this long no longer counts."""
 HELD_S = 3.0
-"""A lease of places that is not renewed ends after so long."""
+"""A lease of sequences that is not renewed expires after this many seconds."""
 _PREFIX = "loraplex:gateway:"
 _MEMBERS = f"{_PREFIX}members"
 _RETRY_S = 1.0
 _ANSWER_S = 1.0
-"""Requests wait for an answer, so that is all they wait; where it takes longer Redis is away."""
+"""Requests wait for the answer: if it takes longer, Redis counts as unavailable."""
 
 # The clock is the server's own: gateways need not agree on the time.
 _ASK = """
@@ -88,23 +88,23 @@ return redis.call('ZCARD', KEYS[1])
 """
 
 
-class Reservoir(Protocol):
-    """Buckets by name."""
+class RateLimitStore(Protocol):
+    """Token buckets by name, and leases of sequences by tenant."""
 
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant: ...
 
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
-        """Lease up to `want` of a tenant's places for `HELD_S`; `running` of them are in use."""
+        """Lease up to `want` of a tenant's `limit` sequences; `running` of them are in use."""
 
     @property
     def num_gateways(self) -> int:
         """Gateways that share the limits, this one included."""
 
 
-class LocalReservoir:
-    """Buckets of this process, which may take its share of each rate, as one of `num_gateways`."""
+class LocalRateLimitStore:
+    """Buckets in this process, each with the rate divided by `num_gateways`."""
 
     def __init__(self, now: Callable[[], float] = now_s) -> None:
         self._now = now
@@ -114,7 +114,7 @@ class LocalReservoir:
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant:
-        """Never fails; with other gateways around only our share of the rate is given."""
+        """Never fails; grants from this gateway's part of the rate."""
         rate /= self.num_gateways
         bucket = self._buckets.get(name)
         if bucket is None:
@@ -122,12 +122,12 @@ class LocalReservoir:
         return bucket.ask(rate, need, extra, returned, self._now())
 
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
-        """Our part of the limit, whoever else is there."""
+        """This gateway's equal part of the limit."""
         return min(want, max(limit // self.num_gateways, 1))
 
 
-class RedisReservoir:
-    """Buckets in Redis, or our share of them here while it is away."""
+class RedisRateLimitStore:
+    """Buckets in Redis; local ones while Redis is unavailable."""
 
     def __init__(
         self,
@@ -139,18 +139,18 @@ class RedisReservoir:
         self._ask: Any = client.register_script(_ASK)
         self._sign: Any = client.register_script(_SIGN)
         self._hold: Any = client.register_script(_HOLD)
-        self._local = LocalReservoir()
+        self._local = LocalRateLimitStore()
         self._away_until_s = 0.0
 
     @property
     def num_gateways(self) -> int:
-        """As last counted."""
+        """The number of gateways when last counted."""
         return self._local.num_gateways
 
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant:
-        """Ask Redis; after a failure it is left alone for a moment."""
+        """Ask Redis; after a failure the local buckets answer for a second."""
         if now_s() >= self._away_until_s:
             arguments = [rate, need, extra, returned, capacity_of(rate)]
             answer = await self._tried(self._ask([f"{_PREFIX}bucket:{name}"], arguments))
@@ -159,16 +159,16 @@ class RedisReservoir:
         return await self._local.ask(name, rate, need, extra, returned)
 
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
-        """Ask Redis, or take our part while it is away."""
+        """Ask Redis; while it is unavailable, use this gateway's part."""
         if now_s() >= self._away_until_s:
             arguments = [self._gateway_id, limit, want, running, HELD_S]
-            share = await self._tried(self._hold([f"{_PREFIX}held:{tenant}"], arguments))
-            if share is not None:
-                return int(share)
+            leased = await self._tried(self._hold([f"{_PREFIX}held:{tenant}"], arguments))
+            if leased is not None:
+                return int(leased)
         return await self._local.hold(tenant, limit, want, running)
 
     async def run(self) -> None:
-        """Sign the list for ever."""
+        """Register this gateway regularly until cancelled."""
         while True:
             count = await self._tried(self._sign([_MEMBERS], [self._gateway_id, GONE_S]))
             if count is not None:
@@ -176,16 +176,19 @@ class RedisReservoir:
             await asyncio.sleep(SIGN_INTERVAL_S)
 
     async def close(self) -> None:
-        """Close the client; the list forgets this gateway by itself."""
+        """Close the client; this gateway's registration expires by itself."""
         await self._client.aclose()
 
     async def _tried(self, call: Awaitable[Any]) -> Any:
-        """The answer, or None when Redis is away."""
+        """The answer; None if Redis is unavailable."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await call
         except (RedisError, OSError) as error:
             if now_s() >= self._away_until_s:
-                logger.warning("limits are kept here", extra={"problem": type(error).__name__})
+                logger.warning(
+                    "redis unavailable: limits are applied by this gateway alone",
+                    extra={"problem": type(error).__name__},
+                )
             self._away_until_s = now_s() + _RETRY_S
             return None

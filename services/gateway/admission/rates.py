@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.gateway.admission.rate_limit_store import Reservoir
+from services.gateway.admission.rate_limit_store import RateLimitStore
 from services.gateway.admission.token_buckets import Grant, Lease
 from services.gateway.event_loop import now_s
 from services.gateway.registry.tenants import TenantLimits
@@ -17,11 +17,11 @@ from services.gateway.registry.tenants import TenantLimits
 _MAX_LEASES = 200_000
 
 
-class Rates:
+class TenantRates:
     """The leases of this gateway."""
 
-    def __init__(self, reservoir: Reservoir, now: Callable[[], float] = now_s) -> None:
-        self._reservoir = reservoir
+    def __init__(self, rate_limit_store: RateLimitStore, now: Callable[[], float] = now_s) -> None:
+        self._rate_limit_store = rate_limit_store
         self._now = now
         self._leases: dict[str, Lease] = {}
 
@@ -54,7 +54,9 @@ class Rates:
         """Ask for what is missing and some more. Mutates: lease. Raises: ResourceExhausted."""
         grant = Grant(0.0)
         try:
-            grant = await self._reservoir.ask(name, rate, missing, lease.wish(missing, rate), 0.0)
+            grant = await self._rate_limit_store.ask(
+                name, rate, missing, lease.wish(missing, rate), 0.0
+            )
         finally:
             lease.put(grant.amount - missing if grant.amount else taken, rate)
         if not grant.amount:
@@ -72,7 +74,7 @@ class Rates:
         name = f"{unit}:{tenant}"
         excess = self._lease(name).put(amount, rate)
         if excess > 0:
-            await self._reservoir.ask(name, rate, 0.0, 0.0, excess)
+            await self._rate_limit_store.ask(name, rate, 0.0, 0.0, excess)
 
     def _lease(self, name: str) -> Lease:
         if len(self._leases) >= _MAX_LEASES:

@@ -8,20 +8,20 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.gateway.admission.controller import Gate
-from services.gateway.routing.router import Placement, first_token_s
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.routing.router import RoutingRequest, first_token_s
 from services.gateway.workers.fleet import Fleet
 from services.gateway.workers.view import WorkerView
 
-_FRESH = Placement(key="", digests=(), num_prompt_tokens=0, homes=0)
+_FRESH = RoutingRequest(key="", digests=(), num_prompt_tokens=0, num_replicas=0)
 
 
 class ScalingSignals(Collector):
     """Reads the gauges off fleet and gate when they are scraped."""
 
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, controller: AdmissionController) -> None:
         self._fleet = fleet
-        self._gate = gate
+        self._controller = controller
 
     def register(self) -> None:
         """Make the gauges visible."""
@@ -45,7 +45,7 @@ class ScalingSignals(Collector):
             taking = [view for view in views if view.takes_requests]
             ready.add_metric([base_id], len(taking))
             queued.add_metric([base_id], sum(view.load.queued_tokens for view in views))
-            wait.add_metric([base_id], self._gate.expected_wait_s + _soonest_s(taking))
+            wait.add_metric([base_id], self._controller.expected_wait_s + _soonest_s(taking))
         return ready, queued, wait
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from services.common.callers import Caller
-from services.gateway.admission.controller import Gate
+from services.gateway.admission.controller import AdmissionController
 from services.gateway.console import state
 from services.gateway.registry.keyring import is_admin
 from services.gateway.registry.resolve import Resolver
@@ -36,7 +36,7 @@ _HEADERS = {
 }
 
 
-class ConsoleDoor:
+class ConsoleEndpoints:
     """Endpoints of the console. The page is for everybody, what it shows for callers."""
 
     def __init__(
@@ -44,13 +44,13 @@ class ConsoleDoor:
         caller: Callable[[Request], Awaitable[Caller]],
         resolver: Resolver,
         fleet: Fleet,
-        gate: Gate,
+        controller: AdmissionController,
         not_ready_reason: Callable[[], str],
     ) -> None:
         self._caller = caller
         self._resolver = resolver
         self._fleet = fleet
-        self._gate = gate
+        self._controller = controller
         self._not_ready_reason = not_ready_reason
 
     def routes(self) -> list[Route]:
@@ -82,8 +82,8 @@ class ConsoleDoor:
             shown |= {
                 "workers": [state.worker_state(view, labels) for view in views],
                 "num_adapters": self._resolver.catalog.num_adapters,
-                "running": self._gate.num_running,
-                "waiting": self._gate.num_waiting,
+                "running": self._controller.num_running,
+                "waiting": self._controller.num_waiting,
                 "totals": state.totals(),
             }
         return JSONResponse(shown, headers={"cache-control": "no-store"})

@@ -9,14 +9,14 @@ from prometheus_client import Counter, Histogram
 
 from services.gateway import metrics
 from services.gateway.registry.catalog import Listing, Side
-from services.gateway.request import BaseModel
-from services.gateway.workers.view import Residency, Tier, WorkerView
+from services.gateway.request import ServedModel
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""
 
 
-def base_state(base: BaseModel) -> dict[str, Any]:
+def base_state(base: ServedModel) -> dict[str, Any]:
     """One base."""
     return {"id": base.base_id, "max_model_len": base.max_model_len, "dtype": base.dtype}
 
@@ -85,7 +85,7 @@ def _condition(view: WorkerView) -> str:
     return "ready" if view.ready else "starting"
 
 
-def _resident(residency: Residency, labels: Mapping[str, str]) -> dict[str, Any]:
+def _resident(residency: AdapterResidency, labels: Mapping[str, str]) -> dict[str, Any]:
     return {
         "ref": labels.get(residency.digest, residency.digest[:19]),
         "digest": residency.digest,

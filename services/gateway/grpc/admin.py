@@ -12,21 +12,21 @@ from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 from services.common import grpc_server
 from services.common.callers import current_caller
-from services.gateway.admission.controller import Gate
+from services.gateway.admission.controller import AdmissionController
 from services.gateway.event_loop import now_s
 from services.gateway.registry.link import RegistryLink
 from services.gateway.registry.resolve import Resolver
-from services.gateway.request import BaseModel
+from services.gateway.request import ServedModel
 from services.gateway.routing.router import rendezvous_order
 from services.gateway.workers.fleet import Fleet
-from services.gateway.workers.view import Residency, Tier, WorkerView
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
 _FETCH_TIMEOUT_S = 300.0
 
 
-class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """AdminService over the rooms of one gateway."""
 
     def __init__(
@@ -34,13 +34,13 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         fleet: Fleet,
         registry: RegistryLink,
         resolver: Resolver,
-        gate: Gate,
+        controller: AdmissionController,
         not_ready_reason: Callable[[], str],
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._resolver = resolver
-        self._gate = gate
+        self._controller = controller
         self._not_ready_reason = not_ready_reason
 
     async def GetStatus(
@@ -57,8 +57,8 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
             workers=[worker_state(view, labels) for view in views],
             registry_connected=self._registry.is_watching,
             num_adapters=self._resolver.catalog.num_adapters,
-            running_requests=self._gate.num_running,
-            queued_requests=self._gate.num_waiting,
+            running_requests=self._controller.num_running,
+            queued_requests=self._controller.num_waiting,
         )
 
     async def FetchAdapter(
@@ -66,7 +66,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.FetchAdapterResponse:
         """Load an adapter on its home worker, or on the first few of its order of homes."""
         found = await self._resolver.model(request.ref, current_caller.get().tenant)
-        if isinstance(found, BaseModel):
+        if isinstance(found, ServedModel):
             raise InvalidRequest.field("ref", request.ref, "is a base: its workers hold it always")
         able = {v.worker_id: v for v in self._fleet.views(found.base_id) if v.takes_requests}
         if not able:
@@ -113,7 +113,7 @@ def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.W
     return state
 
 
-def _resident(residency: Residency, label: str) -> admin_pb2.ResidentAdapter:
+def _resident(residency: AdapterResidency, label: str) -> admin_pb2.ResidentAdapter:
     return admin_pb2.ResidentAdapter(
         ref=label,
         residency=worker_pb2.AdapterResidency(
@@ -127,6 +127,6 @@ def _resident(residency: Residency, label: str) -> admin_pb2.ResidentAdapter:
     )
 
 
-def service(servicer: AdminDoor) -> grpc_server.Service:
+def service(servicer: AdminServicer) -> grpc_server.Service:
     """What `grpc_server.start` serves."""
     return admin_pb2_grpc.add_AdminServiceServicer_to_server, servicer, NAME

@@ -29,16 +29,16 @@ from services.gateway.grpc.vectors import (
 from services.gateway.metrics import REQUESTS
 from services.gateway.pipeline.embedding import embed_all
 from services.gateway.pipeline.generation import Generation
-from services.gateway.pipeline.prepared import Prepared
+from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.pipeline.scoring import score_all
 from services.gateway.registry.catalog import Version
 from services.gateway.registry.resolve import Resolver, model_id
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
-    BaseModel,
     GenerateCall,
-    Piece,
+    ServedModel,
+    TextDelta,
     beginning_hash,
     with_names,
 )
@@ -50,7 +50,7 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 
 
-class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """InferenceService over the generation room."""
 
     def __init__(self, generation: Generation, resolver: Resolver) -> None:
@@ -66,9 +66,9 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             call = call_from_wire(request, context.time_remaining(), _traceparent(context))
             prepared = await self._generation.prepare(call)
             writer = ResponseWriter(prepared)
-            async with aclosing(self._generation.run(prepared)) as pieces:
-                async for piece in pieces:
-                    if (message := writer.message(piece)) is not None:
+            async with aclosing(self._generation.run(prepared)) as text_deltas:
+                async for text_delta in text_deltas:
+                    if (message := writer.message(text_delta)) is not None:
                         yield message
             outcome = "ok"
         except LoraplexError as error:
@@ -129,51 +129,51 @@ async def _counted(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
 class ResponseWriter:
     """Turns the pieces of one request into messages."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
         self._begun: set[int] = set()
         self._num_finished = 0
 
-    def message(self, piece: Piece) -> inference_pb2.GenerateResponse | None:
+    def message(self, text_delta: TextDelta) -> inference_pb2.GenerateResponse | None:
         """The message for a piece; None when it says nothing."""
-        is_first = piece.index not in self._begun
-        if not (is_first or piece.text or piece.token_ids or piece.finish_reason):
+        is_first = text_delta.index not in self._begun
+        if not (is_first or text_delta.text or text_delta.token_ids or text_delta.finish_reason):
             return None
         message = inference_pb2.GenerateResponse(
             request_id=self._prepared.call.request_id,
-            index=piece.index,
-            text=piece.text,
-            token_ids=piece.token_ids,
-            logprobs=[logprob_to_wire(entry) for entry in piece.logprobs],
+            index=text_delta.index,
+            text=text_delta.text,
+            token_ids=text_delta.token_ids,
+            logprobs=[logprob_to_wire(entry) for entry in text_delta.logprobs],
         )
         if is_first:
-            self._begin(message, piece)
-        if piece.finish_reason is not None:
-            self._finish(message, piece)
+            self._begin(message, text_delta)
+        if text_delta.finish_reason is not None:
+            self._finish(message, text_delta)
         return message
 
-    def _begin(self, message: inference_pb2.GenerateResponse, piece: Piece) -> None:
+    def _begin(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
         """Mutates: message."""
         prepared = self._prepared
-        self._begun.add(piece.index)
+        self._begun.add(text_delta.index)
         message.served_by.adapters.extend(a.label for a in prepared.target.adapters)
         message.served_by.digests.extend(a.digest for a in prepared.target.adapters)
-        message.served_by.worker_id = piece.worker_id
+        message.served_by.worker_id = text_delta.worker_id
         message.served_by.base_id = prepared.base.base_id
         if prepared.resolved.echo:
             message.text = prepared.prompt_text() + message.text
-        if piece.index == 0:
+        if text_delta.index == 0:
             message.prompt_token_ids.extend(prepared.prompt_ids)
-            message.prompt_logprobs.extend(logprob_to_wire(e) for e in piece.prompt_logprobs)
+            message.prompt_logprobs.extend(logprob_to_wire(e) for e in text_delta.prompt_logprobs)
 
-    def _finish(self, message: inference_pb2.GenerateResponse, piece: Piece) -> None:
+    def _finish(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
         """Mutates: message."""
-        assert piece.finish_reason is not None
-        message.finish_reason = FINISH_TO_WIRE[piece.finish_reason]
-        if piece.stop_reason is not None:
-            message.stop_reason = str(piece.stop_reason)
-        if piece.timings is not None:
-            timings = piece.timings
+        assert text_delta.finish_reason is not None
+        message.finish_reason = FINISH_TO_WIRE[text_delta.finish_reason]
+        if text_delta.stop_reason is not None:
+            message.stop_reason = str(text_delta.stop_reason)
+        if text_delta.timings is not None:
+            timings = text_delta.timings
             message.timings.CopyFrom(
                 common_pb2.Timings(
                     queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
@@ -231,9 +231,9 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
 """How fields are taken that are no plain values."""
 
 
-def _model(model: BaseModel | Version, tenant: str) -> inference_pb2.Model:
+def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:
     shown = inference_pb2.Model(id=model_id(model, tenant), base_id=model.base_id)
-    if isinstance(model, BaseModel):
+    if isinstance(model, ServedModel):
         shown.max_model_len = model.max_model_len
     else:
         shown.digest = model.digest
@@ -249,4 +249,4 @@ def _traceparent(context: Context) -> str:
 def service(generation: Generation, resolver: Resolver) -> grpc_server.Service:
     """What `grpc_server.start` serves."""
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-    return add, InferenceDoor(generation, resolver), NAME
+    return add, InferenceServicer(generation, resolver), NAME

@@ -11,7 +11,7 @@ from services.common.callers import current_caller
 from services.gateway.grpc.convert import prompt_from_wire
 from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from services.gateway.pipeline.pooling import labels_of
-from services.gateway.pipeline.scoring import Score
+from services.gateway.pipeline.scoring import PromptScore
 from services.gateway.request import GenerateCall, Pooling, Prompt, TextPrompt, beginning_hash
 
 MAX_INPUTS = 1024
@@ -91,7 +91,7 @@ def embed_response(pooled: Pooled) -> inference_pb2.EmbedResponse:
     )
 
 
-def score_response(pooled: Pooled, scores: Sequence[Score]) -> inference_pb2.ScoreResponse:
+def score_response(pooled: Pooled, scores: Sequence[PromptScore]) -> inference_pb2.ScoreResponse:
     """Scores in input order."""
     return inference_pb2.ScoreResponse(
         scores=[

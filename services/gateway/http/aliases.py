@@ -27,7 +27,7 @@ _LABEL, _SOURCE = "published-by", "load_lora_adapter"
 _LABELS = {_LABEL: _SOURCE}
 
 
-class AliasDoor:
+class AliasEndpoints:
     """Endpoints over the registry's own client."""
 
     def __init__(
@@ -73,7 +73,7 @@ class AliasDoor:
         await self._caller(request)
         body = Body(await read_json(request))
         name = _name(body)
-        body.whole("lora_int_id")
+        body.integer("lora_int_id")
         body.finish()
         async with self._client(_key(request)) as registry:
             found = [version async for version in registry.list(name=name, all_versions=True)]

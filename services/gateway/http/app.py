@@ -22,23 +22,23 @@ from starlette.types import ASGIApp
 from loraplex.errors import LoraplexError, codes_of
 from services.common.callers import LOCAL, Caller
 from services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
-from services.gateway.http.chat import ChatPrinter
+from services.gateway.http.chat import ChatFormatter
 from services.gateway.http.classify import parse_classify, print_classes
-from services.gateway.http.completions import CompletionPrinter
+from services.gateway.http.completions import CompletionFormatter
 from services.gateway.http.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
 from services.gateway.http.errors import error_body, error_headers
 from services.gateway.http.guard import Guard, HostRule, read_json
 from services.gateway.http.models import list_models, show_model
-from services.gateway.http.printing import Collected, Head, Printer, headers_of
+from services.gateway.http.printing import CollectedChoice, Formatter, ResponseInfo, headers_of
 from services.gateway.http.sse import EventStream, until_gone
 from services.gateway.metrics import REQUESTS
 from services.gateway.pipeline.embedding import embed_all
-from services.gateway.pipeline.generation import Generation, Pieces, interleaved
-from services.gateway.pipeline.prepared import Prepared
+from services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
+from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.pipeline.scoring import score_all
 from services.gateway.registry.keyring import KeyRing, require_admin
 from services.gateway.registry.resolve import Resolver
-from services.gateway.request import Piece, with_names
+from services.gateway.request import TextDelta, with_names
 from services.gateway.text.chat_style import overridden
 from services.gateway.tools.call_grammar import call_grammar
 
@@ -48,7 +48,7 @@ Parse = Callable[[dict[str, Any], Origin], OpenAICall]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class AppContext:
     """What the door knows of the gateway around it."""
 
     not_ready_reason: Callable[[], str]
@@ -67,13 +67,13 @@ class Surroundings:
         return await self.keys.caller(request.headers.get("authorization", ""))
 
 
-class OpenAIDoor:
+class OpenAIEndpoints:
     """Endpoints over the generation room."""
 
-    def __init__(self, generation: Generation, resolver: Resolver, around: Surroundings) -> None:
+    def __init__(self, generation: Generation, resolver: Resolver, context: AppContext) -> None:
         self._generation = generation
         self._resolver = resolver
-        self._around = around
+        self._context = context
 
     def app(self, hosts: HostRule | None, others: Sequence[Route] = ()) -> ASGIApp:
         """The app with its guard; `others` are routes of other rooms."""
@@ -90,7 +90,7 @@ class OpenAIDoor:
             Route("/readyz", self.readyz, methods=["GET"]),
             *others,
         ]
-        if self._around.shows_metrics:
+        if self._context.shows_metrics:
             routes.append(Route("/metrics", self.metrics, methods=["GET"]))
         handlers: dict[Any, Any] = {
             LoraplexError: _on_error,
@@ -110,7 +110,7 @@ class OpenAIDoor:
 
     async def embeddings(self, request: Request) -> Any:
         """POST /v1/embeddings."""
-        caller = await self._around.caller(request)
+        caller = await self._context.caller(request)
         call = parse_embeddings(await read_json(request), _origin(request, caller.tenant))
         try:
             embed = embed_all(self._generation, call.calls, call.finish)
@@ -122,7 +122,7 @@ class OpenAIDoor:
 
     async def classify(self, request: Request) -> Any:
         """POST /classify."""
-        caller = await self._around.caller(request)
+        caller = await self._context.caller(request)
         call = parse_classify(await read_json(request), _origin(request, caller.tenant))
         try:
             score = score_all(self._generation, call.calls)
@@ -135,12 +135,12 @@ class OpenAIDoor:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        tenant = (await self._around.caller(request)).tenant
+        tenant = (await self._context.caller(request)).tenant
         return _json(list_models(self._resolver.models(tenant), request.query_params, tenant))
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self._around.caller(request)).tenant
+        ref, tenant = request.path_params["ref"], (await self._context.caller(request)).tenant
         return _json(show_model(await self._resolver.model(ref, tenant), ref))
 
     async def healthz(self, _: Request) -> Response:
@@ -149,36 +149,36 @@ class OpenAIDoor:
 
     async def readyz(self, _: Request) -> Response:
         """GET /readyz."""
-        reason = self._around.not_ready_reason()
+        reason = self._context.not_ready_reason()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; with keys for admins only."""
-        require_admin(await self._around.caller(request))
+        require_admin(await self._context.caller(request))
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
-        caller = await self._around.caller(request)
+        caller = await self._context.caller(request)
         call = parse(await read_json(request), _origin(request, caller.tenant))
         prepare = asyncio.gather(*[self._generation.prepare(each) for each in call.calls])
         try:
             prepared = [self._styled(each, call) for each in await prepare]
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
-        head = Head(_completion_id(call, request), int(time.time()), call, prepared)
-        printer = ChatPrinter(head) if call.is_chat else CompletionPrinter(head)
-        pieces = self._pieces(prepared)
+        head = ResponseInfo(_completion_id(call, request), int(time.time()), call, prepared)
+        printer = ChatFormatter(head) if call.is_chat else CompletionFormatter(head)
+        text_deltas = self._text_deltas(prepared)
         if call.stream:
-            chunks = _counted(_chunks(pieces, printer, call.include_usage))
+            chunks = _with_outcome_counted(_chunks(text_deltas, printer, call.include_usage))
             return EventStream(
                 chunks, head.headers(), lambda error: with_names(error, call.field_names)
             )
-        return await _whole(request, pieces, head, printer)
+        return await _complete_response(request, text_deltas, head, printer)
 
-    def _styled(self, prepared: Prepared, call: OpenAICall) -> Prepared:
+    def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
         """With the settings' word on style, marks of calls kept in the text, and calls kept to
         their schemas where that was asked for. Raises: InvalidRequest."""
-        style = overridden(prepared.style, self._around.tool_format, self._around.reasoning)
+        style = overridden(prepared.style, self._context.tool_format, self._context.reasoning)
         resolved = prepared.resolved
         if call.tool_use.tools and style.marks_are_special:
             text = replace(resolved.text, skip_special=False)
@@ -190,7 +190,7 @@ class OpenAIDoor:
         grammar = call_grammar(style.tool_format, call.tool_use, answer, find_token)
         return prepared.kept_to(grammar)
 
-    def _pieces(self, prepared: Sequence[Prepared]) -> Pieces:
+    def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:
         """Pieces of all prompts, choices numbered prompt-major."""
         if len(prepared) == 1:
             return self._generation.run(prepared[0])
@@ -202,22 +202,24 @@ class OpenAIDoor:
         return interleaved(runs)
 
 
-async def _shifted(pieces: Pieces, by: int) -> Pieces:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield replace(piece, index=piece.index + by)
+async def _shifted(text_deltas: TextDeltas, by: int) -> TextDeltas:
+    async with aclosing(text_deltas):
+        async for text_delta in text_deltas:
+            yield replace(text_delta, index=text_delta.index + by)
 
 
-async def _chunks(pieces: Pieces, printer: Printer, include_usage: bool) -> AsyncGenerator[bytes]:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            for chunk in printer.chunks(piece):
+async def _chunks(
+    text_deltas: TextDeltas, printer: Formatter, include_usage: bool
+) -> AsyncGenerator[bytes]:
+    async with aclosing(text_deltas):
+        async for text_delta in text_deltas:
+            for chunk in printer.chunks(text_delta):
                 yield _encoded(chunk)
     if include_usage:
         yield _encoded(printer.usage_chunk())
 
 
-async def _counted(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def _with_outcome_counted(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """Count the outcome of a stream."""
     outcome = "cancelled"
     try:
@@ -232,21 +234,25 @@ async def _counted(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         REQUESTS.labels("http", outcome).inc()
 
 
-async def _whole(request: Request, pieces: Pieces, head: Head, printer: Printer) -> Response:
-    choices: dict[int, Collected] = {}
+async def _complete_response(
+    request: Request, text_deltas: TextDeltas, head: ResponseInfo, printer: Formatter
+) -> Response:
+    choices: dict[int, CollectedChoice] = {}
 
     async def collect() -> None:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                choices.setdefault(piece.index, Collected()).pieces.append(piece)
+        async with aclosing(text_deltas):
+            async for text_delta in text_deltas:
+                choices.setdefault(text_delta.index, CollectedChoice()).text_deltas.append(
+                    text_delta
+                )
 
     try:
         await until_gone(request.receive, collect())
     except LoraplexError as error:
         raise with_names(error, head.call.field_names) from None
-    summed: list[Piece] = [choices[index].sum() for index in sorted(choices)]
+    summed: list[TextDelta] = [choices[index].sum() for index in sorted(choices)]
     REQUESTS.labels("http", "ok").inc()
-    return _json(printer.whole(summed), head.headers())
+    return _json(printer.full_body(summed), head.headers())
 
 
 def _origin(request: Request, tenant: str) -> Origin:

@@ -90,7 +90,7 @@ class Body:
             raise bad_type(self._prefix + name, value, "a string")
         return value
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         """An integer field; true and false are no numbers."""
         value = self._left.pop(name, None)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -127,7 +127,7 @@ class Body:
     def bias(self, name: str) -> tuple[tuple[int, float], ...]:
         """An object from token id to number."""
         value = self._left.pop(name, {})
-        if not isinstance(value, dict) or not all(_is_whole_text(key) for key in value):
+        if not isinstance(value, dict) or not all(_is_integer_text(key) for key in value):
             raise bad_type(self._prefix + name, value, "an object from token id to number")
         return tuple((int(key), _float(self._prefix + name, bias)) for key, bias in value.items())
 
@@ -167,7 +167,7 @@ def _float(name: str, value: object) -> float:
     raise bad_type(name, value, "a number")
 
 
-def _is_whole_text(key: object) -> bool:
+def _is_integer_text(key: object) -> bool:
     return isinstance(key, str) and key.lstrip("-").isdecimal() and len(key) < 20
 
 

@@ -62,8 +62,10 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     body = Body(fields)
     special = body.flag("add_special_tokens", default=True)
     prompts = parse_prompts("prompt", body.raw("prompt"), special)
-    asked = _sampling(body, max_tokens=body.whole("max_tokens"), logprobs=body.whole("logprobs"))
-    if (best_of := body.whole("best_of")) not in (None, 1, asked.n):
+    asked = _sampling(
+        body, max_tokens=body.integer("max_tokens"), logprobs=body.integer("logprobs")
+    )
+    if (best_of := body.integer("best_of")) not in (None, 1, asked.n):
         raise Unsupported.field("best_of", best_of, "only best_of equal to n is served")
     return _call(body, fields, origin, prompts, asked, is_chat=False)
 
@@ -74,8 +76,8 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     tool_use = read_tools(body)
     prompt = parse_conversation(body, tool_use)
     include_reasoning = body.flag("include_reasoning", default=True)
-    max_tokens, limit = body.whole("max_tokens"), body.whole("max_completion_tokens")
-    wants_logprobs, top = body.flag("logprobs"), body.whole("top_logprobs")
+    max_tokens, limit = body.integer("max_tokens"), body.integer("max_completion_tokens")
+    wants_logprobs, top = body.flag("logprobs"), body.integer("top_logprobs")
     if top is not None and not wants_logprobs:
         if top:
             raise InvalidRequest.field("top_logprobs", top, "needs logprobs: true")
@@ -110,7 +112,7 @@ def _call(
     include_usage = _include_usage(body.raw("stream_options"), stream)
     return_token_ids = body.flag("return_token_ids")
     adapters = _adapters(body.raw("adapters"))
-    cache_salt, priority = body.text("cache_salt") or "", body.whole("priority") or 0
+    cache_salt, priority = body.text("cache_salt") or "", body.integer("priority") or 0
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     first_token_s = body.number("first_token_s")
@@ -157,12 +159,12 @@ def _call(
 def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     return AskedSampling(
         max_tokens=max_tokens,
-        min_tokens=body.whole("min_tokens"),
+        min_tokens=body.integer("min_tokens"),
         temperature=body.number("temperature"),
         top_p=body.number("top_p"),
-        top_k=body.whole("top_k"),
+        top_k=body.integer("top_k"),
         min_p=body.number("min_p"),
-        seed=body.whole("seed"),
+        seed=body.integer("seed"),
         stop=body.texts("stop"),
         stop_token_ids=body.ids("stop_token_ids"),
         ignore_eos=body.flag("ignore_eos"),
@@ -171,7 +173,7 @@ def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> As
         frequency_penalty=body.number("frequency_penalty"),
         logit_bias=body.bias("logit_bias"),
         logprobs=logprobs,
-        n=body.whole("n"),
+        n=body.integer("n"),
         echo=body.flag("echo"),
         allowed_token_ids=body.ids("allowed_token_ids"),
         bad_token_ids=body.ids("bad_token_ids"),

@@ -7,61 +7,63 @@ from typing import Any
 
 from services.gateway.http.calls import OpenAICall
 from services.gateway.http.logprobs import chat_logprobs
-from services.gateway.http.printing import Head, prompt_id_fields, token_id_fields
-from services.gateway.pipeline.prepared import Prepared
-from services.gateway.request import FinishReason, Piece
+from services.gateway.http.printing import ResponseInfo, prompt_id_fields, token_id_fields
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.request import FinishReason, TextDelta
 from services.gateway.text.chat_style import ChatStyle
-from services.gateway.text.detokenize import whole_text
+from services.gateway.text.detokenize import decode_all
 from services.gateway.tools.reader import CallDelta, Delta
 from services.gateway.tools.readers import reader_of
-from services.gateway.tools.reply import Reply
+from services.gateway.tools.reply import AnswerParser
 
 _CHUNK = "chat.completion.chunk"
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it ends inside a thought."""
 
 
-class ChatPrinter:
+class ChatFormatter:
     """Prints the pieces of one conversation, in a stream or as a whole."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseInfo) -> None:
         self._head = head
         self._begun: set[int] = set()
         """Indices of choices whose role is out."""
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, AnswerParser] = {}
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
-        if piece.index not in self._begun:
-            chunks.append(self._opening(piece.index))
-            self._begun.add(piece.index)
-        delta = _printed(self._read(piece), self._head.call.include_reasoning)
-        shows_ids = self._head.call.return_token_ids or self._wants_logprobs(piece.index)
-        if delta or piece.finish_reason or (shows_ids and piece.token_ids):
-            if not delta and not piece.finish_reason:
+        if text_delta.index not in self._begun:
+            chunks.append(self._opening(text_delta.index))
+            self._begun.add(text_delta.index)
+        delta = _printed(self._read(text_delta), self._head.call.include_reasoning)
+        shows_ids = self._head.call.return_token_ids or self._wants_logprobs(text_delta.index)
+        if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
+            if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            chunks.append(self._chunk([self._choice(piece, "delta", delta)]))
+            chunks.append(self._chunk([self._choice(text_delta, "delta", delta)]))
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._head.object(_CHUNK, []) | {"usage": self._head.usage()}
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         printed = [
-            self._choice(piece, "message", self._message(self._read(piece)), with_prompt=True)
-            for piece in choices
+            self._choice(
+                text_delta, "message", self._message(self._read(text_delta)), with_prompt=True
+            )
+            for text_delta in choices
         ]
         body = self._head.object("chat.completion", printed) | {"usage": self._head.usage()}
         return body | prompt_id_fields(self._head)
 
-    def _read(self, piece: Piece) -> Delta:
+    def _read(self, text_delta: TextDelta) -> Delta:
         """What is new in a choice's answer, by kind."""
-        if piece.index not in self._replies:
-            prepared = self._head.of_choice(piece.index)
-            self._replies[piece.index] = reply_of(prepared, self._head.call)
-        reply = self._replies[piece.index]
-        delta = reply.feed(piece.text)
-        if piece.finish_reason is not None:
+        if text_delta.index not in self._replies:
+            prepared = self._head.of_choice(text_delta.index)
+            self._replies[text_delta.index] = reply_of(prepared, self._head.call)
+        reply = self._replies[text_delta.index]
+        delta = reply.feed(text_delta.text)
+        if text_delta.finish_reason is not None:
             rest = reply.finish()
             delta.content += rest.content
             delta.reasoning += rest.reasoning
@@ -93,22 +95,27 @@ class ChatPrinter:
         return chunk if self._begun else chunk | prompt_id_fields(self._head)
 
     def _choice(
-        self, piece: Piece, part: str, content: dict[str, Any], *, with_prompt: bool = False
+        self,
+        text_delta: TextDelta,
+        part: str,
+        content: dict[str, Any],
+        *,
+        with_prompt: bool = False,
     ) -> dict[str, Any]:
         return {
-            "index": piece.index,
+            "index": text_delta.index,
             part: content,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": self._finish_reason(piece),
-            "stop_reason": piece.stop_reason,
-            **token_id_fields(self._head, piece, with_prompt=with_prompt),
+            "logprobs": self._logprobs(text_delta),
+            "finish_reason": self._finish_reason(text_delta),
+            "stop_reason": text_delta.stop_reason,
+            **token_id_fields(self._head, text_delta, with_prompt=with_prompt),
         }
 
-    def _finish_reason(self, piece: Piece) -> str | None:
+    def _finish_reason(self, text_delta: TextDelta) -> str | None:
         """An answer that asks for calls says so, unless the caller chose the function."""
-        reason = piece.finish_reason
+        reason = text_delta.finish_reason
         if reason is FinishReason.STOP and not self._head.call.tool_use.named:
-            return "tool_calls" if self._replies[piece.index].num_calls else reason
+            return "tool_calls" if self._replies[text_delta.index].num_calls else reason
         return reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,13 +125,13 @@ class ChatPrinter:
     def _wants_logprobs(self, index: int) -> bool:
         return self._head.of_choice(index).call.sampling.logprobs is not None
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        prepared = self._head.of_choice(piece.index)
+    def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
+        prepared = self._head.of_choice(text_delta.index)
         num_top = prepared.call.sampling.logprobs
-        return None if num_top is None else chat_logprobs(prepared.tokens, piece, num_top)
+        return None if num_top is None else chat_logprobs(prepared.tokens, text_delta, num_top)
 
 
-def reply_of(prepared: Prepared, call: OpenAICall) -> Reply:
+def reply_of(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
     """How to read one answer. Under a grammar all of it is content or calls, never a thought,
     unless it is a grammar of calls within free text."""
     style = prepared.style
@@ -133,10 +140,10 @@ def reply_of(prepared: Prepared, call: OpenAICall) -> Reply:
     is_thinking = False
     if style.thinks:
         tail = prepared.prompt_ids[-_TAIL_TOKENS:]
-        end = whole_text(prepared.tokens, tail, skip_special=False)
+        end = decode_all(prepared.tokens, tail, skip_special=False)
         is_thinking = end.rstrip().endswith("<think>")
     tools = reader_of(style.tool_format, call.tool_use)
-    return Reply(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
+    return AnswerParser(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
 
 
 def _printed(delta: Delta, include_reasoning: bool) -> dict[str, Any]:

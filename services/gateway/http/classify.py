@@ -12,7 +12,7 @@ from services.gateway.http.body import Body
 from services.gateway.http.calls import Origin, parse_conversation, parse_prompts
 from services.gateway.http.embeddings import model_of, usage_of, vector_calls
 from services.gateway.pipeline.embedding import Pooled
-from services.gateway.pipeline.scoring import Score
+from services.gateway.pipeline.scoring import PromptScore
 from services.gateway.request import GenerateCall, Pooling, Prompt
 from services.gateway.tools.tool_use import ToolUse
 
@@ -52,7 +52,7 @@ def _prompts(body: Body, fields: dict[str, Any]) -> tuple[Sequence[Prompt], str]
 
 
 def print_classes(
-    call: ClassifyCall, request_id: str, pooled: Pooled, scores: Sequence[Score]
+    call: ClassifyCall, request_id: str, pooled: Pooled, scores: Sequence[PromptScore]
 ) -> dict[str, Any]:
     """The response body. A regression has no probabilities: its numbers stand in their place."""
     data = [

@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
-from services.gateway.http.printing import Head, prompt_id_fields, token_id_fields
-from services.gateway.request import Piece
+from services.gateway.http.printing import ResponseInfo, prompt_id_fields, token_id_fields
+from services.gateway.request import TextDelta
 
 _KIND = "text_completion"
 
 
-class CompletionPrinter:
+class CompletionFormatter:
     """Prints the pieces of one request, in a stream or as a whole."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseInfo) -> None:
         self._head = head
         self._begun: set[int] = set()
         """Indices of choices that have printed something."""
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        choice = self._choice(piece, is_first=piece.index not in self._begun)
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
         says_nothing = not (
-            choice["text"] or choice["finish_reason"] or choice["logprobs"] or piece.token_ids
+            choice["text"] or choice["finish_reason"] or choice["logprobs"] or text_delta.token_ids
         )
         hides_ids = not self._head.call.return_token_ids and choice["logprobs"] is None
         if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
             return []
         extra = {} if self._begun else prompt_id_fields(self._head)
-        self._begun.add(piece.index)
+        self._begun.add(text_delta.index)
         chunk = self._head.object(_KIND, [choice])
         if self._head.call.include_usage:
             chunk["usage"] = None
@@ -38,39 +38,39 @@ class CompletionPrinter:
     def usage_chunk(self) -> dict[str, Any]:
         return self._head.object(_KIND, []) | {"usage": self._head.usage()}
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        printed = [self._choice(piece, is_first=True) for piece in choices]
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        printed = [self._choice(text_delta, is_first=True) for text_delta in choices]
         body = self._head.object(_KIND, printed) | {"usage": self._head.usage()}
         return body | prompt_id_fields(self._head)
 
-    def _choice(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        echo = self._echo(piece.index) if is_first else ""
+    def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+        echo = self._echo(text_delta.index) if is_first else ""
         return {
-            "index": piece.index,
-            "text": echo + piece.text,
-            "logprobs": self._logprobs(piece, is_first=is_first),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-            **token_id_fields(self._head, piece, with_prompt=is_first),
+            "index": text_delta.index,
+            "text": echo + text_delta.text,
+            "logprobs": self._logprobs(text_delta, is_first=is_first),
+            "finish_reason": text_delta.finish_reason,
+            "stop_reason": text_delta.stop_reason,
+            **token_id_fields(self._head, text_delta, with_prompt=is_first),
         }
 
     def _echo(self, index: int) -> str:
         prepared = self._head.of_choice(index)
         return prepared.prompt_text() if prepared.resolved.echo else ""
 
-    def _logprobs(self, piece: Piece, *, is_first: bool) -> dict[str, Any] | None:
-        prepared = self._head.of_choice(piece.index)
+    def _logprobs(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any] | None:
+        prepared = self._head.of_choice(text_delta.index)
         if prepared.call.sampling.logprobs is None:
             return None
-        shift = len(self._echo(piece.index))
-        offsets = [shift + offset for offset in piece.offsets]
-        lists = completion_logprobs(prepared.tokens, piece.logprobs, offsets)
+        shift = len(self._echo(text_delta.index))
+        offsets = [shift + offset for offset in text_delta.offsets]
+        lists = completion_logprobs(prepared.tokens, text_delta.logprobs, offsets)
         if not (is_first and prepared.resolved.echo):
             return lists
         prompt = prompt_logprobs(
             prepared.tokens,
             prepared.prompt_ids,
-            piece.prompt_logprobs,
+            text_delta.prompt_logprobs,
             skip_special=prepared.resolved.text.skip_special,
         )
         return joined(prompt, lists)

@@ -41,7 +41,7 @@ def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
     pooling = POOLINGS.get(asked := (body.text("pooling") or "").lower())
     if pooling is None:
         raise InvalidRequest.field("pooling", asked, "must be last or mean")
-    dimensions = body.whole("dimensions")
+    dimensions = body.integer("dimensions")
     if dimensions is not None and dimensions < 1:
         raise InvalidRequest.field("dimensions", dimensions, "must be at least 1")
     normalize = body.flag("normalize") if fields.get("normalize") is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.request import Piece, TokenLogprob
+from services.gateway.request import TextDelta, TokenLogprob
 from services.gateway.text.detokenize import TokenBytes, token_text
 
 LEAST_LOGPROB = -9999.0
@@ -52,10 +52,10 @@ def prompt_logprobs(
     return lists
 
 
-def chat_logprobs(tokens: TokenBytes, piece: Piece, num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokens: TokenBytes, text_delta: TextDelta, num_top: int) -> dict[str, Any]:
     """`content` with token, logprob, bytes and the most likely alternatives."""
     content = []
-    for entry in piece.logprobs:
+    for entry in text_delta.logprobs:
         shown = _chat_token(tokens, entry.token_id, entry.logprob)
         shown["top_logprobs"] = [_chat_token(tokens, i, lp) for i, lp in entry.top[:num_top]]
         content.append(shown)

@@ -8,13 +8,13 @@ from typing import Any
 from loraplex.errors import InvalidRequest
 from services.gateway.registry.catalog import Version
 from services.gateway.registry.resolve import model_id
-from services.gateway.request import BaseModel
+from services.gateway.request import ServedModel
 
 MAX_LIMIT = 10_000
 
 
 def list_models(
-    models: Iterable[BaseModel | Version], query: Mapping[str, str], tenant: str
+    models: Iterable[ServedModel | Version], query: Mapping[str, str], tenant: str
 ) -> dict[str, Any]:
     """All models, or a page of at most `limit` that follows `after` or ends right before `before`.
 
@@ -41,9 +41,9 @@ def list_models(
     }
 
 
-def show_model(model: BaseModel | Version, shown_id: str) -> dict[str, Any]:
+def show_model(model: ServedModel | Version, shown_id: str) -> dict[str, Any]:
     """One entry."""
-    if isinstance(model, BaseModel):
+    if isinstance(model, ServedModel):
         return {
             "id": shown_id,
             "object": "model",

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.gateway.http.calls import OpenAICall
-from services.gateway.pipeline.prepared import Prepared
-from services.gateway.request import Piece, Target
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.request import Target, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseInfo:
     """What every object of one response repeats."""
 
     completion_id: str
     created_unix_s: int
     call: OpenAICall
-    prepared: Sequence[Prepared]
+    prepared: Sequence[PreparedRequest]
     """One per prompt; choice i*n + j belongs to prompt i."""
 
     @property
@@ -26,7 +26,7 @@ class Head:
         """Choices per prompt."""
         return self.prepared[0].resolved.num_choices
 
-    def of_choice(self, index: int) -> Prepared:
+    def of_choice(self, index: int) -> PreparedRequest:
         """The prompt that a choice belongs to."""
         return self.prepared[index // self.num_choices]
 
@@ -70,50 +70,52 @@ def headers_of(target: Target) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedChoice:
     """All pieces of one choice, added up."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    text_deltas: list[TextDelta] = field(default_factory=list)
 
-    def sum(self) -> Piece:
+    def sum(self) -> TextDelta:
         """One piece that says it all."""
-        pieces = self.pieces
-        return Piece(
-            index=pieces[0].index,
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(i for piece in pieces for i in piece.token_ids),
-            logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
-            offsets=tuple(offset for piece in pieces for offset in piece.offsets),
-            finish_reason=pieces[-1].finish_reason,
-            stop_reason=pieces[-1].stop_reason,
-            prompt_logprobs=pieces[0].prompt_logprobs,
+        text_deltas = self.text_deltas
+        return TextDelta(
+            index=text_deltas[0].index,
+            text="".join(text_delta.text for text_delta in text_deltas),
+            token_ids=tuple(i for text_delta in text_deltas for i in text_delta.token_ids),
+            logprobs=tuple(entry for text_delta in text_deltas for entry in text_delta.logprobs),
+            offsets=tuple(offset for text_delta in text_deltas for offset in text_delta.offsets),
+            finish_reason=text_deltas[-1].finish_reason,
+            stop_reason=text_deltas[-1].stop_reason,
+            prompt_logprobs=text_deltas[0].prompt_logprobs,
         )
 
 
-class Printer(Protocol):
+class Formatter(Protocol):
     """Completions or chat."""
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         """Stream objects for a piece; none when it says nothing new to this caller."""
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last stream object with include_usage."""
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         """The one object of a response that is not streamed; `choices` in order of index."""
 
 
-def token_id_fields(head: Head, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+def token_id_fields(
+    head: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool
+) -> dict[str, Any]:
     """Extra fields of a choice with return_token_ids."""
     if not head.call.return_token_ids:
         return {}
-    fields: dict[str, Any] = {"token_ids": list(piece.token_ids)}
+    fields: dict[str, Any] = {"token_ids": list(text_delta.token_ids)}
     if with_prompt:
-        fields["prompt_token_ids"] = list(head.of_choice(piece.index).prompt_ids)
+        fields["prompt_token_ids"] = list(head.of_choice(text_delta.index).prompt_ids)
     return fields
 
 
-def prompt_id_fields(head: Head) -> dict[str, Any]:
+def prompt_id_fields(head: ResponseInfo) -> dict[str, Any]:
     """Extra field of a response to one prompt with return_token_ids."""
     if not head.call.return_token_ids or len(head.prepared) > 1:
         return {}

@@ -18,12 +18,12 @@ from services.gateway.http.tool_choice import read_tools
 from services.gateway.registry.resolve import Resolver
 from services.gateway.request import AskedSampling, GenerateCall, Prompt, TokenPrompt, with_names
 from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.detokenize import whole_text
+from services.gateway.text.detokenize import decode_all
 from services.gateway.text.tokenizer import ServedBase, check_ids
 from services.gateway.workers.fleet import Fleet
 
 
-class TokenizeDoor:
+class TokenizeEndpoints:
     """Endpoints over the tokenizers of bases and adapters."""
 
     def __init__(
@@ -80,7 +80,7 @@ class TokenizeDoor:
         except LoraplexError as error:
             raise with_names(error, {"prompt": "tokens"}) from None
         return JSONResponse(
-            {"prompt": whole_text(served.tokenizer.tokens, ids, skip_special=False)}
+            {"prompt": decode_all(served.tokenizer.tokens, ids, skip_special=False)}
         )
 
     async def _served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:

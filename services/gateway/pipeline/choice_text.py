@@ -1,28 +1,32 @@
-"""The text of one choice: tokens in, pieces out; stop strings and half characters held back."""
+"""Turns the tokens of one choice into text; holds back partial stop strings and characters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.gateway.request import FinishReason, Piece, TextRules, Tokens
+from services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
 from services.gateway.text.detokenize import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What may go out, and the stop string that was met, if any."""
+    """Text that may be sent, and the stop string that was matched, if any."""
 
     text: str
     matched: str | None = None
 
 
 class StopScanner:
-    """Holds back the longest end of the text that may become a stop string."""
+    """Finds the first stop string in growing text and never emits a part of one.
+
+    The result depends on the text only, not on how it was split: the stop string that is complete
+    first wins, and the longest of several that are complete at the same character.
+    """
 
     __slots__ = ("_held", "_include", "_stops")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
-        """`stops` are non-empty; `include` lets the matched one out with the text before it."""
+        """`stops` are non-empty; with `include` the matched one is part of the text."""
         assert all(stops), "empty stop string"
         self._stops = stops
         self._include = include
@@ -43,7 +47,7 @@ class StopScanner:
         return Scan(buffer[:cut])
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text still held back at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -53,7 +57,7 @@ class StopScanner:
         return min(matches, default=None)
 
     def _held_back(self, buffer: str) -> int:
-        """Length of the longest end of the buffer that begins a stop string."""
+        """Length of the longest suffix of the buffer that is a prefix of a stop string."""
         longest = min(len(buffer), max(map(len, self._stops)) - 1)
         for length in range(longest, 0, -1):
             tail = buffer[-length:]
@@ -63,7 +67,7 @@ class StopScanner:
 
 
 class ChoiceText:
-    """Turns the tokens of one choice into pieces. The last piece has a finish reason."""
+    """Turns the tokens of one choice into text deltas; the last one has a finish reason."""
 
     def __init__(self, index: int, tokens: TokenBytes, rules: TextRules) -> None:
         self._index = index
@@ -72,10 +76,10 @@ class ChoiceText:
         self._scanner = StopScanner(rules.stop, include=rules.include_stop)
         self._num_chars = 0
         self.num_tokens = 0
-        """Tokens in pieces so far; those after a stop string never count."""
+        """Tokens emitted so far; those after a stop string do not count."""
 
-    def add(self, event: Tokens, stop_token_ids: tuple[int, ...] = ()) -> Piece:
-        """The piece for an event; a matched stop string ends the choice early."""
+    def add(self, event: Tokens, stop_token_ids: tuple[int, ...] = ()) -> TextDelta:
+        """The text delta for an event; a matched stop string ends the choice early."""
         shown: list[str] = []
         offsets: list[int] = []
         matched: str | None = None
@@ -88,7 +92,7 @@ class ChoiceText:
                 break
         if matched is None and event.finish_reason is not None:
             matched = self._finish(shown)
-        return self._piece(event, "".join(shown), tuple(offsets), matched, stop_token_ids)
+        return self._text_delta(event, "".join(shown), tuple(offsets), matched, stop_token_ids)
 
     def _push(self, token_id: int) -> str:
         text = self._detokenizer.push(token_id)
@@ -96,8 +100,10 @@ class ChoiceText:
         return text
 
     def _hides_last(self, event: Tokens) -> bool:
-        """The EOS or stop id that ended a choice is no part of its text; a finished grammar has
-        none."""
+        """Whether the last token is left out of the text: the EOS or stop id that ended the choice.
+
+        A choice that ended because its grammar was complete has no such token.
+        """
         return event.stop_token_id is not None and not self._rules.include_stop
 
     def _scan(self, text: str, shown: list[str]) -> str | None:
@@ -111,27 +117,27 @@ class ChoiceText:
         return scan.matched
 
     def _finish(self, shown: list[str]) -> str | None:
-        """Let out what was held back; even that may complete a stop string. Mutates: shown."""
+        """Release what was held back, which may complete a stop string. Mutates: shown."""
         scan = self._scanner.push(self._detokenizer.flush())
         shown.append(scan.text)
         if scan.matched is None:
             shown.append(self._scanner.flush())
         return scan.matched
 
-    def _piece(
+    def _text_delta(
         self,
         event: Tokens,
         text: str,
         offsets: tuple[int, ...],
         matched: str | None,
         stop_token_ids: tuple[int, ...],
-    ) -> Piece:
+    ) -> TextDelta:
         num_kept = len(offsets)
         finish_reason = event.finish_reason
         stop_reason: str | int | None = _stop_id(event, stop_token_ids)
         if matched is not None:
             finish_reason, stop_reason = FinishReason.STOP, matched
-        return Piece(
+        return TextDelta(
             index=self._index,
             text=text,
             token_ids=event.token_ids[:num_kept],
@@ -148,5 +154,5 @@ class ChoiceText:
 
 
 def _stop_id(event: Tokens, stop_token_ids: tuple[int, ...]) -> int | None:
-    """The id to name as reason: one the caller listed; plain EOS is no news."""
+    """The stop id to report: one that the caller listed, but not plain EOS."""
     return event.stop_token_id if event.stop_token_id in stop_token_ids else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from loraplex.errors import InvalidRequest, LoraplexError
 from services.gateway.pipeline.generation import Generation
 from services.gateway.pipeline.pooling import normalizes
-from services.gateway.pipeline.prepared import Prepared
+from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
 
 NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
@@ -32,7 +32,7 @@ class Finish:
 class Pooled:
     """What came of calls for vectors, in their order."""
 
-    prepared: list[Prepared]
+    prepared: list[PreparedRequest]
     vectors: list[tuple[float, ...]]
     worker_id: str
     """Of the first."""
@@ -98,12 +98,12 @@ async def pool_all(generation: Generation, calls: Sequence[GenerateCall]) -> Poo
             task.cancel()
 
 
-async def _pool(generation: Generation, prepared: Prepared) -> tuple[tuple[float, ...], str]:
+async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tuple[float, ...], str]:
     """A vector, and the worker that it comes from."""
-    async with aclosing(generation.run(prepared)) as pieces:
-        async for piece in pieces:
-            if piece.pooled:
-                return piece.pooled, piece.worker_id
+    async with aclosing(generation.run(prepared)) as text_deltas:
+        async for text_delta in text_deltas:
+            if text_delta.pooled:
+                return text_delta.pooled, text_delta.worker_id
     raise LoraplexError("the worker gave no vector; is it older than this gateway?")
 
 

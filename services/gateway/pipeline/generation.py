@@ -1,4 +1,4 @@
-"""The way of one request through the gateway: resolve, tokenize, check, admit, place, print."""
+"""Runs one request through the gateway: resolve, tokenize, check, admit, relay, detokenize."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
-from services.gateway.admission.concurrency import Concurrency
-from services.gateway.admission.controller import Gate, Place
-from services.gateway.admission.queue import Ticket, too_late
-from services.gateway.admission.rates import Rates
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController, Permit
+from services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
+from services.gateway.admission.rates import TenantRates
 from services.gateway.event_loop import now_s
 from services.gateway.metrics import (
     COMPLETION_TOKENS,
@@ -25,7 +25,7 @@ from services.gateway.metrics import (
 )
 from services.gateway.pipeline.choice_text import ChoiceText
 from services.gateway.pipeline.pooling import choose_pooling, scored_ids
-from services.gateway.pipeline.prepared import Prepared
+from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.pipeline.sampling import resolve
 from services.gateway.registry.resolve import Resolver
 from services.gateway.registry.tenants import TenantDirectory
@@ -34,10 +34,10 @@ from services.gateway.request import (
     FinishReason,
     GenerateCall,
     GrammarTokens,
-    Piece,
     Pooling,
     RunningAdapter,
     Target,
+    TextDelta,
     Usage,
 )
 from services.gateway.routing.relay import Relay
@@ -45,11 +45,11 @@ from services.gateway.routing.router import are_on_a_device, can_start_within
 from services.gateway.text.adapter_text import AdapterText
 from services.gateway.workers.fleet import Fleet
 
-Pieces = AsyncGenerator[Piece]
+TextDeltas = AsyncGenerator[TextDelta]
 
 
 def draw_seed() -> int:
-    """A seed for a request that brought none."""
+    """A random seed for a request without one."""
     return secrets.randbits(64)
 
 
@@ -71,9 +71,9 @@ class Generation:
         fleet: Fleet,
         adapter_text: AdapterText,
         relay: Relay,
-        gate: Gate,
-        rates: Rates,
-        concurrency: Concurrency,
+        controller: AdmissionController,
+        rates: TenantRates,
+        concurrency: TenantConcurrency,
         tenants: TenantDirectory,
         *,
         max_request_s: float,
@@ -83,7 +83,7 @@ class Generation:
         self._fleet = fleet
         self._adapter_text = adapter_text
         self._relay = relay
-        self._gate = gate
+        self._controller = controller
         self._rates = rates
         self._concurrency = concurrency
         self._tenants = tenants
@@ -92,16 +92,20 @@ class Generation:
         self._is_draining = False
 
     def refuse_new(self) -> None:
-        """From now on only requests that are prepared already run."""
+        """Refuse new requests; those already prepared still run."""
         self._is_draining = True
 
-    async def prepare(self, call: GenerateCall) -> Prepared:
-        """Everything that can be found wrong before a worker is asked.
+    async def prepare(self, call: GenerateCall) -> PreparedRequest:
+        """Check a request and resolve everything that a worker needs.
 
         Raises: NotFound, InvalidRequest, Unsupported, Unavailable.
         """
         if self._is_draining:
-            raise Unavailable("this gateway drains", reason="DRAINING", retry_after_s=1.0)
+            raise Unavailable(
+                "this gateway is draining; retry at another one",
+                reason="DRAINING",
+                retry_after_s=1.0,
+            )
         arrival_s = now_s()
         target = await self._resolver.target(call)
         pooling = choose_pooling(call, target.adapters)
@@ -119,7 +123,7 @@ class Generation:
             draw_seed=self._draw_seed,
         )
         timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
-        return Prepared(
+        return PreparedRequest(
             call=call,
             target=replace(target, adapters=_scaled(target, resolved.scale)),
             base=served.model,
@@ -136,28 +140,31 @@ class Generation:
             usage=Usage(prompt_tokens=len(prompt_ids)),
         )
 
-    async def run(self, prepared: Prepared) -> Pieces:
-        """Pieces of all choices as they come; each choice ends with one that has a finish reason.
+    async def run(self, prepared: PreparedRequest) -> TextDeltas:
+        """Yield the text of all choices as it comes; each choice ends with a finish reason.
 
-        Closing the iterator cancels what runs. Raises: ResourceExhausted, Unavailable,
+        Closing the iterator cancels the request. Raises: ResourceExhausted, Unavailable,
         DeadlineExceeded, or a worker's error.
         """
         base_id = prepared.base.base_id
-        async with self._admitted(prepared) as place, aclosing(self._choices(prepared)) as pieces:
+        async with (
+            self._admitted(prepared) as permit,
+            aclosing(self._choices(prepared)) as text_deltas,
+        ):
             PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
             is_first = True
-            async for piece in pieces:
+            async for text_delta in text_deltas:
                 if is_first:
                     FIRST_TOKEN_S.labels(base_id).observe(now_s() - prepared.arrival_s)
                     is_first = False
-                _count(prepared.usage, piece)
-                place.served(len(piece.token_ids))
-                yield piece
+                _count(prepared.usage, text_delta)
+                permit.served(len(text_delta.token_ids))
+                yield text_delta
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
         REQUEST_S.labels(base_id).observe(now_s() - prepared.arrival_s)
 
     @asynccontextmanager
-    async def _admitted(self, prepared: Prepared) -> AsyncGenerator[Place]:
+    async def _admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:
         """Pay the tenant's rates, wait for a place, hold it; unused tokens are given back.
 
         Raises: ResourceExhausted, DeadlineExceeded.
@@ -170,44 +177,44 @@ class Generation:
             REJECTIONS.labels(error.reason).inc()
             raise
         try:
-            ticket = self._ticket(prepared)
-            await self._concurrency.enter(limits, ticket.cost)
+            admission_request = self._admission_request(prepared)
+            await self._concurrency.enter(limits, admission_request.cost)
             try:
-                async with self._gate.place(ticket) as place:
+                async with self._controller.admit(admission_request) as permit:
                     self._check_deadline(prepared)
-                    yield place
+                    yield permit
             finally:
-                self._concurrency.leave(limits, ticket.cost)
+                self._concurrency.leave(limits, admission_request.cost)
         finally:
             used = prepared.usage.prompt_tokens + prepared.usage.completion_tokens
             await self._rates.give_back(limits, prepared.most_tokens - used)
 
-    def _ticket(self, prepared: Prepared) -> Ticket:
+    def _admission_request(self, prepared: PreparedRequest) -> AdmissionRequest:
         views = self._fleet.views(prepared.base.base_id)
         digests = [adapter.digest for adapter in prepared.target.adapters]
-        run_s = self._gate.run_s(prepared.least_output, prepared.most_output)
-        return prepared.ticket(run_s, awaits_adapter=not are_on_a_device(views, digests))
+        run_s = self._controller.run_s(prepared.least_output, prepared.most_output)
+        return prepared.admission_request(run_s, awaits_adapter=not are_on_a_device(views, digests))
 
-    def _check_deadline(self, prepared: Prepared) -> None:
-        """Raises: DeadlineExceeded when its first token would come too late, before any work."""
+    def _check_deadline(self, prepared: PreparedRequest) -> None:
+        """Raises: DeadlineExceeded if its first token would come too late."""
         views = self._fleet.views(prepared.base.base_id)
         due_s = prepared.first_token_due_s
         start_by_s = prepared.deadline_s if due_s is None else min(due_s, prepared.deadline_s)
         left_s = start_by_s - now_s()
         if not can_start_within(views, len(prepared.prompt_ids), left_s):
-            raise too_late()
+            raise deadline_infeasible()
 
-    def _choices(self, prepared: Prepared) -> Pieces:
+    def _choices(self, prepared: PreparedRequest) -> TextDeltas:
         count = prepared.resolved.num_choices
         if count == 1:
             return self._choice(prepared, 0)
         return interleaved([self._choice(prepared, index) for index in range(count)])
 
-    async def _choice(self, prepared: Prepared, index: int) -> Pieces:
+    async def _choice(self, prepared: PreparedRequest, index: int) -> TextDeltas:
         sampling = prepared.resolved.sampling
         is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
         if is_silent and not prepared.pooling:
-            yield Piece(index, finish_reason=FinishReason.LENGTH)
+            yield TextDelta(index, finish_reason=FinishReason.LENGTH)
             return
         text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
         async with aclosing(self._relay.stream(prepared.job(index))) as events:
@@ -215,21 +222,21 @@ class Generation:
                 if not prepared.resolved.emits_tokens:
                     yield _prompt_only(text.add(event))
                     return
-                piece = text.add(event, sampling.stop_token_ids)
-                yield piece
-                if piece.finish_reason is not None:
+                text_delta = text.add(event, sampling.stop_token_ids)
+                yield text_delta
+                if text_delta.finish_reason is not None:
                     return
 
 
-async def interleaved(sources: list[Pieces]) -> Pieces:
-    """Pieces of several iterators as they come; the first error ends all of them."""
-    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+async def interleaved(sources: list[TextDeltas]) -> TextDeltas:
+    """Merge several iterators in order of arrival; the first error ends all of them."""
+    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue()
 
-    async def pump(source: Pieces) -> None:
+    async def pump(source: TextDeltas) -> None:
         try:
             async with aclosing(source):
-                async for piece in source:
-                    queue.put_nowait(piece)
+                async for text_delta in source:
+                    queue.put_nowait(text_delta)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -255,27 +262,27 @@ def _scaled(target: Target, scale: float) -> tuple[RunningAdapter, ...]:
     return tuple(replace(a, weight=a.weight * scale) for a in target.adapters)
 
 
-def _prompt_only(piece: Piece) -> Piece:
-    """max_tokens 0: only what is known of the prompt goes out."""
-    return Piece(
-        piece.index,
+def _prompt_only(text_delta: TextDelta) -> TextDelta:
+    """The answer to `max_tokens` 0: only what concerns the prompt."""
+    return TextDelta(
+        text_delta.index,
         finish_reason=FinishReason.LENGTH,
-        prompt_logprobs=piece.prompt_logprobs,
-        cached_tokens=piece.cached_tokens,
-        timings=piece.timings,
-        worker_id=piece.worker_id,
-        pooled=piece.pooled,
+        prompt_logprobs=text_delta.prompt_logprobs,
+        cached_tokens=text_delta.cached_tokens,
+        timings=text_delta.timings,
+        worker_id=text_delta.worker_id,
+        pooled=text_delta.pooled,
     )
 
 
-def _count(usage: Usage, piece: Piece) -> None:
+def _count(usage: Usage, text_delta: TextDelta) -> None:
     """Mutates: usage."""
-    usage.completion_tokens += len(piece.token_ids)
-    usage.cached_tokens = max(usage.cached_tokens, piece.cached_tokens)
+    usage.completion_tokens += len(text_delta.token_ids)
+    usage.cached_tokens = max(usage.cached_tokens, text_delta.cached_tokens)
 
 
 def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTokens:
-    """What a worker must know besides the base's tokenizer to keep output to a grammar."""
+    """How the adapter's tokens differ from the base's, which constrained output depends on."""
     if len(target.adapters) != 1:
         return GrammarTokens()
     return GrammarTokens(added, target.adapters[0].eos_token_ids)

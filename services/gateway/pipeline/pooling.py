@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from loraplex.adapter_format.pooling_fields import REGRESSION
 from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
 from loraplex.errors import InvalidRequest
-from services.gateway.request import BaseModel, GenerateCall, Pooling, RunningAdapter
+from services.gateway.request import GenerateCall, Pooling, RunningAdapter, ServedModel
 
 _OTHER_CALLS = {
     SEQ_CLS: "it was trained to score (task_type SEQ_CLS): ask Score, or POST /classify",
@@ -37,7 +37,7 @@ def choose_pooling(call: GenerateCall, adapters: Sequence[RunningAdapter]) -> Po
 
 
 def scored_ids(
-    prompt_ids: tuple[int, ...], adapters: Sequence[RunningAdapter], base: BaseModel
+    prompt_ids: tuple[int, ...], adapters: Sequence[RunningAdapter], base: ServedModel
 ) -> tuple[int, ...]:
     """The prompt up to its last token that is no padding, which is the one transformers scores.
 

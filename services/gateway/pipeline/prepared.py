@@ -1,38 +1,38 @@
-"""A request that was found good: what it asks of admission and what a worker gets of it."""
+"""A checked request: what admission needs to know of it and what a worker gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from services.gateway.admission.queue import Ticket
-from services.gateway.pipeline.sampling import Resolved, check_grammar
+from services.gateway.admission.queue import AdmissionRequest
+from services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from services.gateway.registry.tenants import TenantLimits
 from services.gateway.request import (
-    BaseModel,
     GenerateCall,
     Grammar,
     GrammarTokens,
-    Job,
     Pooling,
+    ServedModel,
     Target,
     TextPrompt,
     Usage,
+    WorkerJob,
 )
 from services.gateway.text.chat_style import ChatStyle
-from services.gateway.text.detokenize import TokenBytes, whole_text
+from services.gateway.text.detokenize import TokenBytes, decode_all
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that was found good and may be run once."""
+class PreparedRequest:
+    """A checked request, which may be run once."""
 
     call: GenerateCall
     target: Target
-    base: BaseModel
+    base: ServedModel
     tokens: TokenBytes
     style: ChatStyle
     prompt_ids: tuple[int, ...]
-    resolved: Resolved
+    resolved: ResolvedSampling
     arrival_s: float
     deadline_s: float
     limits: TenantLimits
@@ -40,7 +40,7 @@ class Prepared:
     """For a grammar, if it has one."""
     pooling: Pooling = Pooling.NONE
     first_token_due_s: float | None = None
-    """None = whenever the deadline allows."""
+    """None = only the deadline counts."""
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
 
@@ -49,18 +49,18 @@ class Prepared:
         if isinstance(self.call.prompt, TextPrompt):
             return self.call.prompt.text
         skip_special = self.resolved.text.skip_special
-        return whole_text(self.tokens, self.prompt_ids, skip_special=skip_special)
+        return decode_all(self.tokens, self.prompt_ids, skip_special=skip_special)
 
-    def kept_to(self, grammar: Grammar | None) -> Prepared:
-        """The same under another grammar. Raises: InvalidRequest when it is too large."""
+    def kept_to(self, grammar: Grammar | None) -> PreparedRequest:
+        """The same request with another grammar. Raises: InvalidRequest if it is too large."""
         check_grammar(grammar)
         sampling = replace(self.call.sampling, grammar=grammar)
         return replace(self, call=replace(self.call, sampling=sampling))
 
-    def job(self, sample_index: int) -> Job:
-        """What a worker gets for one choice."""
+    def job(self, sample_index: int) -> WorkerJob:
+        """The job of one choice, for a worker."""
         call, sampling, grammar = self.call, self.resolved.sampling, self.call.sampling.grammar
-        return Job(
+        return WorkerJob(
             request_id=call.request_id,
             tenant=call.tenant,
             base_id=self.base.base_id,
@@ -79,9 +79,9 @@ class Prepared:
             first_token_due_s=self.first_token_due_s,
         )
 
-    def ticket(self, run_s: float, *, awaits_adapter: bool) -> Ticket:
-        """What it asks of admission."""
-        return Ticket(
+    def admission_request(self, run_s: float, *, awaits_adapter: bool) -> AdmissionRequest:
+        """The request as admission sees it."""
+        return AdmissionRequest(
             self.call.tenant,
             self.resolved.num_choices,
             self.call.priority,
@@ -95,17 +95,17 @@ class Prepared:
 
     @property
     def most_tokens(self) -> int:
-        """Prompt, and all that may be generated."""
+        """Tokens of the prompt plus the most that may be generated."""
         return len(self.prompt_ids) + self.most_output * self.resolved.num_choices
 
     @property
     def least_output(self) -> int:
-        """Tokens that one choice has unless a stop string ends it."""
+        """The least number of tokens that one choice generates, unless a stop string ends it."""
         sampling = self.resolved.sampling
         most = self.most_output
         return most if sampling.ignore_eos else min(sampling.min_tokens, most)
 
     @property
     def most_output(self) -> int:
-        """Tokens that one choice may have."""
+        """The most tokens that one choice may generate."""
         return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0

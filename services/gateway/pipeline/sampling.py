@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest
-from services.gateway.request import AskedSampling, BaseModel, Grammar, Sampling, TextRules
+from services.gateway.request import AskedSampling, Grammar, Sampling, ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
@@ -24,7 +24,7 @@ _INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedSampling:
     """Everything about tokens and text of one prompt."""
 
     sampling: Sampling
@@ -38,12 +38,12 @@ class Resolved:
 
 def resolve(
     asked: AskedSampling,
-    base: BaseModel,
+    base: ServedModel,
     num_prompt_tokens: int,
     *,
     fills_context: bool,
     draw_seed: Callable[[], int],
-) -> Resolved:
+) -> ResolvedSampling:
     """Check every field and fill in what is unset.
 
     Args:
@@ -57,7 +57,7 @@ def resolve(
     sampling = _sampling(asked, base, max_tokens, draw_seed)
     if sampling.min_tokens > max_tokens:
         raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
-    return Resolved(
+    return ResolvedSampling(
         sampling=sampling,
         text=TextRules(
             _stops(asked.stop),
@@ -89,7 +89,7 @@ def check_grammar(grammar: Grammar | None) -> None:
 
 
 def _sampling(
-    asked: AskedSampling, base: BaseModel, max_tokens: int, draw_seed: Callable[[], int]
+    asked: AskedSampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
 ) -> Sampling:
     defaults = base.default_sampling
     vocab_size = base.vocab_size
@@ -120,7 +120,7 @@ def _sampling(
 
 
 def _max_tokens(
-    asked: AskedSampling, base: BaseModel, num_prompt_tokens: int, fills_context: bool
+    asked: AskedSampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
 ) -> int:
     room = base.max_model_len - num_prompt_tokens
     given = asked.max_tokens

@@ -14,7 +14,7 @@ from services.gateway.request import GenerateCall, RunningAdapter
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class PromptScore:
     """The head's answer to one prompt."""
 
     logits: tuple[float, ...]
@@ -26,7 +26,7 @@ class Score:
 
 async def score_all(
     generation: Generation, calls: Sequence[GenerateCall]
-) -> tuple[Pooled, list[Score]]:
+) -> tuple[Pooled, list[PromptScore]]:
     """Scores in the order of the calls. The first error ends all of them.
 
     Raises: what `Generation.prepare` and `Generation.run` raise.
@@ -36,14 +36,14 @@ async def score_all(
     return pooled, [score_of(prepared.target.adapters[0], vector) for prepared, vector in pairs]
 
 
-def score_of(adapter: RunningAdapter, logits: Sequence[float]) -> Score:
+def score_of(adapter: RunningAdapter, logits: Sequence[float]) -> PromptScore:
     """What transformers' classification pipeline makes of logits, every label kept."""
     if is_regression(adapter):
-        return Score(tuple(logits), (), "")
+        return PromptScore(tuple(logits), (), "")
     is_multi = adapter.pooling.problem_type == MULTI_LABEL
     probabilities = sigmoids(logits) if is_multi or len(logits) == 1 else softmax(logits)
     best = max(range(len(logits)), key=logits.__getitem__)
-    return Score(tuple(logits), probabilities, labels_of(adapter)[best])
+    return PromptScore(tuple(logits), probabilities, labels_of(adapter)[best])
 
 
 def softmax(logits: Sequence[float]) -> tuple[float, ...]:

@@ -96,7 +96,7 @@ class _Entry:
     tags: dict[str, TagState] = field(default_factory=dict)
 
 
-class Catalog:
+class RegistrySnapshot:
     """A snapshot that is kept up to date by `put_version` and `put_tag`."""
 
     def __init__(self) -> None:

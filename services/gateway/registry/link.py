@@ -17,7 +17,7 @@ from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.callers import Caller
 from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.registry.catalog import Catalog, TagState, Version
+from services.gateway.registry.catalog import RegistrySnapshot, TagState, Version
 from services.gateway.registry.convert import tag_from_wire, tenant_from_wire, version_from_wire
 from services.gateway.registry.resolve import Resolver
 from services.gateway.registry.tenants import TenantLimits
@@ -221,7 +221,7 @@ class _Watch:
 
     def __init__(self, resolver: Resolver) -> None:
         self._resolver = resolver
-        self._building: Catalog | None = None
+        self._building: RegistrySnapshot | None = None
         self.resume_token = ""
 
     @property
@@ -232,7 +232,7 @@ class _Watch:
     def apply(self, message: registry_pb2.WatchAdaptersResponse) -> None:
         """Mutates: the resolver's catalog."""
         if message.snapshot_begin:
-            self._building = Catalog()
+            self._building = RegistrySnapshot()
         catalog = self._building if self._building is not None else self._resolver.catalog
         for event in message.events:
             _apply_event(catalog, event)
@@ -255,7 +255,7 @@ def _sha256(content: bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _apply_event(catalog: Catalog, event: registry_pb2.AdapterEvent) -> None:
+def _apply_event(catalog: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
     kind = event.WhichOneof("change")
     if kind == "version":
         catalog.put_version(version_from_wire(event.version))

@@ -20,13 +20,13 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref
-from services.gateway.registry.catalog import Catalog, TagState, Version
-from services.gateway.request import BaseModel, GenerateCall, RunningAdapter, Target
+from services.gateway.registry.catalog import RegistrySnapshot, TagState, Version
+from services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
 MAX_ADAPTERS = 8
 
 
-class Registry(Protocol):
+class RegistryLookup(Protocol):
     """The registry as far as resolution needs it."""
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
@@ -36,10 +36,12 @@ class Registry(Protocol):
 class Resolver:
     """Resolves model strings for callers. `catalog` is replaced whole by the registry's watch."""
 
-    def __init__(self, registry: Registry, bases: Callable[[], Mapping[str, BaseModel]]) -> None:
+    def __init__(
+        self, registry: RegistryLookup, bases: Callable[[], Mapping[str, ServedModel]]
+    ) -> None:
         self._registry = registry
         self._bases = bases
-        self.catalog = Catalog()
+        self.catalog = RegistrySnapshot()
 
     async def target(self, call: GenerateCall) -> Target:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
@@ -54,11 +56,11 @@ class Resolver:
         version = await self._version(call.model, call, "model")
         return Target(version.base_id, (_running(version, 1.0),))
 
-    def bases(self) -> Mapping[str, BaseModel]:
+    def bases(self) -> Mapping[str, ServedModel]:
         """Served bases by id."""
         return self._bases()
 
-    def models(self, tenant: str) -> Iterator[BaseModel | Version]:
+    def models(self, tenant: str) -> Iterator[ServedModel | Version]:
         """Bases first, then own adapters by name, then those of others."""
         bases = self._bases()
         yield from bases.values()
@@ -66,7 +68,7 @@ class Resolver:
         yield from (v for v in visible if v.tenant == tenant)
         yield from (v for v in visible if v.tenant != tenant)
 
-    async def model(self, model: str, tenant: str) -> BaseModel | Version:
+    async def model(self, model: str, tenant: str) -> ServedModel | Version:
         """A base or an adapter of a served one. Raises: NotFound."""
         base = self._bases().get(model)
         if base is not None:
@@ -137,7 +139,7 @@ class Resolver:
         return self.catalog.find(ref, split_key) or version
 
 
-def _fits(version: Version, base: BaseModel | None) -> bool:
+def _fits(version: Version, base: ServedModel | None) -> bool:
     """True where the adapter's base is served, with the geometry that it was checked against."""
     if base is None:
         return False
@@ -179,8 +181,8 @@ def _merged(running: list[RunningAdapter]) -> tuple[RunningAdapter, ...]:
     return tuple(by_digest[digest] for digest in sorted(by_digest))
 
 
-def model_id(model: BaseModel | Version, tenant: str) -> str:
+def model_id(model: ServedModel | Version, tenant: str) -> str:
     """What to write as `model`: own adapters by bare name, others' as tenant/name."""
-    if isinstance(model, BaseModel):
+    if isinstance(model, ServedModel):
         return model.base_id
     return model.name if model.tenant == tenant else f"{model.tenant}/{model.name}"

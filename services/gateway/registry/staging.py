@@ -32,7 +32,7 @@ _PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that may be gone at the next try."""
 
 
-class Workers(Protocol):
+class LoadingWorkers(Protocol):
     """The fleet, as far as staging needs it."""
 
     def views(self, base_id: str | None = None) -> list[WorkerView]: ...
@@ -49,7 +49,7 @@ class Moves(Protocol):
 class Stager:
     """One task for each pending tag."""
 
-    def __init__(self, resolver: Resolver, workers: Workers, moves: Moves) -> None:
+    def __init__(self, resolver: Resolver, workers: LoadingWorkers, moves: Moves) -> None:
         self._resolver = resolver
         self._workers = workers
         self._moves = moves
@@ -68,15 +68,15 @@ class Stager:
     def _start_and_drop(self) -> None:
         """Tasks for tags that are pending now, and for no others."""
         pending = self._resolver.catalog.pending
-        for place in [p for p in self._tasks if p not in pending]:
-            self._tasks.pop(place)[1].cancel()
-        for place, tag in pending.items():
-            known = self._tasks.get(place)
+        for key in [p for p in self._tasks if p not in pending]:
+            self._tasks.pop(key)[1].cancel()
+        for key, tag in pending.items():
+            known = self._tasks.get(key)
             if known is not None and known[0] == tag.generation:
                 continue
             if known is not None:
                 known[1].cancel()
-            self._tasks[place] = (tag.generation, asyncio.create_task(self._stage(tag)))
+            self._tasks[key] = (tag.generation, asyncio.create_task(self._stage(tag)))
 
     async def _stage(self, tag: TagState) -> None:
         failure = await self._loaded(tag)
@@ -115,7 +115,7 @@ class Stager:
                 return False
             old = [catalog.version(tag.tenant, tag.name, old.number) for old in tag.sides]
             views = self._workers.views(version.base_id)
-            chosen = places(views, version, [v.digest for v in old if v is not None])
+            chosen = workers_to_load(views, version, [v.digest for v in old if v is not None])
             if not chosen:
                 return False
             loads += [self._workers.load(v.address, version.digest, timeout_s) for v in chosen]
@@ -123,7 +123,9 @@ class Stager:
         return True
 
 
-def places(views: Sequence[WorkerView], version: Version, old: Sequence[str]) -> list[WorkerView]:
+def workers_to_load(
+    views: Sequence[WorkerView], version: Version, old: Sequence[str]
+) -> list[WorkerView]:
     """Where to load a version: as many workers as hold the old ones, its own homes first."""
     able = {view.worker_id: view for view in views if view.takes_requests}
     holders = sum(

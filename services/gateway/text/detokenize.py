@@ -227,7 +227,7 @@ class _WindowDetokenizer:
         return text
 
 
-def whole_text(tokens: TokenBytes, ids: tuple[int, ...], *, skip_special: bool) -> str:
+def decode_all(tokens: TokenBytes, ids: tuple[int, ...], *, skip_special: bool) -> str:
     """Text of ids that stand by themselves, such as a prompt given as ids."""
     detokenizer = tokens.detokenizer(skip_special=skip_special, is_start=True)
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()

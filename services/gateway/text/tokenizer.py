@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, Unsupported
-from services.gateway.request import BaseModel, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from services.gateway.request import ChatPrompt, Prompt, ServedModel, TextPrompt, TokenPrompt
 from services.gateway.text.chat_style import ChatStyle, detected
 from services.gateway.text.detokenize import TokenBytes
 from services.gateway.text.template_pool import TemplatePool
@@ -80,7 +80,7 @@ class BaseTokenizer:
         made.style = detected(chat.template)
         return made
 
-    async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
         """Token ids of a prompt in any form.
 
         Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or a conversation
@@ -142,7 +142,7 @@ class IdsOnly:
         self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
 
-    async def encode(self, prompt: Prompt, base: BaseModel) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
         """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
         if isinstance(prompt, TokenPrompt):
             return check_ids(prompt.ids, base.vocab_size)
@@ -247,5 +247,5 @@ def _token_text(token: object) -> str | None:
 class ServedBase:
     """A base and the tokenizer that speaks for it."""
 
-    model: BaseModel
+    model: ServedModel
     tokenizer: BaseTokenizer | IdsOnly

@@ -17,7 +17,7 @@ class _State(enum.Enum):
     CONTENT = enum.auto()
 
 
-class Reply:
+class AnswerParser:
     """One answer as it grows. The result does not depend on how the text was cut.
 
     White space next to the marks of a thought belongs to neither side.

@@ -9,17 +9,17 @@ from typing import Any
 
 from loraplex.v1 import common_pb2, worker_pb2
 from services.gateway.request import (
-    BaseModel,
     FinishReason,
     Grammar,
-    Job,
     Pooling,
     Sampling,
+    ServedModel,
     Timings,
     TokenLogprob,
     Tokens,
+    WorkerJob,
 )
-from services.gateway.workers.view import Load, Residency, Tier
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -35,9 +35,9 @@ _POOLINGS = {
 }
 
 
-def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> BaseModel:
+def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> ServedModel:
     """A worker's account of its model."""
-    return BaseModel(
+    return ServedModel(
         base_id=message.base_id,
         vocab_size=message.vocab_size,
         max_model_len=message.max_model_len,
@@ -52,9 +52,9 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> B
     )
 
 
-def load_from_wire(message: worker_pb2.WorkerLoad) -> Load:
+def load_from_wire(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     """A worker's load report."""
-    return Load(
+    return WorkerLoad(
         running_requests=message.running_requests,
         waiting_requests=message.waiting_requests,
         queued_tokens=message.queued_tokens,
@@ -69,9 +69,9 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> Load:
     )
 
 
-def residency_from_wire(message: worker_pb2.AdapterResidency) -> Residency:
+def residency_from_wire(message: worker_pb2.AdapterResidency) -> AdapterResidency:
     """Where one adapter is."""
-    return Residency(
+    return AdapterResidency(
         digest=message.digest,
         tier=Tier(message.tier),
         max_rank=message.max_rank,
@@ -81,7 +81,7 @@ def residency_from_wire(message: worker_pb2.AdapterResidency) -> Residency:
     )
 
 
-def job_to_wire(job: Job, request_id: str, now_s: float) -> worker_pb2.WorkerRequest:
+def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.WorkerRequest:
     """A job as a worker's request under the session's own id."""
     return worker_pb2.WorkerRequest(
         request_id=request_id,
@@ -108,7 +108,7 @@ def job_to_wire(job: Job, request_id: str, now_s: float) -> worker_pb2.WorkerReq
     )
 
 
-def _first_token_left_s(job: Job, now_s: float) -> float:
+def _first_token_left_s(job: WorkerJob, now_s: float) -> float:
     """0 where the first token has come, or may come whenever the deadline allows."""
     if job.first_token_due_s is None or job.output_ids:
         return 0.0

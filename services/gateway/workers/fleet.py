@@ -1,4 +1,4 @@
-"""All workers behind this gateway, and what is known of the bases they serve."""
+"""All workers behind this gateway, and the bases that they serve."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
 from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.request import BaseModel, Job
+from services.gateway.request import ServedModel, WorkerJob
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
 from services.gateway.workers.convert import base_from_wire
 from services.gateway.workers.link import Metadata, WorkerLink
-from services.gateway.workers.token_stream import Pace, TokenStream
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class Fleet:
         self._base_seen = base_seen
         self._metadata = metadata
         self._channel = channel
-        self._pace = Pace()
+        self._pacer = WakeupPacer()
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._bases: dict[str, ServedBase] = {}
         self._change = asyncio.Event()
 
-    def bases(self) -> Mapping[str, BaseModel]:
+    def bases(self) -> Mapping[str, ServedModel]:
         """Bases in the order they were first seen."""
         return {base_id: served.model for base_id, served in self._bases.items()}
 
@@ -73,13 +73,13 @@ class Fleet:
         views = [link.view() for link, _ in self._links.values()]
         return [view for view in views if base_id is None or view.base_id == base_id]
 
-    def submit(self, address: str, job: Job) -> TokenStream:
+    def submit(self, address: str, job: WorkerJob) -> TokenStream:
         """Start a job on the worker at an address. Raises: Unavailable."""
         link, _ = self._links[address]
         return link.submit(job)
 
     async def load(self, address: str, digest: str, timeout_s: float) -> None:
-        """Have the worker at an address load an adapter. Raises: LoraplexError."""
+        """Load an adapter on the worker at an address. Raises: LoraplexError."""
         if address not in self._links:
             raise Unavailable(f"worker {address} is no longer there")
         link, _ = self._links[address]
@@ -90,7 +90,7 @@ class Fleet:
         await self._change.wait()
 
     async def run(self) -> None:
-        """Keep a link to every worker for ever; names are looked up again and again."""
+        """Keep a link to every worker until cancelled; DNS names are resolved regularly."""
         try:
             while True:
                 addresses = dict.fromkeys([*self._static, *await self._looked_up()])
@@ -110,7 +110,7 @@ class Fleet:
                     changed=self._announce,
                     metadata=self._metadata,
                     channel=self._channel,
-                    pace=self._pace,
+                    pacer=self._pacer,
                 )
                 self._links[address] = (link, asyncio.create_task(link.run()))
         for address in [known for known in self._links if known not in addresses]:
@@ -137,7 +137,7 @@ class Fleet:
         return sorted({_printed(info[4][0], int(port)) for info in infos})
 
     async def _model_seen(self, message: worker_pb2.GetModelResponse) -> bool:
-        """False: the model is new and its tokenizer files are wanted too."""
+        """Record a base; returns False if its tokenizer files are needed too."""
         known = self._bases.get(message.base_id)
         model = base_from_wire(message, time.time())
         if known is not None and _same(known.model, model):
@@ -155,7 +155,7 @@ class Fleet:
         self._change = asyncio.Event()
 
 
-def _same(known: BaseModel, seen: BaseModel) -> bool:
+def _same(known: ServedModel, seen: ServedModel) -> bool:
     return (known.fingerprint, known.tokenizer_digest, known.max_model_len) == (
         seen.fingerprint,
         seen.tokenizer_digest,

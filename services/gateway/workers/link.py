@@ -1,4 +1,4 @@
-"""The gateway's line to one worker: its model, its status, its session; reconnects for ever."""
+"""The connection to one worker: its model, its status and its session. Reconnects until closed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.grpc_channels import OpenChannel, open_channel
 from services.gateway.event_loop import now_s
-from services.gateway.request import Job
+from services.gateway.request import WorkerJob
 from services.gateway.workers.convert import load_from_wire, residency_from_wire
-from services.gateway.workers.session import Session
-from services.gateway.workers.token_stream import Pace, TokenStream
+from services.gateway.workers.session import WorkerSession
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
 
 STALE_S = 5.0
-"""A worker with our requests that says nothing for so long is chosen last."""
+"""A worker with our requests that sends nothing for this long is chosen last."""
 SILENT_CHECKS = 10
-"""Checks, a second apart, without a message between them until a worker counts as lost: its door
-reports every second, whatever its engine does."""
+"""Checks, one second apart, without a message in between before a worker counts as lost: its API
+server reports every second, whatever its engine does."""
 _CHECK_S = 1.0
 _MODEL_TIMEOUT_S = 30.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 
 ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
-"""Takes in a model; False asks for it again with its tokenizer files."""
+"""Receives a model; returning False asks for it again with its tokenizer files."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """The last view with our own requests in it: several are asked for on the way of a request."""
+    """The last view that includes our own requests; one request asks for it several times."""
 
     base: WorkerView
     own: tuple[bool, int, int, bool, frozenset[str]] | None
@@ -57,7 +57,7 @@ class WorkerLink:
         changed: Callable[[], None],
         metadata: Metadata = (),
         channel: OpenChannel = open_channel,
-        pace: Pace | None = None,
+        pacer: WakeupPacer | None = None,
     ) -> None:
         """`model_seen` is awaited for each connection, `changed` called when the view changed."""
         self._open_channel = channel
@@ -66,8 +66,8 @@ class WorkerLink:
         self._model_seen = model_seen
         self._changed = changed
         self._metadata = metadata
-        self._pace = pace or Pace()
-        self._session: Session | None = None
+        self._pacer = pacer or WakeupPacer()
+        self._session: WorkerSession | None = None
         self._heard_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
         self._shown = _Shown(self._view, None, self._view)
@@ -104,14 +104,14 @@ class WorkerLink:
             known = self._shown = _Shown(self._view, own, view)
         return known.view
 
-    def submit(self, job: Job) -> TokenStream:
+    def submit(self, job: WorkerJob) -> TokenStream:
         """Start a job there. Raises: Unavailable when it is not connected."""
         if self._session is None:
             raise Unavailable(f"worker {self._view.worker_id} is not connected")
         return self._session.submit(job)
 
     async def load(self, digest: str, timeout_s: float) -> None:
-        """Have an adapter loaded; returns when a step could use it. Raises: LoraplexError."""
+        """Load an adapter; returns when a step could use it. Raises: LoraplexError."""
         try:
             await self._stub.LoadAdapter(
                 worker_pb2.LoadAdapterRequest(digest=digest),
@@ -122,7 +122,7 @@ class WorkerLink:
             raise from_rpc_error(error) from None
 
     async def run(self) -> None:
-        """Connect, serve until it breaks, and again, for ever."""
+        """Connect and serve until the connection breaks; repeat until cancelled."""
         failures = 0
         while True:
             try:
@@ -145,14 +145,14 @@ class WorkerLink:
         await self._channel.close(None)
 
     async def _connected(self) -> None:
-        """One connection from its first call to its end. Raises: LoraplexError."""
+        """Run one connection from its first call to its end. Raises: LoraplexError."""
         if self._channel_version != self._open_channel.version:
             await self._channel.close(None)
             self._open(self._view.address)
         model = await self._get_model(include_tokenizer=False)
         if not await self._model_seen(model):
             await self._model_seen(await self._get_model(include_tokenizer=True))
-        session = Session(self._stub, self._metadata, self._pace)
+        session = WorkerSession(self._stub, self._metadata, self._pacer)
         await session.open(self._gateway_id)
         self._session = session
         self._view = replace(

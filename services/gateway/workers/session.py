@@ -1,4 +1,4 @@
-"""One `Session` stream to one worker: every request of this gateway up, one message a step down."""
+"""The session with one worker: every request of this gateway up, one message per step down."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail, from_rpc_error
 from services.gateway.event_loop import now_s
-from services.gateway.request import Job, with_names
+from services.gateway.request import WorkerJob, with_names
 from services.gateway.workers.convert import job_to_wire, tokens_from_wire
-from services.gateway.workers.token_stream import Pace, TokenStream
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class WorkerLost(Unavailable):
     reason = "WORKER_LOST"
 
 
-class Session:
+class WorkerSession:
     """Multiplexes jobs over one stream. Lives on the event loop."""
 
     def __init__(
         self,
         stub: worker_pb2_grpc.WorkerServiceStub,
         metadata: tuple[tuple[str, str], ...],
-        pace: Pace,
+        pacer: WakeupPacer,
     ) -> None:
         self._call: Any = stub.Session(metadata=metadata)
         self._up: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
@@ -56,7 +56,7 @@ class Session:
         self.adapters: frozenset[str] = frozenset()
         """Adapters of the requests that have not ended."""
         self._numbers = itertools.count(1)
-        self._pace = pace
+        self._pacer = pacer
         self._heard_step = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self.worker_id = ""
@@ -84,14 +84,14 @@ class Session:
         self.worker_id, self.epoch = message.welcome.worker_id, message.welcome.epoch
         self.is_open = True
 
-    def submit(self, job: Job) -> TokenStream:
+    def submit(self, job: WorkerJob) -> TokenStream:
         """Send a job up. Raises: WorkerLost when the session is closed."""
         if not self.is_open:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
-        stream = TokenStream(lambda: self._cancel(wire_id), self._pace)
+        stream = TokenStream(lambda: self._cancel(wire_id), self._pacer)
         self._streams[wire_id] = stream
-        self._pace.num_streams += 1
+        self._pacer.num_streams += 1
         num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
         self.in_flight_tokens += num_tokens
         self._note_adapters(wire_id, tuple(adapter.digest for adapter in job.adapters))
@@ -168,7 +168,7 @@ class Session:
         self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)
         if self._streams.pop(wire_id, None) is None:
             return False
-        self._pace.num_streams -= 1
+        self._pacer.num_streams -= 1
         self._drop_adapters(wire_id)
         return True
 
@@ -190,7 +190,7 @@ class Session:
     def _fail_all(self) -> None:
         for stream in self._streams.values():
             stream.fail(WorkerLost(f"worker {self.worker_id} went away"))
-        self._pace.num_streams -= len(self._streams)
+        self._pacer.num_streams -= len(self._streams)
         self._streams.clear()
         self._prompt_tokens.clear()
         self.in_flight_tokens = 0

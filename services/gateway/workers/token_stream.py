@@ -1,10 +1,10 @@
 """The queue between a worker's session and the reader of one request.
 
-A reader that is slower than the engine finds several steps waiting and takes them as one. Where
-many stream at once, or the whole gateway is late, readers are woken less often, so that each finds
-more: a message to a client costs nearly the same whether it carries one token or ten. A step wakes
-its readers one after another, each in a turn of the event loop, so that a new request need not wait
-for all of them. First and last tokens never wait.
+A reader that is slower than the engine takes several steps as one event. If many requests stream at
+once, or if the whole gateway is late, readers are woken less often and find more each time: a
+message to a client costs nearly the same whether it carries one token or ten. The readers of one
+step are woken one after another, each in its own iteration of the event loop, so that a new request
+need not wait for all of them. First and last tokens are never delayed.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from services.gateway.event_loop import now_s
 from services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002
-"""Readers run this late on a gateway that keeps up."""
+"""How late readers run, in seconds, on a gateway that keeps up."""
 _GATHER_PER_LAG = 4.0
 _MESSAGE_S = 8e-5
-"""Processor time of one message to a client, roughly."""
+"""Approximate processor time of one message to a client."""
 _MOST_GATHER_S = 0.05
 
 
-class Pace:
-    """How often the readers of one gateway are woken."""
+class WakeupPacer:
+    """Decides how often the readers of one gateway are woken."""
 
     __slots__ = ("_due", "_lag_s", "num_streams")
 
     def __init__(self) -> None:
         self.num_streams = 0
-        """Open at this gateway."""
+        """Streams that are open at this gateway."""
         self._lag_s = 0.0
-        """Moving mean of the time that tokens wait for a reader that may take them."""
+        """Moving mean of the seconds that tokens wait for a reader that was woken."""
         self._due: deque[TokenStream] = deque()
-        """Streams whose readers are woken next."""
+        """Streams whose readers are due."""
 
     @property
     def gather_s(self) -> float:
-        """The least time between two awakenings of one reader.
+        """The least number of seconds between two wake-ups of one reader.
 
-        Long enough that messages to all readers take half of a core, and longer for a gateway that
-        is late all the same.
+        Messages to all readers then take half of a core. A gateway that is late anyway wakes them
+        less often still.
         """
         gather_s = 2.0 * _MESSAGE_S * self.num_streams
         late_s = self._lag_s - _FREE_LAG_S
         return min(max(gather_s, late_s * _GATHER_PER_LAG), _MOST_GATHER_S)
 
     def observe(self, lag_s: float) -> None:
-        """Tokens waited so long; one slow client must not count for more than a late one."""
+        """Record how long tokens waited, capped so that one slow client does not dominate."""
         self._lag_s += 0.02 * (min(lag_s, _MOST_GATHER_S) - self._lag_s)
 
     def wake_soon(self, stream: TokenStream) -> None:
-        """Wake a reader when those before it had their turn."""
+        """Wake a reader after those that were due before it."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._wake_one)
         self._due.append(stream)
@@ -72,7 +72,7 @@ class TokenStream:
         "_cancel",
         "_error",
         "_is_due",
-        "_pace",
+        "_pacer",
         "_put_s",
         "_ready",
         "_taken_s",
@@ -81,15 +81,15 @@ class TokenStream:
         "_woken_s",
     )
 
-    def __init__(self, cancel: Callable[[], None], pace: Pace | None = None) -> None:
-        """`cancel` tells the worker that nobody reads on; it may be called more than once."""
+    def __init__(self, cancel: Callable[[], None], pacer: WakeupPacer | None = None) -> None:
+        """`cancel` tells the worker to stop; it may be called more than once."""
         self._cancel = cancel
-        self._pace = pace if pace is not None else Pace()
+        self._pacer = pacer if pacer is not None else WakeupPacer()
         self._put_s = self._taken_s = self._woken_s = 0.0
-        """When the first event that waits came, events were taken last, the reader was woken."""
+        """When the oldest waiting event came, the reader last took events, and was last woken."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
-        """The pace will wake the reader."""
+        """True while the pacer will wake the reader."""
         self._ready: list[Tokens] = []
         self._error: LoraplexError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -105,12 +105,12 @@ class TokenStream:
             self._wake_in_time()
 
     def fail(self, error: LoraplexError) -> None:
-        """End the stream after what is waiting; a later error changes nothing."""
+        """End the stream after the waiting events; only the first error counts."""
         self._error = self._error or error
         self.wake()
 
     async def next(self) -> Tokens:
-        """Everything that arrived since the last call, as one event; waits when there is nothing.
+        """All events since the last call, merged into one; waits if there is none.
 
         Raises: the LoraplexError the stream failed with.
         """
@@ -120,16 +120,16 @@ class TokenStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._taken_s = now_s()
-        self._pace.observe(self._taken_s - max(self._put_s, self._woken_s))
+        self._pacer.observe(self._taken_s - max(self._put_s, self._woken_s))
         batch, self._ready = self._ready, []
         return batch[0] if len(batch) == 1 else merged(batch)
 
     def cancel(self) -> None:
-        """Nobody reads on."""
+        """Stop reading: the worker is told to cancel the request."""
         self._cancel()
 
     def wake(self) -> None:
-        """Let the reader go on."""
+        """Wake the reader."""
         self._is_due = False
         if self._timer is not None:
             self._timer.cancel()
@@ -144,12 +144,12 @@ class TokenStream:
         if not self._taken_s:
             self.wake()
             return
-        wait_s = self._taken_s + self._pace.gather_s - now_s()
+        wait_s = self._taken_s + self._pacer.gather_s - now_s()
         if wait_s > 0:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
         else:
             self._is_due = True
-            self._pace.wake_soon(self)
+            self._pacer.wake_soon(self)
 
 
 def merged(batch: list[Tokens]) -> Tokens:

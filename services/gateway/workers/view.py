@@ -1,4 +1,4 @@
-"""What the router sees: immutable views of workers. No grpc."""
+"""Immutable views of workers, as the router sees them. No grpc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Tier(enum.IntEnum):
-    """Where an adapter is on a worker; higher is nearer to the device."""
+    """The nearest tier at which a worker holds an adapter."""
 
     NONE = 0
     DISK = 1
@@ -17,8 +17,8 @@ class Tier(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """A worker's own account of its load."""
+class WorkerLoad:
+    """Load as reported by the worker."""
 
     running_requests: int = 0
     waiting_requests: int = 0
@@ -30,13 +30,13 @@ class Load:
     max_distinct_adapters: int = 0
     steps: int = 0
     max_running_requests: int = 0
-    """What its batch holds; 0 = not said."""
+    """Size of its batch; 0 = not reported."""
     is_full: bool = False
-    """Memory or the token budget of its steps, not places, keep requests waiting."""
+    """Requests wait for memory or for the token budget of its steps, not for batch slots."""
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class AdapterResidency:
     """One adapter on one worker."""
 
     digest: str
@@ -49,7 +49,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as last heard of, with what this gateway has sent it since."""
+    """One worker as last reported, and what this gateway has sent it since."""
 
     worker_id: str
     address: str
@@ -60,46 +60,49 @@ class WorkerView:
     ready: bool = False
     draining: bool = False
     stale: bool = False
-    """Nothing was heard for several report intervals."""
-    load: Load = Load()
-    adapters: Mapping[str, Residency] = field(default_factory=dict)
+    """It has not reported for several intervals."""
+    load: WorkerLoad = WorkerLoad()
+    adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
     numerics: str = ""
     in_flight: int = 0
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0
     """Prompt tokens of those that have no first token yet."""
     asked: frozenset[str] = frozenset()
-    """Adapters of those: on their way, whatever the worker has said of them so far."""
+    """Adapters of those requests: requested, whether or not the worker reports them yet."""
 
     @property
     def takes_requests(self) -> bool:
-        """True when a new request may be sent there."""
+        """True if a new request may be sent there."""
         return self.connected and self.ready and not self.draining
 
     @property
     def num_requests(self) -> int:
-        """Requests there: the worker's count, or our own where that is newer and larger."""
+        """Requests there: the worker's count, or our own if that is larger and thus newer."""
         reported = self.load.running_requests + self.load.waiting_requests
         return max(reported, self.in_flight)
 
     @property
-    def num_places(self) -> int:
-        """Requests of this gateway that it takes without a queue: what its batch holds less those
-        of other gateways; while it is full, those that it has."""
+    def batch_capacity(self) -> int:
+        """Requests of this gateway that it can run at once.
+
+        That is the size of its batch without the requests of other gateways; while it is full, the
+        requests that it has.
+        """
         if self.load.is_full:
             return self.in_flight
         others = max(self.num_requests - self.in_flight, 0)
         return max(self.load.max_running_requests - others, 0)
 
     def tier_of(self, digest: str) -> Tier:
-        """Where an adapter is."""
+        """The tier of an adapter."""
         found = self.adapters.get(digest)
         tier = found.tier if found is not None else Tier.NONE
         return max(tier, Tier.LOADING) if digest in self.asked else tier
 
     @property
     def num_loading(self) -> int:
-        """Adapters on their way to the device."""
-        said = sum(each.tier is Tier.LOADING for each in self.adapters.values())
-        unsaid = (self.adapters.get(digest) for digest in self.asked)
-        return said + sum(each is None or each.tier < Tier.LOADING for each in unsaid)
+        """Adapters that are being loaded onto the device."""
+        reported = sum(each.tier is Tier.LOADING for each in self.adapters.values())
+        unreported = (self.adapters.get(digest) for digest in self.asked)
+        return reported + sum(each is None or each.tier < Tier.LOADING for each in unreported)

@@ -21,7 +21,7 @@ _SCAN_ADAPTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedVersion:
     """The version behind a reference."""
 
     version: VersionRecord
@@ -56,7 +56,7 @@ class Lookup:
         self._store = store
         self._catalog = catalog
 
-    async def resolve(self, ref: Ref, access: Access, split_key: str = "") -> Resolved:
+    async def resolve(self, ref: Ref, access: Access, split_key: str = "") -> ResolvedVersion:
         """The live version that a reference means to this caller.
 
         Raises:
@@ -74,7 +74,7 @@ class Lookup:
             version = _selected(found, ref, split_key)
         if version is None or not access.may_see(ref.tenant, found.adapter):
             raise AdapterNotFound(str(ref))
-        return Resolved(version, found.adapter, found.tags)
+        return ResolvedVersion(version, found.adapter, found.tags)
 
     async def everything(self, tenant: str, name: str) -> Found:
         """All versions, tombstones included, and tags of one adapter."""
@@ -85,9 +85,9 @@ class Lookup:
 
     async def page(
         self, query: Query, access: Access, page_size: int, after: Cursor
-    ) -> tuple[list[Resolved], Cursor | None]:
+    ) -> tuple[list[ResolvedVersion], Cursor | None]:
         """One page of a list, ordered by scope and version, and where the next one begins."""
-        entries: list[Resolved] = []
+        entries: list[ResolvedVersion] = []
         scope, number = after.scope, after.version
         while True:
             scanned = await self._scan(query, access, scope, including=number > 0)
@@ -98,7 +98,7 @@ class Lookup:
                     if len(entries) == page_size:
                         last = entries[-1].version
                         return entries, Cursor(scope_of(last.tenant, last.name), last.version)
-                    entries.append(Resolved(version, found.adapter, found.tags))
+                    entries.append(ResolvedVersion(version, found.adapter, found.tags))
             if len(scanned) < _SCAN_ADAPTERS:
                 return entries, None
             scope, number = scanned[-1][0], 0

@@ -27,7 +27,7 @@ class Wanted:
     """None keeps it; but what becomes private is no longer pullable."""
 
 
-class Sharing:
+class AdapterSharing:
     """Changes who may use adapters."""
 
     def __init__(

@@ -16,7 +16,7 @@ from services.registry.access.signatures import Offered
 from services.registry.api import convert
 from services.registry.assembly import Registry
 from services.registry.index.catalog import CatalogDown
-from services.registry.publish.tags import Place
+from services.registry.publish.tags import TagAddress
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -191,7 +191,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     ) -> pb.FinishStagedMoveResponse:
         access = caller_access()
         access.require_service_or_root()
-        place = Place(*parse_name(request.name, access.tenant), check_tag(request.tag))
+        place = TagAddress(*parse_name(request.name, access.tenant), check_tag(request.tag))
         failure = request.failure[:MAX_FAILURE_CHARS]
         record = await self._registry.staging.finish(
             place, request.generation, failure, access.actor

@@ -21,7 +21,7 @@ from loraplex.convert import (
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from services.registry.access.lookup import Cursor, Resolved
+from services.registry.access.lookup import Cursor, ResolvedVersion
 from services.registry.access.signatures import Offered, checked_keys
 from services.registry.publish.uploads import FileState, Options
 from services.registry.records import (
@@ -35,7 +35,7 @@ from services.registry.records import (
     Move,
     SignatureRecord,
     TagRecord,
-    Target,
+    TagTarget,
     TenantRecord,
     VersionRecord,
     build,
@@ -163,11 +163,11 @@ def version_to_proto(
     return message
 
 
-def resolved_to_proto(resolved: Resolved) -> pb.AdapterVersion:
+def resolved_to_proto(resolved: ResolvedVersion) -> pb.AdapterVersion:
     return version_to_proto(resolved.version, resolved.adapter, resolved.tags)
 
 
-def targets_to_proto(targets: Sequence[Target]) -> list[pb.TagTarget]:
+def targets_to_proto(targets: Sequence[TagTarget]) -> list[pb.TagTarget]:
     return [pb.TagTarget(version=t.version, digest=t.digest, weight=t.weight) for t in targets]
 
 

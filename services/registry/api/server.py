@@ -23,9 +23,9 @@ from services.registry.api.downloads import chunks_of
 from services.registry.assembly import Registry
 from services.registry.publish.inspection import check
 from services.registry.publish.metrics import WATCHERS, refusals_counted
-from services.registry.publish.tags import MAX_SIDES, Place
-from services.registry.publish.uploads import Session
-from services.registry.records import Target
+from services.registry.publish.tags import MAX_SIDES, TagAddress
+from services.registry.publish.uploads import UploadSession
+from services.registry.records import TagTarget
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
 
@@ -42,7 +42,7 @@ class RegistryService(AdminService):
             upload_id=session.upload_id, progress=await self._progress(session)
         )
 
-    async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> Session:
+    async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
         options = convert.options_from_proto(request.options, access.tenant)
         access.require_publishing(options.tenant)
         files = files_from_proto(request.files)
@@ -167,7 +167,7 @@ class RegistryService(AdminService):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        place = Place(tenant, name, check_tag(request.tag))
+        place = TagAddress(tenant, name, check_tag(request.tag))
         convert.check_seconds(request.when_loaded_s, "when_loaded_s")
         if request.when_loaded_s and (request.rollback or request.delete):
             raise Unsupported.field(
@@ -195,7 +195,7 @@ class RegistryService(AdminService):
         access = caller_access()
         access.require("reader")
         tenant, name = parse_name(request.name, access.tenant)
-        place = Place(tenant, name, check_tag(request.tag))
+        place = TagAddress(tenant, name, check_tag(request.tag))
         record = await self._registry.tags.read(place)
         found = await self._registry.lookup.everything(tenant, name)
         if record is None or not access.may_see(tenant, found.adapter):
@@ -283,14 +283,14 @@ class RegistryService(AdminService):
         bases = await self._registry.bases.all()
         return pb.ListBasesResponse(bases=[convert.base_to_proto(base) for base in bases])
 
-    async def _session(self, upload_id: str) -> Session:
+    async def _session(self, upload_id: str) -> UploadSession:
         """An upload of the caller's tenant."""
         access = caller_access()
         session = await self._registry.uploads.get(upload_id)
         access.require("publisher", session.options.tenant)
         return session
 
-    async def _progress(self, session: Session) -> list[pb.FileProgress]:
+    async def _progress(self, session: UploadSession) -> list[pb.FileProgress]:
         states = await self._registry.uploads.state(session)
         missing = [state.file for state in states if not state.complete]
         known = await self._registry.blobs.known_files(session, missing)
@@ -301,8 +301,8 @@ class RegistryService(AdminService):
         return progress
 
     async def _targets(
-        self, place: Place, messages: Sequence[pb.TagTarget], access: Access
-    ) -> list[Target]:
+        self, place: TagAddress, messages: Sequence[pb.TagTarget], access: Access
+    ) -> list[TagTarget]:
         """Targets named by version or digest, weights of 0 meaning 1."""
         if not 1 <= len(messages) <= MAX_SIDES:
             description = f"give 1-{MAX_SIDES} versions to point at"
@@ -313,7 +313,7 @@ class RegistryService(AdminService):
             if not number:
                 ref = parse_ref(f"{place.scope}@{message.digest}", field="targets.digest")
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
-            targets.append(Target(number, message.digest, message.weight or 1))
+            targets.append(TagTarget(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", place.tag, "names a version twice")
         return targets

@@ -37,7 +37,7 @@ import redis.asyncio
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from loraplex.errors import Unavailable
-from services.registry.index.gathering import Gathering
+from services.registry.index.gathering import RequestBatcher
 from services.registry.index.items import Item, arguments_of
 from services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord, decode
 
@@ -84,7 +84,7 @@ class Catalog:
         self.make_index: Callable[[], Awaitable[None]] | None = None
         """Called by writers that find no index; set once the part that can is there."""
         self._redis = client
-        self._finding = Gathering(self._find_all, _MAX_FOUND_AT_ONCE)
+        self._finding = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
                 resources.files("services.registry.index").joinpath(f"{name}.lua").read_text()

@@ -10,7 +10,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-class Gathering(Generic[A, R]):
+class RequestBatcher(Generic[A, R]):
     """Asks what comes up while a question is under way together, as the next one.
 
     Alone, a question goes nearly at once. Under load each round trip carries all that gathered

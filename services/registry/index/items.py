@@ -22,7 +22,7 @@ BASES_SCOPE = "bases"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class IndexEvent:
     """One change as watchers see it; `generation` tells the index whether it is news."""
 
     generation: int
@@ -42,7 +42,7 @@ class Item:
     field: str
     generation: int
     doc: dict[str, Any]
-    events: tuple[Event, ...]
+    events: tuple[IndexEvent, ...]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What `apply.lua` derives more from: use, digest, number, visibility, staged_until_s."""
 
@@ -93,13 +93,15 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
     )
 
 
-def _version_event(generation: int, doc: dict[str, Any], adapter: AdapterRecord | None) -> Event:
+def _version_event(
+    generation: int, doc: dict[str, Any], adapter: AdapterRecord | None
+) -> IndexEvent:
     sharing = {
         "visibility": adapter.visibility if adapter else PRIVATE,
         "shared_with": adapter.shared_with if adapter else (),
         "pullable": adapter.pullable if adapter else False,
     }
-    return Event(generation, "version", {**doc, **sharing})
+    return IndexEvent(generation, "version", {**doc, **sharing})
 
 
 def tag_item(record: TagRecord) -> Item:
@@ -116,11 +118,11 @@ def tag_item(record: TagRecord) -> Item:
             pending=(),
             pending_reason="",
         )
-        events.append(Event(move.generation, "tag", to_fields(past)))
+        events.append(IndexEvent(move.generation, "tag", to_fields(past)))
     if not events or events[-1].generation < record.generation or record.pending:
         # Staged or dropped since the last move: the same targets, other pending ones.
         events = [event for event in events if event.generation < record.generation]
-        events.append(Event(record.generation, "tag", doc))
+        events.append(IndexEvent(record.generation, "tag", doc))
     return Item(f"t:{scope_of(record.tenant, record.name)}", record.tag, record.generation, doc,
                 tuple(events), {"staged_until_s": record.pending_until_s})  # fmt: skip
 
@@ -146,5 +148,5 @@ def base_item(record: BaseRecord) -> Item:
         record.base_id,
         record.generation,
         doc,
-        (Event(record.generation, "base", doc),),
+        (IndexEvent(record.generation, "base", doc),),
     )

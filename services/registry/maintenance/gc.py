@@ -26,7 +26,7 @@ RETENTION_S = 7 * 24 * 3600.0
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectionResult:
     """What a collection did, or would do."""
 
     deleted_objects: int = 0
@@ -43,10 +43,10 @@ class Collector:
     session_max_age_s: float = SESSION_MAX_AGE_S
     retention_s: float = RETENTION_S
 
-    async def collect(self, *, dry_run: bool = False) -> Collected:
+    async def collect(self, *, dry_run: bool = False) -> CollectionResult:
         """Remove dead uploads first, then blobs. Safe beside publishers and other collectors."""
         now_s = await self.store.clock_s()
-        result = Collected()
+        result = CollectionResult()
         await self._collect_uploads(now_s, result, dry_run=dry_run)
         blobs = [info async for info in self.store.list_objects(layout.BLOBS)]
         # Blobs are listed before references are read: what is published in between keeps its own.
@@ -62,7 +62,9 @@ class Collector:
         )
         return result
 
-    async def _collect_uploads(self, now_s: float, result: Collected, *, dry_run: bool) -> None:
+    async def _collect_uploads(
+        self, now_s: float, result: CollectionResult, *, dry_run: bool
+    ) -> None:
         """Sessions in which nothing was written for a day. Their session document goes last."""
         sessions: dict[str, list[ObjectInfo]] = {}
         async for info in self.store.list_objects(layout.UPLOADS):
@@ -74,7 +76,7 @@ class Collector:
                 await self._settle(info, dead, result, dry_run=dry_run)
 
     async def _settle(
-        self, info: ObjectInfo, dead: bool, result: Collected, *, dry_run: bool
+        self, info: ObjectInfo, dead: bool, result: CollectionResult, *, dry_run: bool
     ) -> None:
         if dead and (dry_run or await self.store.delete_if_older(info.key, info.modified_s)):
             result.deleted_objects += 1

@@ -11,7 +11,7 @@ from services.common.objects import ObjectStore, Segment
 from services.registry import layout
 from services.registry.publish.failpoint import failpoint
 from services.registry.publish.inspection import Inspected, Source
-from services.registry.publish.uploads import Session, Uploads
+from services.registry.publish.uploads import Uploads, UploadSession
 
 BLOB_FRESH_S = 12 * 3600.0
 """Blobs older than this are written again before they are referred to: half of the age at which
@@ -25,7 +25,7 @@ class Blobs:
         self._store = store
         self._uploads = uploads
 
-    async def sources(self, session: Session) -> list[Source]:
+    async def sources(self, session: UploadSession) -> list[Source]:
         """Where the bytes of each file are.
 
         Raises:
@@ -55,7 +55,7 @@ class Blobs:
             )
         return sources
 
-    async def known_files(self, session: Session, files: Sequence[File]) -> set[File]:
+    async def known_files(self, session: UploadSession, files: Sequence[File]) -> set[File]:
         """Files whose bytes this tenant has already: they need not be sent again."""
         usable = {*session.known} - {*session.damaged}
         candidates = [file for file in files if file.sha256 in usable]

@@ -16,8 +16,8 @@ from services.registry.index.catalog import Catalog
 from services.registry.index.items import Item, scope_of, version_item
 from services.registry.index.versions import Versions
 from services.registry.publish.failpoint import failpoint
-from services.registry.publish.tags import Place, Tags
-from services.registry.records import AdapterRecord, TagRecord, Target, VersionRecord, now_s
+from services.registry.publish.tags import TagAddress, Tags
+from services.registry.records import AdapterRecord, TagRecord, TagTarget, VersionRecord, now_s
 
 
 class Deletion:
@@ -112,17 +112,17 @@ class Deletion:
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         if all(target.version in live for target in tag.targets):
             return None
-        fallback: list[Target] = []
+        fallback: list[TagTarget] = []
         unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
         if tag.tag == LATEST and live.keys() - unsigned:
             newest = live[max(live.keys() - unsigned)]
-            fallback = [Target(newest.version, newest.digest)]
+            fallback = [TagTarget(newest.version, newest.digest)]
 
-        def choose(current: TagRecord | None) -> Sequence[Target] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             held = current.targets if current is not None else ()
             return None if all(target.version in live for target in held) else fallback
 
-        place = Place(tag.tenant, tag.name, tag.tag)
+        place = TagAddress(tag.tenant, tag.name, tag.tag)
         return await self._tags.move(place, choose, mover, secrets.token_hex(8))
 
     async def _live(self, tenant: str, name: str) -> list[VersionRecord]:

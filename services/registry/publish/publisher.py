@@ -31,13 +31,13 @@ from services.registry.publish.inspection import DamagedFile, Inspected, Source,
 from services.registry.publish.metrics import UPLOADS
 from services.registry.publish.scanning import Scans
 from services.registry.publish.staging import Staging
-from services.registry.publish.tags import Place, Tags
-from services.registry.publish.uploads import Finished, Intent, Session, Uploads
+from services.registry.publish.tags import TagAddress, Tags
+from services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
 from services.registry.records import (
     PRIVATE,
     AdapterRecord,
     TagRecord,
-    Target,
+    TagTarget,
     VersionRecord,
     now_s,
 )
@@ -74,7 +74,7 @@ class Publisher:
         self._audit = audit
         self._scans = scans
 
-    async def finish(self, session: Session) -> Finished:
+    async def finish(self, session: UploadSession) -> Finished:
         """Publish a session whose files are complete. Safe to repeat, also after a crash.
 
         Raises:
@@ -118,7 +118,7 @@ class Publisher:
         raise Conflict("the version is deleted again and again while it is published; try later")
 
     async def _send_again(
-        self, session: Session, sources: Sequence[Source], damage: DamagedFile
+        self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
     ) -> None:
         """Let go of bytes that are not what was declared. Raises Blocked where they had not to be
         sent, so that clients open the session again and send them."""
@@ -146,7 +146,9 @@ class Publisher:
         created = version.upload_id == upload_id
         return await self._reveal(session, version, created, operation, intent) is not None
 
-    async def _intended_version(self, session: Session, intent: Intent) -> VersionRecord | None:
+    async def _intended_version(
+        self, session: UploadSession, intent: Intent
+    ) -> VersionRecord | None:
         options = session.options
         if intent.version:
             key = layout.version(options.tenant, options.name, intent.version)
@@ -158,7 +160,7 @@ class Publisher:
         return None
 
     async def _claim(
-        self, session: Session, inspected: Inspected, sources: Sequence[Source]
+        self, session: UploadSession, inspected: Inspected, sources: Sequence[Source]
     ) -> tuple[VersionRecord, bool]:
         """The version of this content: an existing one, or a new number that nobody else got."""
         options = session.options
@@ -182,7 +184,7 @@ class Publisher:
                 return record, True
 
     async def _record(
-        self, session: Session, inspected: Inspected, files: Sequence[File]
+        self, session: UploadSession, inspected: Inspected, files: Sequence[File]
     ) -> VersionRecord:
         options = session.options
         scaling = inspected.report.config.rope_scaling
@@ -211,12 +213,12 @@ class Publisher:
         )
 
     async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:
-        records = {tag: await self._tags.read(Place(tenant, name, tag)) for tag in tags}
+        records = {tag: await self._tags.read(TagAddress(tenant, name, tag)) for tag in tags}
         return {tag: record.generation if record else 0 for tag, record in records.items()}
 
     async def _reveal(
         self,
-        session: Session,
+        session: UploadSession,
         version: VersionRecord,
         created: bool,
         operation: str,
@@ -258,15 +260,15 @@ class Publisher:
 
     async def _move_tag(
         self,
-        session: Session,
+        session: UploadSession,
         tag: str,
         version: VersionRecord,
         created: bool,
         recovering: Intent | None,
     ) -> TagRecord | None:
-        target = Target(version.version, version.digest)
+        target = TagTarget(version.version, version.digest)
 
-        def choose(current: TagRecord | None) -> Sequence[Target] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             generation = current.generation if current is not None else 0
             if recovering and recovering.tag_generations.get(tag, 0) != generation:
                 return None
@@ -274,27 +276,29 @@ class Publisher:
                 return None
             return [target]
 
-        place = Place(version.tenant, version.name, tag)
+        place = TagAddress(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
         return await self._tags.move(place, choose, session.creator, move_id)
 
     async def _stage_tag(
-        self, session: Session, tag: str, version: VersionRecord, recovering: Intent | None
+        self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
     ) -> None:
         """Let a tag wait until workers have the version loaded. A deleted one is not waited for."""
-        place = Place(version.tenant, version.name, tag)
+        place = TagAddress(version.tenant, version.name, tag)
         if recovering is not None:
             current = await self._tags.read(place)
             generation = current.generation if current is not None else 0
             if recovering.tag_generations.get(tag, 0) != generation:
                 return
-        target = Target(version.version, version.digest)
+        target = TagTarget(version.version, version.digest)
         with contextlib.suppress(AdapterNotFound):
             await self._staging.begin(
                 place, [target], None, session.creator, session.options.when_loaded_s
             )
 
-    async def _set_visibility(self, session: Session, items: list[Item]) -> AdapterRecord | None:
+    async def _set_visibility(
+        self, session: UploadSession, items: list[Item]
+    ) -> AdapterRecord | None:
         """Change who may see the adapter where the upload says so; returns what holds then."""
         options = session.options
 

@@ -18,8 +18,8 @@ from services.registry import documents
 from services.registry.access.audit import Audit
 from services.registry.index.catalog import Catalog
 from services.registry.index.versions import Versions
-from services.registry.publish.tags import Place, Tags, check_expected, describe, moved
-from services.registry.records import TagRecord, Target, now_s
+from services.registry.publish.tags import TagAddress, Tags, check_expected, describe, moved
+from services.registry.records import TagRecord, TagTarget, now_s
 
 WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway said why: is one running?"
@@ -44,8 +44,8 @@ class Staging:
 
     async def begin(
         self,
-        place: Place,
-        targets: Sequence[Target],
+        place: TagAddress,
+        targets: Sequence[TagTarget],
         expect: str | None,
         mover: str,
         within_s: float,
@@ -76,7 +76,9 @@ class Staging:
 
         return await self._changed(place, step, "tag.stage", mover)
 
-    async def finish(self, place: Place, generation: int, failure: str, actor: str) -> TagRecord:
+    async def finish(
+        self, place: TagAddress, generation: int, failure: str, actor: str
+    ) -> TagRecord:
         """Move a tag to its pending targets, or drop them for the reason in `failure`.
 
         Raises:
@@ -104,7 +106,7 @@ class Staging:
         count = 0
         for scope, tag in late:
             tenant, _, name = scope.partition("/")
-            place = Place(tenant, name, tag)
+            place = TagAddress(tenant, name, tag)
             seen = await self._tags.read(place)
             if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
                 continue
@@ -113,7 +115,7 @@ class Staging:
                 count += 1
         return count
 
-    async def _first_gone(self, place: Place) -> str:
+    async def _first_gone(self, place: TagAddress) -> str:
         """Why what is pending can no longer be moved to; "" when it can."""
         seen = await self._tags.read(place)
         try:
@@ -124,7 +126,7 @@ class Staging:
 
     async def _changed(
         self,
-        place: Place,
+        place: TagAddress,
         step: Callable[[TagRecord | None], TagRecord | None],
         action: str,
         actor: str,

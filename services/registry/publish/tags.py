@@ -14,14 +14,14 @@ from services.registry.access.signatures import Signatures
 from services.registry.index.catalog import Catalog
 from services.registry.index.items import scope_of
 from services.registry.index.versions import Versions
-from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, Target, now_s
+from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TagTarget, now_s
 
 MAX_SIDES = 16
 NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class TagAddress:
     """The address of one tag."""
 
     tenant: str
@@ -57,14 +57,14 @@ class Tags:
         self._audit = audit
         self._signatures = signatures
 
-    async def read(self, place: Place) -> TagRecord | None:
+    async def read(self, place: TagAddress) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
         return await documents.read(self._store, place.key, TagRecord)
 
     async def move(
         self,
-        place: Place,
-        choose: Callable[[TagRecord | None], Sequence[Target] | None],
+        place: TagAddress,
+        choose: Callable[[TagRecord | None], Sequence[TagTarget] | None],
         mover: str,
         move_id: str,
     ) -> TagRecord | None:
@@ -84,7 +84,7 @@ class Tags:
         return await documents.change(self._store, place.key, TagRecord, step)
 
     async def set(
-        self, place: Place, targets: Sequence[Target], expect: str | None, mover: str
+        self, place: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
     ) -> TagRecord:
         """Point a tag at versions; no targets delete it.
 
@@ -94,7 +94,7 @@ class Tags:
         """
         wanted = [await self._resolved(place, target) for target in targets]
 
-        def choose(current: TagRecord | None) -> Sequence[Target]:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(place, current, expect)
             if not wanted and (current is None or not current.targets):
                 raise AdapterNotFound(str(place), "there is no such tag to delete")
@@ -105,19 +105,19 @@ class Tags:
         )
 
     async def rollback(
-        self, place: Place, version: int, expect: str | None, mover: str
+        self, place: TagAddress, version: int, expect: str | None, mover: str
     ) -> TagRecord:
         """Move a tag back to its previous targets, or to `version` where that is not 0.
 
         Targets are passed over of which a version was deleted meanwhile, or lacks a signature that
         its tenant demands by now.
         """
-        target = await self._resolved(place, Target(version, "")) if version else None
+        target = await self._resolved(place, TagTarget(version, "")) if version else None
         versions = await self._versions.of(place.tenant, place.name)
         unsigned = await self._signatures.unsigned(place.tenant, versions)
         live = {r.version for r in versions if not r.deleted} - unsigned
 
-        def choose(current: TagRecord | None) -> Sequence[Target]:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(place, current, expect)
             return [target] if target is not None else _previous(place, current, live)
 
@@ -125,8 +125,8 @@ class Tags:
 
     async def _move_and_tell(
         self,
-        place: Place,
-        choose: Callable[[TagRecord | None], Sequence[Target]],
+        place: TagAddress,
+        choose: Callable[[TagRecord | None], Sequence[TagTarget]],
         mover: str,
         action: str,
     ) -> TagRecord:
@@ -150,7 +150,9 @@ class Tags:
         await self._catalog.apply(place.scope, items, operation=operation)
         return record
 
-    async def _withdrawn_if_dead(self, place: Place, record: TagRecord, mover: str) -> TagRecord:
+    async def _withdrawn_if_dead(
+        self, place: TagAddress, record: TagRecord, mover: str
+    ) -> TagRecord:
         """The tag without targets that were deleted while it moved: who deletes looks at the tags
         after burying, who moves looks at the versions after moving, so one of them sees it."""
         versions = [
@@ -160,18 +162,20 @@ class Tags:
         if all(version is not None and not version.deleted for version in versions):
             return record
 
-        def choose(current: TagRecord | None) -> Sequence[Target] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             return () if current is not None and current.targets == record.targets else None
 
         settled = await self.move(place, choose, mover, secrets.token_hex(8))
         assert settled is not None, "tags are never removed"
         return settled
 
-    async def resolved(self, place: Place, targets: Sequence[Target]) -> tuple[Target, ...]:
+    async def resolved(
+        self, place: TagAddress, targets: Sequence[TagTarget]
+    ) -> tuple[TagTarget, ...]:
         """Targets with version and digest. Raises AdapterNotFound where one is not live."""
         return tuple([await self._resolved(place, target) for target in targets])
 
-    async def _resolved(self, place: Place, target: Target) -> Target:
+    async def _resolved(self, place: TagAddress, target: TagTarget) -> TagTarget:
         """A target with version and digest, checked to be live and signed as its tenant demands."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
@@ -179,10 +183,10 @@ class Tags:
         if record is None or record.deleted:
             raise AdapterNotFound(f"{place.scope}:v{target.version}")
         await self._signatures.check(record)
-        return Target(record.version, record.digest, target.weight)
+        return TagTarget(record.version, record.digest, target.weight)
 
 
-def check_expected(place: Place, current: TagRecord | None, expect: str | None) -> None:
+def check_expected(place: TagAddress, current: TagRecord | None, expect: str | None) -> None:
     """Raises Conflict unless the tag is what the caller last saw."""
     if expect is None:
         return
@@ -193,14 +197,14 @@ def check_expected(place: Place, current: TagRecord | None, expect: str | None) 
         raise Conflict(f"{place} is {found}, expected {expect}; read it again, then decide")
 
 
-def describe(targets: Sequence[Target]) -> str:
+def describe(targets: Sequence[TagTarget]) -> str:
     """Such as `v3=90 v4=10`, or a digest where the tag is not split."""
     if len(targets) == 1:
         return f"v{targets[0].version} {targets[0].digest}"
     return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
 
 
-def _previous(place: Place, current: TagRecord | None, live: Set[int]) -> Sequence[Target]:
+def _previous(place: TagAddress, current: TagRecord | None, live: Set[int]) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
         for move in reversed(current.moves):
@@ -211,9 +215,9 @@ def _previous(place: Place, current: TagRecord | None, live: Set[int]) -> Sequen
 
 
 def moved(
-    place: Place,
+    place: TagAddress,
     current: TagRecord | None,
-    targets: tuple[Target, ...],
+    targets: tuple[TagTarget, ...],
     mover: str,
     move_id: str,
 ) -> TagRecord:

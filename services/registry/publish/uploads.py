@@ -47,7 +47,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class UploadSession:
     """An upload: what was declared, and by whom."""
 
     upload_id: str
@@ -91,7 +91,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """A stored run of bytes of one file."""
 
     key: str
@@ -105,7 +105,7 @@ class FileState:
     """How much of a file is safe."""
 
     file: File
-    parts: tuple[Part, ...]
+    parts: tuple[UploadPart, ...]
     """Those that cover the committed bytes, in order; each may begin before the end of the last."""
     committed_bytes: int
 
@@ -138,7 +138,7 @@ class Uploads:
 
     async def open(
         self, options: Options, files: Sequence[File], creator: str, known: Sequence[str] = ()
-    ) -> Session:
+    ) -> UploadSession:
         """Open a session, or find the open one for the same files and options.
 
         Args:
@@ -151,32 +151,40 @@ class Uploads:
         if found is not None:
             return found
         upload_id = f"{same}-{secrets.token_hex(8)}"
-        session = Session(upload_id, options, ordered, creator, now_s, tuple(known))
+        session = UploadSession(upload_id, options, ordered, creator, now_s, tuple(known))
         await documents.create(self._store, layout.upload_session(session.upload_id), session)
         failpoint("upload.session")
         return session
 
-    async def get(self, upload_id: str) -> Session:
+    async def get(self, upload_id: str) -> UploadSession:
         """The session of an id. Raises NotFound."""
         session = None
         if _is_upload_id(upload_id):
-            session = await documents.read(self._store, layout.upload_session(upload_id), Session)
+            session = await documents.read(
+                self._store, layout.upload_session(upload_id), UploadSession
+            )
         if session is None:
             raise NotFound(f"no upload {upload_id!r}: it expired or never was; start it again")
         return session
 
-    async def state(self, session: Session) -> list[FileState]:
+    async def state(self, session: UploadSession) -> list[FileState]:
         """How far each file is."""
         prefix = layout.upload_parts(session.upload_id)
-        parts: dict[int, list[Part]] = {}
+        parts: dict[int, list[UploadPart]] = {}
         async for info in self._store.list_objects(prefix):
             index, name = info.key.removeprefix(prefix).split("/")
             offset, size, sha256 = name.split("-")
-            parts.setdefault(int(index), []).append(Part(info.key, int(offset), int(size), sha256))
+            parts.setdefault(int(index), []).append(
+                UploadPart(info.key, int(offset), int(size), sha256)
+            )
         return [_covered(file, parts.get(index, [])) for index, file in enumerate(session.files)]
 
     async def receive(
-        self, session: Session, path: str, offset: int, chunks: AsyncIterator[tuple[bytes, int]]
+        self,
+        session: UploadSession,
+        path: str,
+        offset: int,
+        chunks: AsyncIterator[tuple[bytes, int]],
     ) -> FileState:
         """Store the bytes of one file that follow `offset`; returns how far the file is then.
 
@@ -221,7 +229,7 @@ class Uploads:
                 self._scans.remember(state.known_sha256, zero_tensors)
         return state
 
-    async def _file_state(self, session: Session, path: str) -> tuple[int, FileState]:
+    async def _file_state(self, session: UploadSession, path: str) -> tuple[int, FileState]:
         for index, state in enumerate(await self.state(session)):
             if state.file.path == path:
                 return index, state
@@ -249,7 +257,7 @@ class Uploads:
         ]
         await asyncio.gather(*map(self._store.delete, parts))
 
-    async def refuse(self, session: Session, violations: Sequence[Violation]) -> None:
+    async def refuse(self, session: UploadSession, violations: Sequence[Violation]) -> None:
         """Note a refusal and drop the bytes, as nobody has a use for them. Sent again, they are
         looked at again: another base may be known by then."""
         refusal = Refusal(tuple(violations))
@@ -267,7 +275,7 @@ class Uploads:
         async for info in self._store.list_objects(f"{layout.upload_parts(upload_id)}{index:03d}/"):
             await self._store.delete(info.key)
 
-    async def want_in_place_of(self, session: Session, sha256: str) -> None:
+    async def want_in_place_of(self, session: UploadSession, sha256: str) -> None:
         """Have a file sent although the store has one of its name, whose bytes are damaged."""
         wanting = replace(session, damaged=(*session.damaged, sha256))
         await self._store.put(layout.upload_session(session.upload_id), encode(wanting))
@@ -283,13 +291,13 @@ class Uploads:
                 finished.add(upload_id)
         return sorted(intended - finished)
 
-    async def _open_session(self, same: str, now_s: float) -> Session | None:
+    async def _open_session(self, same: str, now_s: float) -> UploadSession | None:
         keys = [info.key async for info in self._store.list_objects(f"{layout.UPLOADS}{same}-")]
         for key in keys:
             folder = key.removesuffix("session.json")
             if key == folder or f"{folder}finished.json" in keys:
                 continue
-            session = await documents.read(self._store, key, Session)
+            session = await documents.read(self._store, key, UploadSession)
             if session is not None and now_s - session.created_s < _REUSE_MAX_AGE_S:
                 return session
         return None
@@ -301,9 +309,9 @@ def _scan_of(file: File) -> ArrivingScan | None:
     return ArrivingScan(file.size) if one_part else None
 
 
-def _covered(file: File, parts: list[Part]) -> FileState:
+def _covered(file: File, parts: list[UploadPart]) -> FileState:
     """Choose the parts that reach furthest from byte 0 on without a gap."""
-    chosen: list[Part] = []
+    chosen: list[UploadPart] = []
     position = 0
     while position < file.size:
         reaching = [part for part in parts if part.offset <= position]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.admission.concurrency import Concurrency
-from services.gateway.admission.controller import Gate
-from services.gateway.admission.queue import AdmissionLimits, Ticket
-from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir, Reservoir
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from services.gateway.admission.rate_limit_store import (
+    LocalRateLimitStore,
+    RateLimitStore,
+    RedisRateLimitStore,
+)
 from services.gateway.registry.tenants import TenantLimits
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.shared import SimulatedRedis
@@ -19,9 +23,9 @@ LIMITS = TenantLimits("t", max_concurrent=10)
 class Counter:
     """One gateway's admission, and clients that keep asking."""
 
-    def __init__(self, reservoir: Reservoir) -> None:
-        self.gate = Gate(AdmissionLimits())
-        self.leases = Concurrency(reservoir, self.gate)
+    def __init__(self, rate_limit_store: RateLimitStore) -> None:
+        self.controller = AdmissionController(AdmissionLimits())
+        self.leases = TenantConcurrency(rate_limit_store, self.controller)
         self.num_served = 0
         self._tasks = [asyncio.create_task(self.leases.run())]
 
@@ -38,7 +42,7 @@ class Counter:
         while True:
             await self.leases.enter(LIMITS, 1)
             try:
-                async with self.gate.place(Ticket("t")):
+                async with self.controller.admit(AdmissionRequest("t")):
                     await asyncio.sleep(0.1)
                     self.num_served += 1
             finally:
@@ -46,7 +50,7 @@ class Counter:
 
 
 def _running(*counters: Counter) -> int:
-    return sum(counter.gate.num_running_of("t") for counter in counters)
+    return sum(counter.controller.num_running_of("t") for counter in counters)
 
 
 async def _most_running(counters: list[Counter], seconds: float) -> int:
@@ -60,7 +64,7 @@ async def _most_running(counters: list[Counter], seconds: float) -> int:
 def test_gateways_share_a_limit_and_pass_on_what_they_do_not_need() -> None:
     async def main() -> None:
         redis: Any = SimulatedRedis()
-        first, second = (Counter(RedisReservoir(redis, name)) for name in ("a", "b"))
+        first, second = (Counter(RedisRateLimitStore(redis, name)) for name in ("a", "b"))
         both = [first, second]
         first.ask_for_ever(20)
         assert await _most_running(both, 2.0) == 10
@@ -79,7 +83,7 @@ def test_gateways_share_a_limit_and_pass_on_what_they_do_not_need() -> None:
 
 def test_lone_gateway_needs_no_server() -> None:
     async def main() -> None:
-        alone = Counter(LocalReservoir())
+        alone = Counter(LocalRateLimitStore())
         alone.ask_for_ever(20)
         assert await _most_running([alone], 1.0) == 10
         await alone.stop_asking()

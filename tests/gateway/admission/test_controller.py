@@ -8,32 +8,46 @@ import time
 import pytest
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from services.gateway.admission.controller import Gate
-from services.gateway.admission.queue import AdmissionLimits, Ticket
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
 
 
-async def _hold(gate: Gate, ticket: Ticket, release: asyncio.Event, log: list[int]) -> None:
-    async with gate.place(ticket):
-        log.append(ticket.number)
+async def _hold(
+    controller: AdmissionController,
+    request: AdmissionRequest,
+    release: asyncio.Event,
+    log: list[int],
+) -> None:
+    async with controller.admit(request):
+        log.append(request.number)
         await release.wait()
 
 
 async def test_places_pass_on_in_order() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1)), asyncio.Event(), []
-    tickets = [Ticket("t") for _ in range(4)]
-    tasks = [asyncio.create_task(_hold(gate, ticket, release, log)) for ticket in tickets]
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1)),
+        asyncio.Event(),
+        [],
+    )
+    requests = [AdmissionRequest("t") for _ in range(4)]
+    tasks = [asyncio.create_task(_hold(controller, request, release, log)) for request in requests]
     await asyncio.sleep(0)
-    assert (gate.num_running, gate.num_waiting) == (1, 3)
+    assert (controller.num_running, controller.num_waiting) == (1, 3)
     release.set()
     await asyncio.gather(*tasks)
-    assert log == [ticket.number for ticket in tickets]
-    assert (gate.num_running, gate.num_waiting) == (0, 0)
+    assert log == [request.number for request in requests]
+    assert (controller.num_running, controller.num_waiting) == (0, 0)
 
 
 async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1)), asyncio.Event(), []
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1)),
+        asyncio.Event(),
+        [],
+    )
     first, second, third = (
-        asyncio.create_task(_hold(gate, Ticket("t"), release, log)) for _ in range(3)
+        asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
+        for _ in range(3)
     )
     await asyncio.sleep(0)
     second.cancel()
@@ -41,27 +55,35 @@ async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
     release.set()
     await asyncio.gather(first, third)
     assert len(log) == 2
-    assert gate.num_running == 0
+    assert controller.num_running == 0
 
 
 async def test_client_that_leaves_the_moment_its_turn_comes_gives_its_place_back() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1)), asyncio.Event(), []
-    first = asyncio.create_task(_hold(gate, Ticket("t"), release, log))
-    second = asyncio.create_task(_hold(gate, Ticket("t"), release, log))
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1)),
+        asyncio.Event(),
+        [],
+    )
+    first = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
+    second = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
     release.set()
     await first
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert (gate.num_running, gate.num_waiting) == (0, 0)
+    assert (controller.num_running, controller.num_waiting) == (0, 0)
 
 
 async def test_full_queue_refuses_with_a_hint() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1, max_waiting=0)), asyncio.Event(), []
-    running = asyncio.create_task(_hold(gate, Ticket("t"), release, log))
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1, max_waiting=0)),
+        asyncio.Event(),
+        [],
+    )
+    running = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted) as caught:
-        async with gate.place(Ticket("t")):
+        async with controller.admit(AdmissionRequest("t")):
             pass
     assert caught.value.retry_after_s
     release.set()
@@ -69,38 +91,56 @@ async def test_full_queue_refuses_with_a_hint() -> None:
 
 
 async def test_deadline_passes_in_the_queue() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1)), asyncio.Event(), []
-    running = asyncio.create_task(_hold(gate, Ticket("t"), release, log))
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1)),
+        asyncio.Event(),
+        [],
+    )
+    running = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
     with pytest.raises(DeadlineExceeded):
-        async with gate.place(Ticket("t", deadline_s=time.monotonic() + 0.02)):
+        async with controller.admit(AdmissionRequest("t", deadline_s=time.monotonic() + 0.02)):
             pass
-    assert gate.num_waiting == 0
+    assert controller.num_waiting == 0
     release.set()
     await running
 
 
 async def test_waiting_request_that_makes_room_for_another_tenant_is_refused_with_a_hint() -> None:
-    gate, release, log = Gate(AdmissionLimits(max_running=1, max_waiting=2)), asyncio.Event(), []
-    greedy = [asyncio.create_task(_hold(gate, Ticket("g"), release, log)) for _ in range(3)]
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=1, max_waiting=2)),
+        asyncio.Event(),
+        [],
+    )
+    greedy = [
+        asyncio.create_task(_hold(controller, AdmissionRequest("g"), release, log))
+        for _ in range(3)
+    ]
     await asyncio.sleep(0)
-    polite = asyncio.create_task(_hold(gate, Ticket("p"), release, log))
+    polite = asyncio.create_task(_hold(controller, AdmissionRequest("p"), release, log))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted) as caught:
         await greedy[2]
     assert caught.value.retry_after_s
     release.set()
     await asyncio.gather(*greedy[:2], polite)
-    assert (gate.num_running, gate.num_waiting, len(log)) == (0, 0, 3)
+    assert (controller.num_running, controller.num_waiting, len(log)) == (0, 0, 3)
 
 
 async def test_clients_that_all_leave_at_once_give_everything_back() -> None:
     """Places come free for waiting requests whose clients are gone and had no time to say so."""
-    gate, release, log = Gate(AdmissionLimits(max_running=2)), asyncio.Event(), []
-    tasks = [asyncio.create_task(_hold(gate, Ticket("t"), release, log)) for _ in range(6)]
+    controller, release, log = (
+        AdmissionController(AdmissionLimits(max_running=2)),
+        asyncio.Event(),
+        [],
+    )
+    tasks = [
+        asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
+        for _ in range(6)
+    ]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (gate.num_running, gate.num_waiting) == (0, 0)
+    assert (controller.num_running, controller.num_waiting) == (0, 0)
     assert all(task.cancelled() for task in tasks)

@@ -10,36 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.admission.dispatch_window import (
-    LEAST_TOKENS_PER_WORKER,
-    MOST_TOKENS_PER_WORKER,
-    AheadRoom,
+    MAX_TOKENS_PER_WORKER,
+    MIN_TOKENS_PER_WORKER,
+    DispatchWindow,
+    InFlightTokens,
     ReadyWorkers,
-    Room,
-    TokensAhead,
+    Window,
 )
 
 
 def _settled(tokens_per_step: float, step_s: float, num_workers: int = 1) -> float:
     """The room after steps that each start what there is room for, up to what they can."""
-    room, workers, now_s = AheadRoom(), ReadyWorkers(num_workers, step_s), 0.0
-    room.begin(now_s)
+    window, workers, now_s = DispatchWindow(), ReadyWorkers(num_workers, step_s), 0.0
+    window.begin(now_s)
     for _ in range(300):
         now_s += step_s
-        started = min(tokens_per_step, room.room(workers).num_tokens)
-        room.started(int(started), now_s, workers)
-    return room.room(workers).num_tokens
+        started = min(tokens_per_step, window.window(workers).num_tokens)
+        window.started(int(started), now_s, workers)
+    return window.window(workers).num_tokens
 
 
 def test_at_first_there_is_room_for_what_finds_a_place_and_little_more() -> None:
-    room = AheadRoom().room(ReadyWorkers(2, num_places=64))
-    most = 2 * MOST_TOKENS_PER_WORKER
-    assert room == Room(2 * LEAST_TOKENS_PER_WORKER, 64, most, most)
+    window = DispatchWindow().window(ReadyWorkers(2, batch_capacity=64))
+    most = 2 * MAX_TOKENS_PER_WORKER
+    assert window == Window(2 * MIN_TOKENS_PER_WORKER, 64, most, most)
 
 
 def test_places_are_filled_as_fast_as_prompts_can_be_computed() -> None:
     slow, quick = (ReadyWorkers(1, 0.1, 32, per_s) for per_s in (2000.0, 50_000.0))
-    assert AheadRoom().room(slow).most_tokens == pytest.approx(600)
-    assert AheadRoom().room(quick).most_tokens == MOST_TOKENS_PER_WORKER
+    assert DispatchWindow().window(slow).max_tokens == pytest.approx(600)
+    assert DispatchWindow().window(quick).max_tokens == MAX_TOKENS_PER_WORKER
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.02, 0.5, 3.0])
@@ -50,54 +50,54 @@ def test_room_holds_what_few_steps_start(step_s: float) -> None:
 
 
 def test_workers_that_start_little_get_the_least() -> None:
-    assert _settled(1.0, 0.02, num_workers=3) == 3 * LEAST_TOKENS_PER_WORKER
+    assert _settled(1.0, 0.02, num_workers=3) == 3 * MIN_TOKENS_PER_WORKER
 
 
 def test_who_finds_a_place_goes_ahead_whatever_else_is() -> None:
-    ahead, room = TokensAhead(), Room(256.0, 32, 8192.0)
+    ahead, window = InFlightTokens(), Window(256.0, 32, 8192.0)
     ahead.add(1, "a", 256)
-    assert not ahead.fit("a", 128, room, finds_place=False)
-    assert ahead.fit("a", 128, room, finds_place=True)
+    assert not ahead.fit("a", 128, window, fits_batch=False)
+    assert ahead.fit("a", 128, window, fits_batch=True)
     ahead.add(2, "a", 7900)
-    assert not ahead.fit("a", 128, room, finds_place=True)
+    assert not ahead.fit("a", 128, window, fits_batch=True)
 
 
 def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> None:
-    ahead, room = TokensAhead(), Room(256.0)
+    ahead, window = InFlightTokens(), Window(256.0)
     ahead.add(1, "greedy", 256)
-    assert not ahead.fit("greedy", 128, room, finds_place=False)
+    assert not ahead.fit("greedy", 128, window, fits_batch=False)
     for number in (2, 3):
-        assert ahead.fit("polite", 128, room, finds_place=False)
+        assert ahead.fit("polite", 128, window, fits_batch=False)
         ahead.add(number, "polite", 128)
-    assert not ahead.fit("polite", 128, room, finds_place=False)
-    assert ahead.fit("third", 256, room, finds_place=False)
+    assert not ahead.fit("polite", 128, window, fits_batch=False)
+    assert ahead.fit("third", 256, window, fits_batch=False)
     ahead.add(4, "third", 256)
-    assert not ahead.fit("fourth", 128, room, finds_place=False)
+    assert not ahead.fit("fourth", 128, window, fits_batch=False)
 
 
 @given(
     seed=st.integers(0, 10_000),
-    room=st.integers(1, 3000),
+    window=st.integers(1, 3000),
     moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2000)), max_size=80),
 )
 def test_all_tenants_together_have_at_most_three_rooms_ahead(
-    seed: int, room: int, moves: list[tuple[str, int]]
+    seed: int, window: int, moves: list[tuple[str, int]]
 ) -> None:
     """But for one request that is larger by itself."""
-    rng, ahead, sent = random.Random(seed), TokensAhead(), dict[int, tuple[str, int]]()
+    rng, ahead, sent = random.Random(seed), InFlightTokens(), dict[int, tuple[str, int]]()
     for number, (tenant, tokens) in enumerate(moves):
         if sent and rng.random() < 0.4:
             gone = rng.choice(list(sent))
             del sent[gone]
             assert ahead.remove(gone)
             assert not ahead.remove(gone)
-        if ahead.fit(tenant, tokens, Room(room), finds_place=False):
+        if ahead.fit(tenant, tokens, Window(window), fits_batch=False):
             ahead.add(number, tenant, tokens)
             sent[number] = tenant, tokens
         total = sum(each for _, each in sent.values())
         largest = max((each for _, each in sent.values()), default=0)
-        assert total <= 3 * room or total == largest
+        assert total <= 3 * window or total == largest
         by_tenant = Counter[str]()
         for name, each in sent.values():
             by_tenant[name] += each
-        assert len(sent) <= 1 or max(by_tenant.values()) <= room + largest
+        assert len(sent) <= 1 or max(by_tenant.values()) <= window + largest

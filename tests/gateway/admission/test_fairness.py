@@ -8,18 +8,22 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.dispatch_window import Room
-from services.gateway.admission.fairness import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, ServiceCounters
+from services.gateway.admission.dispatch_window import Window
+from services.gateway.admission.fairness import (
+    INPUT_TOKEN_COST,
+    OUTPUT_TOKEN_COST,
+    VirtualTokenCounters,
+)
 from services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
-    Ticket,
-    Verdict,
+    AdmissionRequest,
+    Decision,
 )
 
 
 def test_tenant_that_was_away_earns_no_credit() -> None:
-    served = ServiceCounters()
+    served = VirtualTokenCounters()
     served.arrive("busy")
     served.charge("busy", 1000, 0, 1.0)
     served.arrive("late")
@@ -27,7 +31,7 @@ def test_tenant_that_was_away_earns_no_credit() -> None:
 
 
 def test_tenant_that_leaves_for_a_moment_keeps_its_account() -> None:
-    served = ServiceCounters()
+    served = VirtualTokenCounters()
     for tenant in ("greedy", "polite"):
         served.arrive(tenant)
     served.charge("greedy", 1000, 0, 1.0)
@@ -37,7 +41,7 @@ def test_tenant_that_leaves_for_a_moment_keeps_its_account() -> None:
 
 
 def test_many_tenants_that_left_are_forgotten() -> None:
-    served = ServiceCounters()
+    served = VirtualTokenCounters()
     for number in range(10_000):
         served.arrive(str(number))
         served.leave(str(number))
@@ -50,7 +54,7 @@ class _Engine:
     def __init__(self, seed: int, slots: int, weights: dict[str, float]) -> None:
         self.rng = random.Random(seed)
         self.queue = AdmissionQueue(AdmissionLimits(max_running=slots))
-        self.running: dict[Ticket, int] = {}
+        self.running: dict[AdmissionRequest, int] = {}
         self.service: Counter[str] = Counter()
         self.weights = weights
         self.waiting: Counter[str] = Counter()
@@ -59,31 +63,33 @@ class _Engine:
     def keep_waiting(self, tenant: str) -> None:
         while self.waiting[tenant] < 3:
             prompt = self.rng.randint(1, self.max_prompt)
-            ticket = Ticket(tenant, num_prompt_tokens=prompt, weight=self.weights[tenant])
-            if self.queue.offer(ticket, 0.0) is Verdict.RUN:
-                self.start(ticket)
+            request = AdmissionRequest(
+                tenant, num_prompt_tokens=prompt, weight=self.weights[tenant]
+            )
+            if self.queue.offer(request, 0.0) is Decision.RUN:
+                self.start(request)
             else:
                 self.waiting[tenant] += 1
 
-    def start(self, ticket: Ticket) -> None:
-        self.running[ticket] = self.rng.randint(1, self.max_output)
-        self.add(ticket, ticket.num_prompt_tokens * INPUT_TOKEN_COST)
+    def start(self, request: AdmissionRequest) -> None:
+        self.running[request] = self.rng.randint(1, self.max_output)
+        self.add(request, request.num_prompt_tokens * INPUT_TOKEN_COST)
 
-    def add(self, ticket: Ticket, cost: float) -> None:
-        self.service[ticket.tenant] += cost / ticket.weight  # type: ignore[assignment]
+    def add(self, request: AdmissionRequest, cost: float) -> None:
+        self.service[request.tenant] += cost / request.weight  # type: ignore[assignment]
 
     def step(self) -> None:
-        for ticket in list(self.running):
-            self.queue.first_token(ticket)
-            self.queue.charge(ticket, 1)
-            self.add(ticket, OUTPUT_TOKEN_COST)
-            self.running[ticket] -= 1
-            if not self.running[ticket]:
-                del self.running[ticket]
-                self.queue.release(ticket, 1.0)
-        for ticket in self.queue.take_ready():
-            self.waiting[ticket.tenant] -= 1
-            self.start(ticket)
+        for request in list(self.running):
+            self.queue.first_token(request)
+            self.queue.charge(request, 1)
+            self.add(request, OUTPUT_TOKEN_COST)
+            self.running[request] -= 1
+            if not self.running[request]:
+                del self.running[request]
+                self.queue.release(request, 1.0)
+        for request in self.queue.take_ready():
+            self.waiting[request.tenant] -= 1
+            self.start(request)
 
 
 @settings(max_examples=40)
@@ -110,26 +116,26 @@ def test_service_of_two_tenants_that_wait_stays_within_the_bound(
 
 @given(
     seed=st.integers(0, 10_000),
-    room=st.integers(1, 3000),
+    window=st.integers(1, 3000),
     prompts=st.lists(st.integers(1, 2000), min_size=1, max_size=60),
 )
-def test_only_so_many_tokens_are_sent_ahead(seed: int, room: int, prompts: list[int]) -> None:
+def test_only_so_many_tokens_are_sent_ahead(seed: int, window: int, prompts: list[int]) -> None:
     """Never more than three rooms, but for one request that is larger by itself."""
     rng = random.Random(seed)
     queue = AdmissionQueue(AdmissionLimits())
-    queue.room = Room(room)
-    tickets = [Ticket(rng.choice("ab"), num_prompt_tokens=n) for n in prompts]
-    ahead = [t for t in tickets if queue.offer(t, 0.0) is Verdict.RUN]
+    queue.window = Window(window)
+    requests = [AdmissionRequest(rng.choice("ab"), num_prompt_tokens=n) for n in prompts]
+    ahead = [t for t in requests if queue.offer(t, 0.0) is Decision.RUN]
     started = list(ahead)
     while ahead:
-        total = sum(t.ahead_tokens for t in ahead)
-        assert total <= 3 * room or len(ahead) == 1
-        ticket = ahead.pop(rng.randrange(len(ahead)))
+        total = sum(t.in_flight_tokens for t in ahead)
+        assert total <= 3 * window or len(ahead) == 1
+        request = ahead.pop(rng.randrange(len(ahead)))
         if rng.random() < 0.5:
-            queue.first_token(ticket)
+            queue.first_token(request)
         else:
-            queue.release(ticket, 1.0)
+            queue.release(request, 1.0)
         new = queue.take_ready()
         ahead += new
         started += new
-    assert sorted(t.number for t in started) == [t.number for t in tickets]
+    assert sorted(t.number for t in started) == [t.number for t in requests]

@@ -13,9 +13,9 @@ import pytest
 
 from loraplex.errors import ResourceExhausted
 from services.common.redis_url import connect_redis
-from services.gateway.admission import rate_limit_store as reservoir
-from services.gateway.admission.rate_limit_store import LocalReservoir, RedisReservoir
-from services.gateway.admission.rates import Rates
+from services.gateway.admission import rate_limit_store as rate_limit_store
+from services.gateway.admission.rate_limit_store import LocalRateLimitStore, RedisRateLimitStore
+from services.gateway.admission.rates import TenantRates
 from services.gateway.admission.token_buckets import capacity_of
 from services.gateway.registry.tenants import TenantLimits
 from tests.servers import running_metadata
@@ -32,8 +32,8 @@ def metadata() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 @pytest.fixture
 async def owners(
     metadata: tuple[str, subprocess.Popen[bytes]],
-) -> AsyncIterator[list[RedisReservoir]]:
-    made = [RedisReservoir(connect_redis(metadata[0]), f"g{number}") for number in range(2)]
+) -> AsyncIterator[list[RedisRateLimitStore]]:
+    made = [RedisRateLimitStore(connect_redis(metadata[0]), f"g{number}") for number in range(2)]
     signing = [asyncio.create_task(owner.run()) for owner in made]
     yield made
     for task in signing:
@@ -52,7 +52,7 @@ class Clock:
         return self.now_s
 
 
-async def _paid(rates: Rates, limits: TenantLimits, count: int, num_tokens: int = 1) -> int:
+async def _paid(rates: TenantRates, limits: TenantLimits, count: int, num_tokens: int = 1) -> int:
     paid = 0
     for _ in range(count):
         with suppress(ResourceExhausted):
@@ -62,7 +62,7 @@ async def _paid(rates: Rates, limits: TenantLimits, count: int, num_tokens: int 
 
 
 async def test_refusal_says_why_and_when() -> None:
-    rates = Rates(LocalReservoir(Clock()), Clock())
+    rates = TenantRates(LocalRateLimitStore(Clock()), Clock())
     limits = TenantLimits("t", requests_per_s=2.0)
     assert await _paid(rates, limits, 2) == 2
     with pytest.raises(ResourceExhausted) as caught:
@@ -73,7 +73,7 @@ async def test_refusal_says_why_and_when() -> None:
 
 async def test_request_refused_for_its_tokens_costs_no_request() -> None:
     clock = Clock()
-    rates = Rates(LocalReservoir(clock), clock)
+    rates = TenantRates(LocalRateLimitStore(clock), clock)
     limits = TenantLimits("t", requests_per_s=2.0, tokens_per_s=10.0)
     await rates.charge(limits, 10)
     for _ in range(5):
@@ -85,7 +85,7 @@ async def test_request_refused_for_its_tokens_costs_no_request() -> None:
 
 
 async def test_tokens_that_were_not_generated_are_given_back() -> None:
-    rates = Rates(LocalReservoir(Clock()), Clock())
+    rates = TenantRates(LocalRateLimitStore(Clock()), Clock())
     limits = TenantLimits("t", tokens_per_s=100.0)
     for _ in range(19):
         await rates.charge(limits, 5)
@@ -96,15 +96,15 @@ async def test_tokens_that_were_not_generated_are_given_back() -> None:
 
 
 async def test_tenants_do_not_share() -> None:
-    rates = Rates(LocalReservoir(Clock()), Clock())
+    rates = TenantRates(LocalRateLimitStore(Clock()), Clock())
     assert await _paid(rates, TenantLimits("a", requests_per_s=1.0), 5) == 1
     assert await _paid(rates, TenantLimits("b", requests_per_s=1.0), 5) == 1
     assert await _paid(rates, TenantLimits("c"), 50) == 50
 
 
-async def test_two_gateways_on_one_server_keep_one_rate(owners: list[RedisReservoir]) -> None:
+async def test_two_gateways_on_one_server_keep_one_rate(owners: list[RedisRateLimitStore]) -> None:
     limits = TenantLimits("shared", requests_per_s=RATE)
-    both = [Rates(owner) for owner in owners]
+    both = [TenantRates(owner) for owner in owners]
     start_s = time.monotonic()
     paid = 0
     while time.monotonic() - start_s < 1.5:
@@ -116,7 +116,9 @@ async def test_two_gateways_on_one_server_keep_one_rate(owners: list[RedisReserv
     assert paid >= RATE * 1.5
 
 
-async def test_places_of_a_tenant_are_leased_by_the_server(owners: list[RedisReservoir]) -> None:
+async def test_places_of_a_tenant_are_leased_by_the_server(
+    owners: list[RedisRateLimitStore],
+) -> None:
     first, second = owners
     assert await first.hold("t", 9, 20, 0) == 9
     # All are in use: the other waits for its part, and gets it as they become free.
@@ -131,28 +133,28 @@ async def test_places_of_a_tenant_are_leased_by_the_server(owners: list[RedisRes
 
 
 async def test_without_the_server_each_gateway_keeps_its_share(
-    metadata: tuple[str, subprocess.Popen[bytes]], owners: list[RedisReservoir]
+    metadata: tuple[str, subprocess.Popen[bytes]], owners: list[RedisRateLimitStore]
 ) -> None:
     while [owner.num_gateways for owner in owners] != [2, 2]:
         await asyncio.sleep(0.02)
     metadata[1].kill()
     metadata[1].wait()
     limits = TenantLimits("alone", requests_per_s=10.0)
-    paid = [await _paid(Rates(owner), limits, 40) for owner in owners]
+    paid = [await _paid(TenantRates(owner), limits, 40) for owner in owners]
     assert all(5 <= count <= 7 for count in paid), paid
 
 
 async def test_a_metadata_server_that_hangs_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservoir, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(rate_limit_store, "_ANSWER_S", 0.05)
     writers: list[asyncio.StreamWriter] = []
 
     async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
 
     server = await asyncio.start_unix_server(hang, tmp_path / "s")
-    owner = RedisReservoir(connect_redis(f"unix://{tmp_path}/s"), "g0")
+    owner = RedisRateLimitStore(connect_redis(f"unix://{tmp_path}/s"), "g0")
     assert (await owner.ask("tokens:t", RATE, 1.0, 0.0, 0.0)).amount == 1.0
     assert await owner.hold("t", limit=4, want=3, running=0) == 3
     assert len(writers) == 1, "the second question must not try again at once"

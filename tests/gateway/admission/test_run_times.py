@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from services.gateway.admission.run_times import RunPace, RunTimes
+from services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
 
 
 def test_before_anything_was_seen_only_what_a_request_insists_on_is_counted() -> None:
-    times = RunTimes()
+    times = RunTimeEstimator()
     assert times.run_s(0, 4000, step_s=0.0) == 0.0
     assert times.run_s(0, 4000, step_s=0.1) == 0.0
     assert times.run_s(24, 24, step_s=0.1) == pytest.approx(1.15 * 2.4)
 
 
 def test_answers_that_are_all_alike_are_foretold_as_they_are() -> None:
-    times = RunTimes()
+    times = RunTimeEstimator()
     for _ in range(300):
-        times.observe_pace(RunPace(0.2, 0.1), 24, times.pace)
+        times.observe_latency(RequestLatency(0.2, 0.1), 24, times.latency)
         times.observe_length(24)
     assert times.run_s(0, 4000, step_s=9.0) == pytest.approx(2.6, rel=0.01)
     assert times.run_s(0, 8, step_s=9.0) == pytest.approx(1.0, rel=0.01)
@@ -27,22 +27,22 @@ def test_answers_that_are_all_alike_are_foretold_as_they_are() -> None:
 
 
 def test_most_answers_of_uneven_length_and_pace_are_done_in_the_time_foretold() -> None:
-    rng, times = random.Random(0), RunTimes()
+    rng, times = random.Random(0), RunTimeEstimator()
     done, paced = [], []
     for _ in range(4000):
         length, token_s = min(1 + rng.expovariate(1 / 100), 1000), rng.gauss(0.1, 0.01)
         done.append(token_s * length <= times.run_s(0, 1000, step_s=0.1))
         paced.append(token_s * 50 <= times.run_s(50, 50, step_s=0.1))
-        times.observe_pace(RunPace(0.0, token_s), length, times.pace)
+        times.observe_latency(RequestLatency(0.0, token_s), length, times.latency)
         times.observe_length(length)
     assert sum(done) / len(done) > 0.9
     assert sum(paced) / len(paced) > 0.97
 
 
 def test_a_pace_that_changes_while_requests_run_widens_the_margin() -> None:
-    times = RunTimes()
+    times = RunTimeEstimator()
     for number in range(400):
-        foretold = times.pace
+        predicted = times.latency
         for _ in range(5):
-            times.observe_pace(RunPace(0.0, 0.1 + 0.02 * (number % 2)), 24, foretold)
-    assert times.run_s(24, 24, step_s=0.0) > 1.15 * times.pace.run_s(24)
+            times.observe_latency(RequestLatency(0.0, 0.1 + 0.02 * (number % 2)), 24, predicted)
+    assert times.run_s(24, 24, step_s=0.0) > 1.15 * times.latency.run_s(24)

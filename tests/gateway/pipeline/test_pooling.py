@@ -16,15 +16,15 @@ from services.gateway.pipeline.pooling import choose_pooling, labels_of, normali
 from services.gateway.pipeline.scoring import score_of
 from services.gateway.request import (
     AskedAdapter,
-    BaseModel,
     ChatPrompt,
     GenerateCall,
     Pooling,
     RunningAdapter,
+    ServedModel,
     TextPrompt,
 )
 
-BASE = BaseModel("base", vocab_size=100, max_model_len=64, pad_token_id=9)
+BASE = ServedModel("base", vocab_size=100, max_model_len=64, pad_token_id=9)
 ORIGIN = Origin("r", "default", "", "")
 
 
@@ -79,7 +79,7 @@ def test_the_last_token_that_is_no_padding_is_scored() -> None:
     assert scored_ids((9, 4, 9, 5, 9, 9), (JUDGE,), BASE) == (9, 4, 9, 5)
     assert scored_ids((4, 9, 7, 7), (own,), BASE) == (4, 9)
     assert scored_ids((9, 9, 9), (JUDGE,), BASE) == (9,)
-    assert scored_ids((4, 9), (JUDGE,), BaseModel("b", 100, 64)) == (4, 9)
+    assert scored_ids((4, 9), (JUDGE,), ServedModel("b", 100, 64)) == (4, 9)
 
 
 def test_logits_mean_what_transformers_makes_of_them() -> None:

@@ -7,16 +7,16 @@ import math
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.pipeline.sampling import Resolved, resolve
-from services.gateway.request import AskedSampling, BaseModel, Grammar
+from services.gateway.pipeline.sampling import ResolvedSampling, resolve
+from services.gateway.request import AskedSampling, Grammar, ServedModel
 from services.gateway.workers.convert import default_sampling
 
-BASE = BaseModel("base", vocab_size=100, max_model_len=64)
+BASE = ServedModel("base", vocab_size=100, max_model_len=64)
 
 
 def _resolve(
-    num_prompt_tokens: int = 4, *, chat: bool = False, base: BaseModel = BASE, **fields: object
-) -> Resolved:
+    num_prompt_tokens: int = 4, *, chat: bool = False, base: ServedModel = BASE, **fields: object
+) -> ResolvedSampling:
     return resolve(
         AskedSampling(**fields),
         base,
@@ -41,7 +41,7 @@ def test_chat_may_fill_the_context() -> None:
 
 def test_models_own_defaults_count_where_the_caller_says_nothing() -> None:
     text = '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 2, "min_p": "x"}'
-    base = BaseModel("b", 100, 64, default_sampling=default_sampling(text))
+    base = ServedModel("b", 100, 64, default_sampling=default_sampling(text))
     assert base.default_sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 20.0}
     assert _resolve(base=base).sampling.top_k == 20
     assert _resolve(base=base, top_k=-1, temperature=0.0).sampling.top_k == 0

@@ -23,11 +23,11 @@ def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-def _scanned(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
+def _scanned(text_deltas: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
     scanner = StopScanner(tuple(stops), include=include)
     out = ""
-    for piece in pieces:
-        scan = scanner.push(piece)
+    for text_delta in text_deltas:
+        scan = scanner.push(text_delta)
         out += scan.text
         if scan.matched is not None:
             return out, scan.matched
@@ -39,8 +39,8 @@ def test_result_does_not_depend_on_the_cuts(
     text: str, stops: list[str], include: bool, cuts: list[int]
 ) -> None:
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in pairwise(places)]
-    assert _scanned(pieces, stops, include) == _reference(text, stops, include)
+    text_deltas = [text[a:b] for a, b in pairwise(places)]
+    assert _scanned(text_deltas, stops, include) == _reference(text, stops, include)
 
 
 @given(text=TEXTS, stops=STOPS)

@@ -16,7 +16,7 @@ READER = "lpx_reader01_" + "a" * 32
 ADMIN = "lpx_admin001_" + "b" * 32
 
 
-class Registry:
+class RegistryLookup:
     """Knows keys, or is away."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Registry:
 
 
 async def test_answers_are_remembered_for_a_moment() -> None:
-    registry = Registry()
+    registry = RegistryLookup()
     ring = registry.ring()
     for _ in range(3):
         assert (await ring.caller(f"Bearer {READER}")).tenant == "acme"
@@ -49,7 +49,7 @@ async def test_answers_are_remembered_for_a_moment() -> None:
 
 
 async def test_revoked_key_stops_working() -> None:
-    registry = Registry()
+    registry = RegistryLookup()
     ring = registry.ring()
     await ring.caller(f"Bearer {READER}")
     registry.keys.clear()
@@ -59,7 +59,7 @@ async def test_revoked_key_stops_working() -> None:
 
 
 async def test_good_keys_stay_good_while_the_registry_is_away_and_new_ones_wait() -> None:
-    registry = Registry()
+    registry = RegistryLookup()
     ring = registry.ring()
     await ring.caller(f"Bearer {READER}")
     registry.error = Unavailable("away")
@@ -71,14 +71,14 @@ async def test_good_keys_stay_good_while_the_registry_is_away_and_new_ones_wait(
 
 @pytest.mark.parametrize("header", ["", "Bearer", f"Basic {READER}", "Bearer nonsense", READER])
 async def test_what_is_no_key_is_refused_without_asking(header: str) -> None:
-    registry = Registry()
+    registry = RegistryLookup()
     with pytest.raises(Unauthenticated):
         await registry.ring().caller(header)
     assert registry.num_asked == 0
 
 
 async def test_key_without_a_scope_may_not_run() -> None:
-    registry = Registry()
+    registry = RegistryLookup()
     registry.keys[READER] = Caller("acme", "reader01", frozenset())
     with pytest.raises(PermissionDenied):
         await registry.ring().caller(f"Bearer {READER}")

@@ -14,8 +14,8 @@ from services.gateway.registry.resolve import Resolver
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
-    BaseModel,
     GenerateCall,
+    ServedModel,
     Target,
     TextPrompt,
 )
@@ -23,7 +23,7 @@ from services.gateway.request import (
 CALL = GenerateCall("r", "default", "", TextPrompt("x"), AskedSampling())
 
 
-class Registry:
+class RegistryLookup:
     """Answers look-ups from a list, or fails."""
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ def _tag(weights: dict[int, int], tag: str = "latest", generation: int = 1) -> T
 
 
 @pytest.fixture
-def registry() -> Registry:
-    return Registry()
+def registry() -> RegistryLookup:
+    return RegistryLookup()
 
 
 @pytest.fixture
-def resolver(registry: Registry) -> Resolver:
-    made = Resolver(registry, lambda: {"base": BaseModel("base", 10, 10)})
+def resolver(registry: RegistryLookup) -> Resolver:
+    made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
     made.catalog.put_version(_version(1))
     made.catalog.put_version(_version(2))
     made.catalog.put_tag(_tag({2: 1}))
@@ -74,7 +74,7 @@ async def test_base_ids_come_first(resolver: Resolver) -> None:
 
 
 async def test_every_form_of_reference_answers_from_the_snapshot(
-    resolver: Resolver, registry: Registry
+    resolver: Resolver, registry: RegistryLookup
 ) -> None:
     assert await _label(resolver, "upper") == "default/upper:v2"
     assert await _label(resolver, "default/upper:latest") == "default/upper:v2"
@@ -84,7 +84,7 @@ async def test_every_form_of_reference_answers_from_the_snapshot(
 
 
 async def test_missing_reference_is_asked_once_and_remembered(
-    resolver: Resolver, registry: Registry
+    resolver: Resolver, registry: RegistryLookup
 ) -> None:
     registry.known["default/upper:v3"] = (_version(3), (_tag({3: 1}, generation=2),))
     assert await _label(resolver, "upper:v3") == "default/upper:v3"
@@ -99,7 +99,7 @@ async def test_nothing_anywhere_is_not_found(resolver: Resolver) -> None:
 
 
 async def test_registry_away_serves_what_is_known_and_says_why_it_cannot_know_more(
-    resolver: Resolver, registry: Registry
+    resolver: Resolver, registry: RegistryLookup
 ) -> None:
     registry.error = Unavailable("gone")
     assert await _label(resolver, "upper") == "default/upper:v2"
@@ -117,16 +117,16 @@ async def test_others_private_adapters_look_missing(resolver: Resolver) -> None:
 
 
 async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_same_id(
-    registry: Registry,
+    registry: RegistryLookup,
 ) -> None:
-    made = Resolver(registry, lambda: {"base": BaseModel("base", 10, 10, fingerprint="now")})
+    made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10, fingerprint="now")})
     made.catalog.put_version(_version(1, base_fingerprint="now"))
     made.catalog.put_version(_version(2, base_fingerprint="then"))
     assert await _label(made, "upper:v1") == "default/upper:v1"
     with pytest.raises(AdapterNotFound, match="another base that was called 'base'"):
         await _label(made, "upper:v2")
     made.catalog.put_tag(_tag({2: 1}))
-    assert [type(model) for model in made.models("default")] == [BaseModel]
+    assert [type(model) for model in made.models("default")] == [ServedModel]
 
 
 async def test_deleted_version_is_gone(resolver: Resolver) -> None:
@@ -161,7 +161,7 @@ async def test_older_news_of_a_tag_changes_nothing(resolver: Resolver) -> None:
     assert await _label(resolver, "upper") == "default/upper:v1"
 
 
-async def test_deleted_tag_is_asked_again(resolver: Resolver, registry: Registry) -> None:
+async def test_deleted_tag_is_asked_again(resolver: Resolver, registry: RegistryLookup) -> None:
     resolver.catalog.put_tag(_tag({}, generation=9))
     with pytest.raises(AdapterNotFound):
         await _label(resolver, "upper")

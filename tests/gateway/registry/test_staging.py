@@ -7,8 +7,8 @@ import pytest
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import worker_pb2
 from services.gateway.registry.catalog import Version
-from services.gateway.registry.staging import places
-from services.gateway.workers.view import Residency, Tier, WorkerView
+from services.gateway.registry.staging import workers_to_load
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import ScriptedWorker
@@ -75,14 +75,16 @@ async def test_move_that_takes_too_long_is_given_up(staged: Stack) -> None:
 
 
 def _view(name: str, *held: str) -> WorkerView:
-    adapters = {digest: Residency(digest, Tier.DEVICE) for digest in held}
+    adapters = {digest: AdapterResidency(digest, Tier.DEVICE) for digest in held}
     return WorkerView(name, name, "base", connected=True, ready=True, adapters=adapters)
 
 
 def test_scale_of_the_old_version_is_kept() -> None:
     version = Version("default", "upper", 2, "new", "base")
     views = [_view("a", "old"), _view("b", "old"), _view("c"), _view("d")]
-    assert len(places(views, version, ["old"])) == 2
-    assert len(places(views, version, [])) == 1
-    assert places(views, version, ["old"]) == places(views[::-1], version, ["old"])
-    assert places([], version, ["old"]) == []
+    assert len(workers_to_load(views, version, ["old"])) == 2
+    assert len(workers_to_load(views, version, [])) == 1
+    assert workers_to_load(views, version, ["old"]) == workers_to_load(
+        views[::-1], version, ["old"]
+    )
+    assert workers_to_load([], version, ["old"]) == []

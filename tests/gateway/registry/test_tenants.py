@@ -8,7 +8,7 @@ from loraplex.errors import Unavailable
 from services.gateway.registry.tenants import FRESH_S, TenantDirectory, TenantLimits
 
 
-class Registry:
+class RegistryLookup:
     """Answers by script; counts questions."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Clock:
 
 
 async def test_known_limits_are_asked_for_once_and_refreshed_beside() -> None:
-    registry, clock = Registry(), Clock()
+    registry, clock = RegistryLookup(), Clock()
     directory = TenantDirectory(registry.ask, clock)
     both = await asyncio.gather(directory.limits("t"), directory.limits("t"))
     assert [limits.requests_per_s for limits in both] == [5.0, 5.0]
@@ -47,7 +47,7 @@ async def test_known_limits_are_asked_for_once_and_refreshed_beside() -> None:
 
 
 async def test_last_limits_hold_while_the_registry_is_away() -> None:
-    registry, clock = Registry(), Clock()
+    registry, clock = RegistryLookup(), Clock()
     directory = TenantDirectory(registry.ask, clock)
     await directory.limits("t")
     registry.is_away, clock.now_s = True, 2 * FRESH_S

@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
 from services.gateway.request import (
     FinishReason,
-    Job,
     RunningAdapter,
     Sampling,
     TokenLogprob,
     Tokens,
+    WorkerJob,
 )
 from services.gateway.routing.relay import Relay, RelayLimits
-from services.gateway.workers.token_stream import Pace, TokenStream
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from services.gateway.workers.view import WorkerView
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.conftest import eventually
 
 OUTPUT = tuple(range(100, 110))
-Feed = Callable[[TokenStream, Job], None]
+Feed = Callable[[TokenStream, WorkerJob], None]
 
 
-class Workers:
+class WorkerPool:
     """A fleet of two whose placements are fed from a list."""
 
     def __init__(self, *feeds: Feed) -> None:
         self.feeds = list(feeds)
-        self.jobs: list[Job] = []
+        self.jobs: list[WorkerJob] = []
         self.addresses: list[str] = []
         self.num_cancelled = 0
         self.names = ["a", "b"]
@@ -43,7 +43,7 @@ class Workers:
     def views(self, base_id: str | None = None) -> list[WorkerView]:
         return [WorkerView(name, name, "base", connected=True, ready=True) for name in self.names]
 
-    def submit(self, address: str, job: Job) -> TokenStream:
+    def submit(self, address: str, job: WorkerJob) -> TokenStream:
         self.jobs.append(job)
         self.addresses.append(address)
         stream = TokenStream(self._cancelled)
@@ -57,7 +57,7 @@ class Workers:
         await asyncio.sleep(0.01)
 
 
-def _job(**fields: object) -> Job:
+def _job(**fields: object) -> WorkerJob:
     values: dict[str, object] = {
         "request_id": "r",
         "tenant": "t",
@@ -68,13 +68,13 @@ def _job(**fields: object) -> Job:
         "sample_index": 0,
         "deadline_s": 1e9,
     }
-    return Job(**(values | fields))  # type: ignore[arg-type]
+    return WorkerJob(**(values | fields))  # type: ignore[arg-type]
 
 
 def _send(start: int, end: int) -> Feed:
     """Tokens [start, end) of the output, one event; finished at its end."""
 
-    def feed(stream: TokenStream, job: Job) -> None:
+    def feed(stream: TokenStream, job: WorkerJob) -> None:
         finish = FinishReason.LENGTH if end == len(OUTPUT) else None
         logprobs = tuple(TokenLogprob(i, -1.0) for i in OUTPUT[start:end])
         stream.put(Tokens(OUTPUT[start:end], start, logprobs, finish_reason=finish))
@@ -87,7 +87,7 @@ def _fail(error: LoraplexError) -> Feed:
 
 
 def _both(*feeds: Feed) -> Feed:
-    def feed(stream: TokenStream, job: Job) -> None:
+    def feed(stream: TokenStream, job: WorkerJob) -> None:
         for each in feeds:
             each(stream, job)
 
@@ -95,7 +95,7 @@ def _both(*feeds: Feed) -> Feed:
 
 
 async def _ids(
-    workers: Workers, job: Job | None = None, limits: RelayLimits | None = None
+    workers: WorkerPool, job: WorkerJob | None = None, limits: RelayLimits | None = None
 ) -> tuple[int, ...]:
     out: list[int] = []
     async for tokens in Relay(workers, limits or RelayLimits()).stream(job or _job()):
@@ -111,7 +111,7 @@ AWAY = Unavailable("gone")
 @given(cuts=st.lists(st.integers(0, len(OUTPUT) - 1), max_size=4))
 def test_every_position_comes_once_across_failures(cuts: list[int]) -> None:
     """Each placement begins where the last one ended, as its output_ids say."""
-    workers = Workers()
+    workers = WorkerPool()
     places = [0, *sorted(cuts), len(OUTPUT)]
     for start, end in itertools.pairwise(places):
         last = end == len(OUTPUT)
@@ -123,49 +123,49 @@ def test_every_position_comes_once_across_failures(cuts: list[int]) -> None:
 
 
 async def test_tokens_sent_twice_are_dropped() -> None:
-    workers = Workers(_both(_send(0, 4), _fail(AWAY)), _both(_send(2, 6), _send(6, 10)))
+    workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)), _both(_send(2, 6), _send(6, 10)))
     assert await _ids(workers) == OUTPUT
 
 
 def test_gap_means_another_placement() -> None:
-    workers = Workers(_send(3, 6), _send(0, 10))
+    workers = WorkerPool(_send(3, 6), _send(0, 10))
     assert run_virtually(_ids(workers)) == OUTPUT
     assert workers.num_cancelled == 2
 
 
 async def test_request_that_the_worker_gives_up_is_placed_again() -> None:
-    def give_up(stream: TokenStream, job: Job) -> None:
+    def give_up(stream: TokenStream, job: WorkerJob) -> None:
         stream.put(Tokens((), 4, finish_reason=FinishReason.CANCELLED))
 
-    def go_on(stream: TokenStream, job: Job) -> None:
+    def go_on(stream: TokenStream, job: WorkerJob) -> None:
         _send(len(job.output_ids), len(OUTPUT))(stream, job)
 
-    assert await _ids(Workers(_both(_send(0, 4), give_up), go_on)) == OUTPUT
+    assert await _ids(WorkerPool(_both(_send(0, 4), give_up), go_on)) == OUTPUT
 
 
 async def test_continuation_asks_for_no_prompt_logprobs_and_another_worker() -> None:
-    workers = Workers(_both(_send(0, 4), _fail(AWAY)), _send(4, 10))
+    workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)), _send(4, 10))
     await _ids(workers)
     assert [job.sampling.prompt_logprobs for job in workers.jobs] == [0, None]
     assert len(set(workers.addresses)) == 2
 
 
 async def test_other_errors_pass() -> None:
-    workers = Workers(_both(_send(0, 4), _fail(InvalidRequest("no"))))
+    workers = WorkerPool(_both(_send(0, 4), _fail(InvalidRequest("no"))))
     with pytest.raises(InvalidRequest):
         await _ids(workers)
     assert len(workers.jobs) == 1
 
 
 def test_failures_without_progress_are_bounded() -> None:
-    workers = Workers(*[_fail(AWAY)] * 50)
+    workers = WorkerPool(*[_fail(AWAY)] * 50)
     with pytest.raises(Unavailable):
         run_virtually(_ids(workers))
     assert len(workers.jobs) == RelayLimits().max_failures + 1
 
 
 async def test_accepted_request_waits_for_a_worker_to_come_back() -> None:
-    workers = Workers(_both(_send(0, 4), _fail(AWAY)), _send(4, 10))
+    workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)), _send(4, 10))
     relay = Relay(workers)
     out: list[int] = []
     async for tokens in relay.stream(_job()):
@@ -178,7 +178,7 @@ async def test_accepted_request_waits_for_a_worker_to_come_back() -> None:
 
 
 async def test_accepted_request_gives_up_waiting_after_its_limit() -> None:
-    workers = Workers(_both(_send(0, 4), _fail(AWAY)))
+    workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)))
     relay = Relay(workers, RelayLimits(wait_for_worker_s=0.05))
     with pytest.raises(Unavailable) as caught:
         async for _ in relay.stream(_job()):
@@ -187,7 +187,7 @@ async def test_accepted_request_gives_up_waiting_after_its_limit() -> None:
 
 
 def test_every_worker_is_tried_before_one_is_tried_again() -> None:
-    workers = Workers(*[_fail(AWAY)] * 2, _send(0, 10))
+    workers = WorkerPool(*[_fail(AWAY)] * 2, _send(0, 10))
     workers.names = ["a", "b", "c"]
     assert run_virtually(_ids(workers)) == OUTPUT
     assert sorted(workers.addresses) == ["a", "b", "c"]
@@ -195,19 +195,19 @@ def test_every_worker_is_tried_before_one_is_tried_again() -> None:
 
 def test_stream_that_has_begun_outlives_more_failures_than_one_that_has_not() -> None:
     limits = RelayLimits(max_failures=1)
-    workers = Workers(_both(_send(0, 4), _fail(AWAY)), *[_fail(AWAY)] * 4, _send(4, 10))
+    workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)), *[_fail(AWAY)] * 4, _send(4, 10))
     assert run_virtually(_ids(workers, limits=limits)) == OUTPUT
 
 
 def test_request_that_its_worker_forgets_ends_at_its_deadline_and_is_cancelled() -> None:
-    workers = Workers(lambda stream, job: None)
+    workers = WorkerPool(lambda stream, job: None)
     with pytest.raises(DeadlineExceeded):
         run_virtually(_ids(workers, _job(deadline_s=60.0)))
     assert workers.num_cancelled == 1
 
 
 async def test_closing_the_stream_cancels_the_job() -> None:
-    workers = Workers(_send(0, 4))
+    workers = WorkerPool(_send(0, 4))
     async with aclosing(Relay(workers).stream(_job())) as events:
         async for _ in events:
             break
@@ -234,11 +234,11 @@ async def test_stream_says_what_arrived_before_it_fails() -> None:
 
 
 async def test_readers_of_a_late_gateway_are_woken_less_often_and_lose_nothing() -> None:
-    pace = Pace()
+    pacer = WakeupPacer()
     for _ in range(200):
-        pace.observe(0.02)
-    assert pace.gather_s > 0.01
-    stream = TokenStream(lambda: None, pace)
+        pacer.observe(0.02)
+    assert pacer.gather_s > 0.01
+    stream = TokenStream(lambda: None, pacer)
     taken: list[Tokens] = []
 
     async def read() -> None:
@@ -256,23 +256,23 @@ async def test_readers_of_a_late_gateway_are_woken_less_often_and_lose_nothing()
 
 
 def test_gateway_that_keeps_up_gathers_nothing() -> None:
-    pace = Pace()
+    pacer = WakeupPacer()
     for lag_s in (0.05, *[0.0005] * 300):
-        pace.observe(lag_s)
-    assert pace.gather_s == 0.0
+        pacer.observe(lag_s)
+    assert pacer.gather_s == 0.0
 
 
 def test_many_streams_share_half_a_core() -> None:
-    pace = Pace()
-    pace.num_streams = 10
-    assert 0 < pace.gather_s < 0.002
-    pace.num_streams = 10_000
-    assert pace.gather_s <= 0.05
+    pacer = WakeupPacer()
+    pacer.num_streams = 10
+    assert 0 < pacer.gather_s < 0.002
+    pacer.num_streams = 10_000
+    assert pacer.gather_s <= 0.05
 
 
 async def test_first_token_overtakes_the_readers_of_a_large_step() -> None:
-    pace, order = Pace(), []
-    streams = [TokenStream(lambda: None, pace) for _ in range(100)]
+    pacer, order = WakeupPacer(), []
+    streams = [TokenStream(lambda: None, pacer) for _ in range(100)]
 
     async def read(number: int, stream: TokenStream) -> None:
         while (await stream.next()).finish_reason is None:

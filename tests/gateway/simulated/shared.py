@@ -12,7 +12,7 @@ from loraplex.adapter_format import File
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
 from services.gateway.admission.token_buckets import Bucket
-from services.gateway.registry.catalog import Catalog, Side, TagState, Version
+from services.gateway.registry.catalog import RegistrySnapshot, Side, TagState, Version
 from tests.gateway.simulated.worker import BASE_ID
 
 
@@ -23,9 +23,9 @@ class SimulatedRegistry:
         self.is_away = False
         self._versions = {name: _version(name, number) for number, name in enumerate(names)}
 
-    def snapshot(self, names: Sequence[str]) -> Catalog:
+    def snapshot(self, names: Sequence[str]) -> RegistrySnapshot:
         """Of some adapters."""
-        catalog = Catalog()
+        catalog = RegistrySnapshot()
         for name in names:
             catalog.put_version(self._versions[name])
             catalog.put_tag(_latest(name))

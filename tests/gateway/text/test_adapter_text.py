@@ -14,14 +14,14 @@ import tokenizers
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import added_tokens
 from loraplex.errors import Unavailable
-from services.gateway.request import BaseModel, ChatPrompt, RunningAdapter, Target, TextPrompt
+from services.gateway.request import ChatPrompt, RunningAdapter, ServedModel, Target, TextPrompt
 from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.detokenize import whole_text
+from services.gateway.text.detokenize import decode_all
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.text.tokenizer import BaseTokenizer, ServedBase
 from tests.gateway.tiny_tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files
 
-MODEL = BaseModel("base", VOCAB_SIZE, 512)
+MODEL = ServedModel("base", VOCAB_SIZE, 512)
 NEW_ID = PAD_ID + 1
 HI = ChatPrompt(({"role": "user", "content": "hi"},))
 TEXT = TextPrompt("a<x>b")
@@ -75,7 +75,7 @@ async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
     made = await AdapterText(shelf.read).tokenizer(served, target(adapter))
     ids = await made.encode(TEXT, MODEL)
     assert ids == (BOS_ID, ord("a"), NEW_ID, ord("b"))
-    assert whole_text(made.tokens, ids[1:], skip_special=True) == TEXT.text
+    assert decode_all(made.tokens, ids[1:], skip_special=True) == TEXT.text
     assert made.tokens.name_of(NEW_ID) == "<x>"
     assert await made.encode(HI, MODEL) == await served.tokenizer.encode(HI, MODEL)
     assert NEW_ID not in await served.tokenizer.encode(TEXT, MODEL)
@@ -98,7 +98,7 @@ async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
         assert ids == tuple(theirs.encode(text).ids)
         for skip in (True, False):
             want = theirs.decode(list(ids), skip_special_tokens=skip)
-            assert whole_text(made.tokens, ids, skip_special=skip) == want
+            assert decode_all(made.tokens, ids, skip_special=skip) == want
 
 
 async def test_ids_that_the_library_cannot_give_are_left_aside(

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from services.gateway.text.detokenize import TokenBytes, token_text, whole_text
+from services.gateway.text.detokenize import TokenBytes, decode_all, token_text
 from tests.gateway.tiny_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 CORPUS = [
@@ -119,8 +119,8 @@ def test_pieces_never_hold_half_a_character(kind: str, data: st.DataObject) -> N
     tokenizer = TOKENIZERS[kind]
     text = data.draw(st.text(alphabet="abc é日😀the", max_size=12))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    pieces = _streamed(TokenBytes(tokenizer), ids)
-    assert not any("\ufffd" in piece for piece in pieces)
+    text_deltas = _streamed(TokenBytes(tokenizer), ids)
+    assert not any("\ufffd" in text_delta for text_delta in text_deltas)
 
 
 @given(raw=st.binary(max_size=12))
@@ -133,8 +133,8 @@ def test_any_bytes_come_out_as_replaced_utf8(raw: bytes) -> None:
 
 
 def test_incomplete_character_is_flushed_as_one_replacement() -> None:
-    pieces = _streamed(TokenBytes(TOKENIZERS["bytes"]), list("a😀".encode()[:-1]))
-    assert pieces == ["a", "", "", "", "\ufffd"]
+    text_deltas = _streamed(TokenBytes(TOKENIZERS["bytes"]), list("a😀".encode()[:-1]))
+    assert text_deltas == ["a", "", "", "", "\ufffd"]
 
 
 def test_continuation_of_a_prompt_keeps_its_first_space() -> None:
@@ -152,13 +152,13 @@ def test_only_the_first_space_of_a_text_vanishes() -> None:
 def test_special_tokens_show_only_when_asked() -> None:
     tokens = TokenBytes(TOKENIZERS["bytes"])
     ids = (104, EOS_ID, 105)
-    assert whole_text(tokens, ids, skip_special=True) == "hi"
-    assert whole_text(tokens, ids, skip_special=False) == "h</s>i"
+    assert decode_all(tokens, ids, skip_special=True) == "hi"
+    assert decode_all(tokens, ids, skip_special=False) == "h</s>i"
 
 
 def test_ids_without_text_print_as_nothing() -> None:
     tokens = TokenBytes(TOKENIZERS["bytes"])
-    assert whole_text(tokens, (104, VOCAB_SIZE - 1, 105), skip_special=True) == "hi"
+    assert decode_all(tokens, (104, VOCAB_SIZE - 1, 105), skip_special=True) == "hi"
     assert token_text(tokens, VOCAB_SIZE - 1) == ("", b"")
 
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.request import BaseModel, ChatPrompt, TextPrompt, TokenPrompt
+from services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
 from tests.gateway.tiny_tokenizer import BOS_ID, VOCAB_SIZE, tokenizer_files
 
-BASE = BaseModel("base", VOCAB_SIZE, 512)
+BASE = ServedModel("base", VOCAB_SIZE, 512)
 HI = ChatPrompt(({"role": "user", "content": "hi"},))
 
 

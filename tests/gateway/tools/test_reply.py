@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.gateway.text.chat_style import ToolFormat
 from services.gateway.tools.reader import AnswerReader, Delta
 from services.gateway.tools.readers import reader_of
-from services.gateway.tools.reply import Reply
+from services.gateway.tools.reply import AnswerParser
 from services.gateway.tools.schema_values import json_value
 from services.gateway.tools.tool_use import ToolUse
 
@@ -37,7 +37,7 @@ def _reader(kind: str) -> AnswerReader | None:
 
 def _read(kind: str, parts: Sequence[str], **how: bool) -> tuple[str, str, list[tuple[str, str]]]:
     """Thoughts, text and calls with raw arguments of an answer that came in parts."""
-    reply = Reply(
+    reply = AnswerParser(
         thinks=how.get("thinks", False),
         is_thinking=how.get("is_thinking", False),
         tools=_reader(kind),

@@ -12,7 +12,7 @@ from loraplex.v1 import worker_pb2
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.workers.fleet import Fleet
 from services.gateway.workers.link import updated
-from services.gateway.workers.view import Load, Tier, WorkerView
+from services.gateway.workers.view import Tier, WorkerLoad, WorkerView
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
 from tests.servers import free_port
@@ -45,12 +45,12 @@ def test_deltas_change_what_they_name_and_snapshots_replace_all() -> None:
 
 
 def test_places_are_those_that_other_gateways_leave_and_none_is_free_at_a_full_worker() -> None:
-    load = Load(running_requests=20, waiting_requests=4, max_running_requests=32)
+    load = WorkerLoad(running_requests=20, waiting_requests=4, max_running_requests=32)
     view = WorkerView("w", "a", "base", load=load, in_flight=10)
-    assert view.num_places == 32 - 14
-    assert replace(view, in_flight=40).num_places == 32
-    assert replace(view, load=replace(load, is_full=True)).num_places == 10
-    assert WorkerView("w", "a", "base", in_flight=3).num_places == 0
+    assert view.batch_capacity == 32 - 14
+    assert replace(view, in_flight=40).batch_capacity == 32
+    assert replace(view, load=replace(load, is_full=True)).batch_capacity == 10
+    assert WorkerView("w", "a", "base", in_flight=3).batch_capacity == 0
 
 
 async def test_names_are_looked_up(pool: TemplatePool) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.errors import LoraplexError
 from services.gateway.event_loop import now_s
-from services.gateway.request import Job, Sampling
+from services.gateway.request import Sampling, WorkerJob
 from services.gateway.workers import session
 from services.gateway.workers.link import WorkerLink
 from services.gateway.workers.session import WorkerLost
@@ -62,8 +62,8 @@ async def _line(folder: Path, worker: ScriptedWorker) -> AsyncIterator[Line]:
     await server.stop(None)
 
 
-def _job() -> Job:
-    return Job(
+def _job() -> WorkerJob:
+    return WorkerJob(
         request_id="r",
         tenant="t",
         base_id="base",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.registry.index.gathering import Gathering
+from services.registry.index.gathering import RequestBatcher
 
 
 class Oracle:
@@ -28,7 +28,7 @@ class Oracle:
 
 async def test_questions_of_one_moment_share_a_round_trip_of_bounded_size() -> None:
     oracle = Oracle()
-    gathering = Gathering(oracle.ask_all, max_questions=4)
+    gathering = RequestBatcher(oracle.ask_all, max_questions=4)
     answers = await asyncio.gather(*(gathering.ask(question) for question in range(10)))
     assert answers == [10 * question for question in range(10)]
     assert [len(round_) for round_ in oracle.rounds] == [4, 4, 2]
@@ -37,7 +37,7 @@ async def test_questions_of_one_moment_share_a_round_trip_of_bounded_size() -> N
 async def test_a_question_never_joins_a_round_trip_that_is_under_way() -> None:
     oracle = Oracle()
     oracle.gate.clear()
-    gathering = Gathering(oracle.ask_all, max_questions=4)
+    gathering = RequestBatcher(oracle.ask_all, max_questions=4)
     first = asyncio.create_task(gathering.ask(1))
     while not oracle.rounds:
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_a_question_never_joins_a_round_trip_that_is_under_way() -> None:
 
 
 async def test_a_failure_reaches_those_asked_together_and_nobody_later() -> None:
-    gathering = Gathering(Oracle().ask_all, max_questions=4)
+    gathering = RequestBatcher(Oracle().ask_all, max_questions=4)
     answers = await asyncio.gather(gathering.ask(1), gathering.ask(13), return_exceptions=True)
     assert [type(answer) for answer in answers] == [LookupError, LookupError]
     assert await gathering.ask(2) == 20
@@ -59,7 +59,7 @@ async def test_a_failure_reaches_those_asked_together_and_nobody_later() -> None
 async def test_who_gave_up_waiting_is_not_asked_for() -> None:
     oracle = Oracle()
     oracle.gate.clear()
-    gathering = Gathering(oracle.ask_all, max_questions=4)
+    gathering = RequestBatcher(oracle.ask_all, max_questions=4)
     first = asyncio.create_task(gathering.ask(1))
     while not oracle.rounds:
         await asyncio.sleep(0)

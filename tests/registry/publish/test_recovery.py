@@ -13,13 +13,13 @@ from services.registry.access.permissions import Access
 from services.registry.assembly import Registry, assemble
 from services.registry.index.catalog import Catalog
 from services.registry.publish import failpoint
-from services.registry.publish.tags import Place
-from services.registry.records import PUBLIC, AdapterRecord, TagRecord, Target
+from services.registry.publish.tags import TagAddress
+from services.registry.records import PUBLIC, AdapterRecord, TagRecord, TagTarget
 from tests.registry.house import adapter_files, opened, publish
 from tests.s3_servers import proven_store
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
-PROD = Place("default", "sql", "prod")
+PROD = TagAddress("default", "sql", "prod")
 
 
 class Died(BaseException):
@@ -50,7 +50,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 async def _tag(registry: Registry, tag: str) -> TagRecord:
-    record = await registry.tags.read(Place("default", "sql", tag))
+    record = await registry.tags.read(TagAddress("default", "sql", tag))
     assert record is not None
     return record
 
@@ -88,7 +88,7 @@ async def test_a_stage_that_somebody_overruled_meanwhile_is_not_brought_back(
     die_at("publish.version")
     with pytest.raises(Died):
         await registry.publisher.finish(session)
-    await successor.tags.set(PROD, [Target(1, "")], None, "somebody")
+    await successor.tags.set(PROD, [TagTarget(1, "")], None, "somebody")
     await successor.indexer.recover()
     record = await _tag(successor, "prod")
     assert [target.version for target in record.targets] == [1]
