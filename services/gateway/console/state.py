@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from services.gateway import metrics
-from services.gateway.registry.catalog import Listing, Side
+from services.gateway.registry.snapshot import Listing, Side
 from services.gateway.request import ServedModel
 from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 

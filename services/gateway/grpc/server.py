@@ -31,8 +31,8 @@ from services.gateway.pipeline.embedding import embed_all
 from services.gateway.pipeline.generation import Generation
 from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.pipeline.scoring import score_all
-from services.gateway.registry.catalog import Version
 from services.gateway.registry.resolve import Resolver, model_id
+from services.gateway.registry.snapshot import Version
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,

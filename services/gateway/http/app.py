@@ -27,9 +27,9 @@ from services.gateway.http.classify import parse_classify, print_classes
 from services.gateway.http.completions import CompletionFormatter
 from services.gateway.http.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
 from services.gateway.http.errors import error_body, error_headers
+from services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo, headers_of
 from services.gateway.http.guard import Guard, HostRule, read_json
 from services.gateway.http.models import list_models, show_model
-from services.gateway.http.printing import CollectedChoice, Formatter, ResponseInfo, headers_of
 from services.gateway.http.sse import EventStream, until_gone
 from services.gateway.metrics import REQUESTS
 from services.gateway.pipeline.embedding import embed_all

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.http.calls import OpenAICall
+from services.gateway.http.formatting import ResponseInfo, prompt_id_fields, token_id_fields
 from services.gateway.http.logprobs import chat_logprobs
-from services.gateway.http.printing import ResponseInfo, prompt_id_fields, token_id_fields
 from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.request import FinishReason, TextDelta
 from services.gateway.text.chat_style import ChatStyle
 from services.gateway.text.detokenize import decode_all
+from services.gateway.tools.answer import AnswerParser
 from services.gateway.tools.reader import CallDelta, Delta
 from services.gateway.tools.readers import reader_of
-from services.gateway.tools.reply import AnswerParser
 
 _CHUNK = "chat.completion.chunk"
 _TAIL_TOKENS = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from services.gateway.http.formatting import ResponseInfo, prompt_id_fields, token_id_fields
 from services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
-from services.gateway.http.printing import ResponseInfo, prompt_id_fields, token_id_fields
 from services.gateway.request import TextDelta
 
 _KIND = "text_completion"

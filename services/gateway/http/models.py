@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.gateway.registry.catalog import Version
 from services.gateway.registry.resolve import model_id
+from services.gateway.registry.snapshot import Version
 from services.gateway.request import ServedModel
 
 MAX_LIMIT = 10_000

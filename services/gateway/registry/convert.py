@@ -10,7 +10,7 @@ from loraplex.adapter_format.rope_scaling import RopeScaling, parse
 from loraplex.convert import pooling_from_proto
 from loraplex.errors import InvalidAdapter
 from loraplex.v1 import registry_pb2
-from services.gateway.registry.catalog import Side, TagState, Version
+from services.gateway.registry.snapshot import Side, TagState, Version
 from services.gateway.registry.tenants import TenantLimits
 
 

@@ -17,9 +17,9 @@ from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
 from services.common.callers import Caller
 from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.registry.catalog import RegistrySnapshot, TagState, Version
 from services.gateway.registry.convert import tag_from_wire, tenant_from_wire, version_from_wire
 from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
 from services.gateway.registry.tenants import TenantLimits
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref
-from services.gateway.registry.catalog import RegistrySnapshot, TagState, Version
+from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
 from services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
 MAX_ADAPTERS = 8

@@ -19,8 +19,8 @@ from loraplex.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from services.gateway.registry.catalog import TagState, Version
 from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.snapshot import TagState, Version
 from services.gateway.routing.router import rendezvous_order
 from services.gateway.workers.view import Tier, WorkerView
 

@@ -9,8 +9,8 @@ import pytest
 
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
-from services.gateway.registry.catalog import Side, TagState, Version
 from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.snapshot import Side, TagState, Version
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import worker_pb2
-from services.gateway.registry.catalog import Version
+from services.gateway.registry.snapshot import Version
 from services.gateway.registry.staging import workers_to_load
 from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 from tests.gateway.conftest import Stack, eventually

@@ -12,7 +12,7 @@ from loraplex.adapter_format import File
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
 from services.gateway.admission.token_buckets import Bucket
-from services.gateway.registry.catalog import RegistrySnapshot, Side, TagState, Version
+from services.gateway.registry.snapshot import RegistrySnapshot, Side, TagState, Version
 from tests.gateway.simulated.worker import BASE_ID
 
 

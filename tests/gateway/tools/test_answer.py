@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.text.chat_style import ToolFormat
+from services.gateway.tools.answer import AnswerParser
 from services.gateway.tools.reader import AnswerReader, Delta
 from services.gateway.tools.readers import reader_of
-from services.gateway.tools.reply import AnswerParser
 from services.gateway.tools.schema_values import json_value
 from services.gateway.tools.tool_use import ToolUse
 
