@@ -1,4 +1,4 @@
-"""One gateway, put together: rooms, doors, and the tasks that keep them informed."""
+"""Composition of one gateway: its parts, its servers and its background tasks."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ _READY_POLL_S = 0.05
 
 
 class Readiness:
-    """Latches: a gateway that was ready answers 503 and 429 per request instead."""
+    """Latches: once ready, the gateway refuses single requests with 503 or 429 instead."""
 
     def __init__(self, first_missing: Callable[[], str]) -> None:
-        """`first_missing()` says what is not there yet, "" when nothing."""
+        """`first_missing()` returns what the gateway still waits for; "" if nothing."""
         self._first_missing = first_missing
         self._was_ready = False
         self._is_draining = False
 
     def missing(self) -> str:
-        """What is missing; "" when ready."""
+        """Why the gateway is not ready; "" if it is."""
         if self._is_draining:
             return "draining"
         return "" if self._was_ready else self._first_missing()
 
     def end(self) -> None:
-        """The gateway drains: never ready again."""
+        """Start draining: the gateway is never ready again."""
         self._is_draining = True
 
     async def wait(self) -> None:
@@ -75,13 +75,13 @@ class Readiness:
 
 
 class Gateway:
-    """Starts, becomes ready, drains."""
+    """One gateway process: starts, becomes ready, drains."""
 
     def __init__(self, config: GatewayConfig, give_up: asyncio.Event | None = None) -> None:
-        """Binds the HTTP address. Raises: InvalidRequest when it is taken.
+        """Binds the HTTP address. Raises: InvalidRequest if it is in use.
 
         Args:
-            give_up: set when it can never become ready; `start_error` says why.
+            give_up: set if the gateway can never become ready; `start_error` is the reason.
         """
         self._config = config
         self._give_up = give_up or asyncio.Event()
@@ -131,17 +131,17 @@ class Gateway:
 
     @property
     def http_port(self) -> int:
-        """Port of the HTTP door."""
+        """Port of the HTTP server."""
         return self._http.port
 
     @property
     def grpc(self) -> grpc_server.RunningServer:
-        """The gRPC door, after `start`."""
+        """The gRPC server; only after `start`."""
         assert self._grpc is not None, "start first"
         return self._grpc
 
     async def start(self) -> None:
-        """Open all doors. Raises: InvalidRequest naming the setting of an address that is taken."""
+        """Start all servers. Raises: InvalidRequest naming the setting of an address in use."""
         self._grpc = await self._started_grpc()
         await self._http.start()
         if self._config.metrics_listen:
@@ -165,9 +165,9 @@ class Gateway:
         self._scaling.register()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests and wait for those that run over HTTP.
+        """Refuse new requests and wait for running HTTP requests.
 
-        Calls that run over gRPC are waited for by their own server.
+        The gRPC server waits for its own calls.
         """
         self.readiness.end()
         self._generation.refuse_new()
@@ -204,7 +204,7 @@ class Gateway:
         console = ConsoleEndpoints(
             context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
-        door = OpenAIEndpoints(self._generation, self._resolver, context)
+        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
         tokenize = TokenizeEndpoints(
             context.caller, self._resolver, self._fleet, self._adapter_text
         )
@@ -213,10 +213,10 @@ class Gateway:
             others += AliasEndpoints(
                 context.caller, self._registry_of, self._config.lora_root
             ).routes()
-        return door.app(self._host_rule(), others)
+        return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
-        """The registry as a caller sees it: without the gateway's own identity."""
+        """A client of the registry with a caller's key, without the gateway's own identity."""
         credentials = Credentials(api_key=api_key, ca=self._config.tls.ca)
         return RegistryClient(self._config.registry_address, credentials)
 
@@ -230,7 +230,7 @@ class Gateway:
         )
 
     def _host_rule(self) -> HostRule | None:
-        """Pages of other sites cannot know a key: with keys any Host is fine."""
+        """With keys any Host is accepted, because pages of other sites cannot know a key."""
         if self._keys is not None:
             return None
         host = self._config.http_listen.rpartition(":")[0].strip("[]")
@@ -241,27 +241,29 @@ class Gateway:
         await self.grpc.set_ready(True)
 
     def _base_refused(self, error: LoraplexError) -> None:
-        """A gateway that serves goes on; one that was never ready would wait for ever."""
+        """Stop a gateway that was never ready; one that has been ready keeps serving."""
         if self.readiness.missing():
             self.start_error = error
             self._give_up.set()
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():
-            return f"no snapshot from the registry at {self._config.registry_address} yet"
+            return (
+                f"waiting for the first snapshot of the registry at {self._config.registry_address}"
+            )
         if not any(view.takes_requests for view in self._fleet.views()):
-            return "no worker is ready yet"
+            return "waiting for the first ready worker"
         return self._registrar.missing
 
     async def _follow_workers(self) -> None:
-        """Workers that come make room for who waits."""
+        """Start waiting requests when workers change."""
         while True:
             await self._fleet.next_change()
             self._controller.workers_changed()
 
 
 def _rate_limit_store(config: GatewayConfig) -> LocalRateLimitStore | RedisRateLimitStore:
-    """Several gateways share their tenants' rates through Redis, a lone one keeps them itself."""
+    """Several gateways share tenants' rates through Redis; a single one keeps them itself."""
     if not config.metadata_url:
         return LocalRateLimitStore()
     return RedisRateLimitStore(connect_redis(config.metadata_url), config.gateway_id)

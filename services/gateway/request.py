@@ -29,7 +29,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Pooling(enum.StrEnum):
-    """What a call ends with instead of output: a vector of its prompt."""
+    """How a call ends with a vector of its prompt instead of output."""
 
     NONE = ""
     DEFAULT = "default"
@@ -132,7 +132,7 @@ class AskedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """One prompt for one base or adapter, as a door received it."""
+    """One prompt for one base or adapter, as received by an API."""
 
     request_id: str
     tenant: str
@@ -144,9 +144,9 @@ class GenerateCall:
     priority: int = 0
     split_key: str = ""
     timeout_s: float | None = None
-    """What is left of the client's deadline; None = the gateway's longest request."""
+    """Time left until the client's deadline; None = the gateway's limit."""
     first_token_s: float | None = None
-    """How long the first token may take; None = as long as the deadline allows."""
+    """Limit on the time to first token; None = only the deadline counts."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
@@ -154,7 +154,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling after every default was resolved; what a worker is told. Counts are in tokens."""
+    """Sampling parameters for a worker, with all defaults resolved. Counts are in tokens."""
 
     max_tokens: int
     seed: int
@@ -177,7 +177,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What happens to text on its way out; stays at the gateway."""
+    """How tokens become text; applied at the gateway."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -237,11 +237,11 @@ class WorkerJob:
     fairness_weight: float = 1.0
     """The tenant's, for the workers' own fair queue."""
     first_token_due_s: float | None = None
-    """Absolute, as `deadline_s`; None = whenever that allows."""
+    """Deadline of the first token, on the same clock; None = only `deadline_s` counts."""
 
     @property
     def start_by_s(self) -> float:
-        """When a request that has no token yet is over."""
+        """When a request without a first token expires."""
         due_s = self.first_token_due_s
         return self.deadline_s if due_s is None else min(due_s, self.deadline_s)
 
@@ -285,7 +285,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a door prints next for one choice."""
+    """New output of one choice, as an API sends it."""
 
     index: int
     text: str = ""
@@ -311,10 +311,15 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and of all choices."""
+        return self.prompt_tokens + self.completion_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the gateway knows of a base, from the `GetModel` of its workers."""
+    """A served base, as its workers describe it in `GetModel`."""
 
     base_id: str
     vocab_size: int
@@ -342,7 +347,7 @@ class ServedModel:
 
 
 def beginning_hash(prompt: Prompt) -> str:
-    """The same for all turns of one conversation."""
+    """A hash that is the same for all requests of one conversation."""
     match prompt:
         case TextPrompt(text):
             start = text
@@ -354,7 +359,7 @@ def beginning_hash(prompt: Prompt) -> str:
 
 
 def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
-    """The error with fields called as the caller calls them. Mutates: error."""
+    """The error with the field names that the caller uses. Mutates: error."""
     renamed = [
         Violation(names.get(v.field, v.field), v.value, v.description) for v in error.violations
     ]

@@ -17,13 +17,13 @@ from services.common.process import run_service
 from services.common.redis_url import connect_redis
 from services.common.signals import stop_event
 from services.registry import layout
-from services.registry.access.auth import door_auth
+from services.registry.access.auth import caller_auth
 from services.registry.api.server import service
 from services.registry.assembly import Registry, assemble
 from services.registry.config import RegistryConfig, from_env
 from services.registry.index.catalog import Catalog
 from services.registry.index.metadata_server import MetadataServer
-from services.registry.layout import stamp
+from services.registry.layout import check_layout_number
 from services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
@@ -51,7 +51,7 @@ async def run(config: RegistryConfig) -> None:
         running = await grpc_server.start(
             [service(registry)],
             config.listen,
-            auth=door_auth(config, registry.keys),
+            auth=caller_auth(config, registry.keys),
             tls=config.tls.door(),
             service_door=_service_door(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
@@ -86,10 +86,10 @@ async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack
 async def _become_ready(
     config: RegistryConfig, registry: Registry, running: grpc_server.RunningServer
 ) -> None:
-    """Prove the store, catch up with it, say ready; then keep the index whole."""
+    """Check the store, update the index, become ready; then run the periodic tasks."""
     while True:
         try:
-            await _prove(registry.store)
+            await _check_store(registry.store)
             await registry.indexer.start()
             if config.admin_key_file is not None:
                 await registry.keys.admit_first_admin(config.admin_key_file)
@@ -109,9 +109,9 @@ async def _become_ready(
     )
 
 
-async def _prove(store: ObjectStore) -> None:
+async def _check_store(store: ObjectStore) -> None:
     await probe(store)
-    await stamp(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+    await check_layout_number(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
 
 
 def main() -> int:

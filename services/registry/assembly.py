@@ -1,4 +1,4 @@
-"""The parts of a registry, put together once."""
+"""Composition of the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from services.registry.publish.uploads import Uploads
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Everything that a door of the registry calls."""
+    """Everything that the API of the registry calls."""
 
     store: ObjectStore
     catalog: Catalog

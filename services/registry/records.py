@@ -85,7 +85,7 @@ class VersionRecord:
     pooling: PoolingFields = field(default_factory=PoolingFields)
     """How its vectors and scores are read; `num_labels` is always that of its head."""
     rope_scaling: str = ""
-    """JSON of the adapter's own `RopeScaling`; "" = it turns as its base."""
+    """JSON of the adapter's own `RopeScaling`; "" = the same as its base."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty: the base's end its output."""
     purged: bool = False
@@ -148,7 +148,7 @@ class TagRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """What belongs to an adapter rather than to a version: who may see it."""
+    """The part of an adapter that is independent of versions: its visibility."""
 
     tenant: str
     name: str

@@ -1,4 +1,4 @@
-"""The gauges that autoscalers read; present for a base even when it has no worker."""
+"""The gauges for autoscalers; they exist for a base even if it has no worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRESH = RoutingRequest(key="", digests=(), num_prompt_tokens=0, num_replicas=0)
 
 
 class ScalingSignals(Collector):
-    """Reads the gauges off fleet and gate when they are scraped."""
+    """Computes the gauges from fleet and admission when they are scraped."""
 
     def __init__(self, fleet: Fleet, controller: AdmissionController) -> None:
         self._fleet = fleet

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEASE_S = 1.0
-"""A lease holds at most the rate of so many seconds."""
+"""A lease holds at most this many seconds of the rate."""
 
 
 def capacity_of(rate: float) -> float:
@@ -62,7 +62,7 @@ class Lease:
 
     held: float = 0.0
     recent: float = 0.0
-    """Units spent lately, halved every `LEASE_S`: what the next second will probably want."""
+    """Units spent recently, halved every `LEASE_S`: the expected need of the next second."""
     faded_s: float = 0.0
 
     def take(self, amount: float, rate: float, now_s: float) -> float:

@@ -37,7 +37,7 @@ _HEADERS = {
 
 
 class ConsoleEndpoints:
-    """Endpoints of the console. The page is for everybody, what it shows for callers."""
+    """Endpoints of the console. The page is public; its data needs a key if keys are required."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ConsoleEndpoints:
         ]
 
     async def state(self, request: Request) -> Response:
-        """How things are now. Workers are for admins: their load tells of other tenants."""
+        """Current state. Only admins see workers, whose load reveals other tenants."""
         caller = await self._caller(request)
         reason = self._not_ready_reason()
         shown: dict[str, Any] = {
@@ -77,11 +77,11 @@ class ConsoleEndpoints:
             "workers": None,
         }
         if is_admin(caller):
-            labels = self._resolver.catalog.labels()
+            labels = self._resolver.snapshot.labels()
             views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
                 "workers": [state.worker_state(view, labels) for view in views],
-                "num_adapters": self._resolver.catalog.num_adapters,
+                "num_adapters": self._resolver.snapshot.num_adapters,
                 "running": self._controller.num_running,
                 "waiting": self._controller.num_waiting,
                 "totals": state.totals(),
@@ -91,7 +91,7 @@ class ConsoleEndpoints:
     async def adapters(self, request: Request) -> Response:
         """Names that the caller may run, with versions and tags; `?search=` narrows them."""
         caller = await self._caller(request)
-        listings = self._resolver.catalog.listings(caller.tenant)
+        listings = self._resolver.snapshot.listings(caller.tenant)
         page, total = state.found(listings, request.query_params.get("search", ""), MAX_LISTED)
         body = {"adapters": [state.adapter_state(listing) for listing in page], "total": total}
         return JSONResponse(body, headers={"cache-control": "no-store"})

@@ -65,7 +65,7 @@ def adapter_state(listing: Listing) -> dict[str, Any]:
 
 
 def totals() -> dict[str, Any]:
-    """Counts since the gateway began; whoever looks twice knows rates and percentiles."""
+    """Counts since the start of the gateway; two readings give rates and percentiles."""
     return {
         "requests": _sum(metrics.REQUESTS, {"outcome": "ok"}),
         "failed": _sum(metrics.REQUESTS, {}) - _sum(metrics.REQUESTS, {"outcome": "ok"}),

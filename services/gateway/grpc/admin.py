@@ -1,4 +1,4 @@
-"""The operators' gRPC door: what this gateway sees of the stack."""
+"""AdminService: what this gateway knows about workers and adapters, for operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FETCH_TIMEOUT_S = 300.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """AdminService over the rooms of one gateway."""
+    """AdminService of one gateway."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
-        """Bases, workers and what is resident on them."""
+        """Bases, workers, and the adapters that they hold."""
         views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
-        labels = self._resolver.catalog.labels() if request.include_adapters else None
+        labels = self._resolver.snapshot.labels() if request.include_adapters else None
         reason = self._not_ready_reason()
         return admin_pb2.GetStatusResponse(
             ready=not reason,
@@ -56,7 +56,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             base_ids=sorted({view.base_id for view in views if view.takes_requests}),
             workers=[worker_state(view, labels) for view in views],
             registry_connected=self._registry.is_watching,
-            num_adapters=self._resolver.catalog.num_adapters,
+            num_adapters=self._resolver.snapshot.num_adapters,
             running_requests=self._controller.num_running,
             queued_requests=self._controller.num_waiting,
         )
@@ -64,10 +64,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def FetchAdapter(
         self, request: admin_pb2.FetchAdapterRequest, context: Context
     ) -> admin_pb2.FetchAdapterResponse:
-        """Load an adapter on its home worker, or on the first few of its order of homes."""
+        """Load an adapter on the first workers of its rendezvous order; on one by default."""
         found = await self._resolver.model(request.ref, current_caller.get().tenant)
         if isinstance(found, ServedModel):
-            raise InvalidRequest.field("ref", request.ref, "is a base: its workers hold it always")
+            raise InvalidRequest.field(
+                "ref", request.ref, "this is a base, which its workers always hold; name an adapter"
+            )
         able = {v.worker_id: v for v in self._fleet.views(found.base_id) if v.takes_requests}
         if not able:
             raise Unavailable(f"no worker of {found.base_id!r} is ready", reason="NO_READY_WORKER")
@@ -83,7 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.WorkerState:
-    """One worker; with `labels` (names by digest) also the adapters it holds."""
+    """State of one worker; with `labels` (names by digest) also the adapters that it holds."""
     load = view.load
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",

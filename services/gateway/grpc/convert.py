@@ -32,7 +32,7 @@ def logprob_to_wire(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
 
 
 def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
-    """A message without a form becomes a grammar of no form, which is refused later."""
+    """Convert a grammar; without a form it is refused later."""
     form = message.WhichOneof("form") or ""
     texts = message.choice.options if form == "choice" else [getattr(message, form)] if form else []
     return Grammar(form, tuple(texts))
@@ -44,7 +44,7 @@ def prompt_from_wire(
     *,
     generates: bool = True,
 ) -> Prompt:
-    """A prompt in any form; `generates`: whether a chat ends where an answer begins.
+    """A prompt in any form; `generates`: whether a chat prompt ends with the start of an answer.
 
     Raises: InvalidRequest naming `field` without one.
     """
@@ -54,8 +54,8 @@ def prompt_from_wire(
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
         case "chat" if message.chat.messages:
-            turns = tuple({"role": m.role, "content": m.content} for m in message.chat.messages)
-            return ChatPrompt(turns, add_generation_prompt=generates)
+            messages = tuple({"role": m.role, "content": m.content} for m in message.chat.messages)
+            return ChatPrompt(messages, add_generation_prompt=generates)
         case "chat":
             raise InvalidRequest.field("messages", "", "send at least one message")
     raise InvalidRequest.field(field, "", "send text, token_ids or chat")

@@ -1,4 +1,4 @@
-"""The gRPC door of the gateway: InferenceService."""
+"""InferenceService of the gateway."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MAX_PAGE = 1000
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """InferenceService over the generation room."""
+    """InferenceService on top of the pipeline."""
 
     def __init__(self, generation: Generation, resolver: Resolver) -> None:
         self._generation = generation
@@ -60,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """Stream one prompt's output; errors before the first message are statuses."""
+        """Stream the output of one prompt; an error ends the call with its status."""
         outcome = "cancelled"
         try:
             call = call_from_wire(request, context.time_remaining(), _traceparent(context))
@@ -117,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 @asynccontextmanager
 async def _counted(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
-    """Counts the outcome of a call without a stream, and names fields as its caller does."""
+    """Count the outcome of a unary call, and name fields as its caller does in errors."""
     try:
         yield
     except LoraplexError as error:
@@ -127,7 +127,7 @@ async def _counted(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
 
 
 class ResponseWriter:
-    """Turns the pieces of one request into messages."""
+    """Converts the text deltas of one request to messages."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
@@ -135,7 +135,7 @@ class ResponseWriter:
         self._num_finished = 0
 
     def message(self, text_delta: TextDelta) -> inference_pb2.GenerateResponse | None:
-        """The message for a piece; None when it says nothing."""
+        """The message for a text delta; None if it contains nothing."""
         is_first = text_delta.index not in self._begun
         if not (is_first or text_delta.text or text_delta.token_ids or text_delta.finish_reason):
             return None
@@ -190,7 +190,7 @@ class ResponseWriter:
 def call_from_wire(
     request: inference_pb2.GenerateRequest, timeout_s: float | None, trace: str
 ) -> GenerateCall:
-    """A gRPC request as a call of the current caller. Raises: InvalidRequest without a prompt."""
+    """Convert a request of the current caller. Raises: InvalidRequest without a prompt."""
     prompt = prompt_from_wire(request, "prompt")
     return GenerateCall(
         request_id=request.request_id or secrets.token_hex(12),
@@ -212,7 +212,7 @@ def call_from_wire(
 
 
 def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:
-    """What is set; numbers without presence mean their default when 0."""
+    """Fields that are set; a number without presence means its default if it is 0."""
     given: dict[str, Any] = {}
     for field, value in wire.ListFields():
         take = _TAKEN.get(field.name)
@@ -228,7 +228,7 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_token_ids": tuple,
 }
-"""How fields are taken that are no plain values."""
+"""Conversions of the fields that are not plain values."""
 
 
 def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:

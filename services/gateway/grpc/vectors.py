@@ -1,4 +1,4 @@
-"""Embed and Score between their messages and the gateway's plain types."""
+"""Converts the messages of Embed and Score."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _calls(
     request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
     return [
         vector_call(
-            f"{request_id}-{place}",
+            f"{request_id}-{index}",
             tenant,
             request.model,
             prompt,
@@ -64,7 +64,7 @@ def _calls(
             timeout_s=timeout_s,
             trace=trace,
         )
-        for place, prompt in enumerate(_prompts(request))
+        for index, prompt in enumerate(_prompts(request))
     ]
 
 
@@ -77,8 +77,8 @@ def _prompts(request: Request) -> list[Prompt]:
     if request.inputs:
         return [TextPrompt(text) for text in request.inputs]
     return [
-        prompt_from_wire(prompt, f"prompts[{place}]", generates=False)
-        for place, prompt in enumerate(request.prompts)
+        prompt_from_wire(prompt, f"prompts[{index}]", generates=False)
+        for index, prompt in enumerate(request.prompts)
     ]
 
 

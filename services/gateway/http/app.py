@@ -1,4 +1,4 @@
-"""The HTTP app: routes, and the way of one completion from body to response."""
+"""The HTTP app: its routes, and one completion from request body to response."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from loraplex.errors import LoraplexError, codes_of
 from services.common.callers import LOCAL, Caller
 from services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
 from services.gateway.http.chat import ChatFormatter
-from services.gateway.http.classify import parse_classify, print_classes
+from services.gateway.http.classify import classes_body, parse_classify
 from services.gateway.http.completions import CompletionFormatter
-from services.gateway.http.embeddings import FIELD_NAMES, parse_embeddings, print_embeddings
+from services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
 from services.gateway.http.errors import error_body, error_headers
 from services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo, headers_of
 from services.gateway.http.guard import Guard, HostRule, read_json
@@ -49,26 +49,26 @@ Parse = Callable[[dict[str, Any], Origin], OpenAICall]
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """What the door knows of the gateway around it."""
+    """The parts of the gateway that the HTTP endpoints use."""
 
     not_ready_reason: Callable[[], str]
-    """ "" when ready."""
+    """Returns "" if the gateway is ready."""
     shows_metrics: bool
     keys: KeyRing | None
-    """None where callers need no key."""
+    """None if callers need no key."""
     tool_format: str = "auto"
     reasoning: str = "auto"
-    """How answers are read; "auto" = as each base's chat template shows."""
+    """How answers are parsed; "auto" = as each base's chat template shows."""
 
     async def caller(self, request: Request) -> Caller:
-        """Who calls. Raises: Unauthenticated, PermissionDenied."""
+        """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
         if self.keys is None:
             return LOCAL
         return await self.keys.caller(request.headers.get("authorization", ""))
 
 
 class OpenAIEndpoints:
-    """Endpoints over the generation room."""
+    """OpenAI's endpoints, health and metrics on top of the pipeline."""
 
     def __init__(self, generation: Generation, resolver: Resolver, context: AppContext) -> None:
         self._generation = generation
@@ -76,7 +76,7 @@ class OpenAIEndpoints:
         self._context = context
 
     def app(self, hosts: HostRule | None, others: Sequence[Route] = ()) -> ASGIApp:
-        """The app with its guard; `others` are routes of other rooms."""
+        """The app behind its guard; `others` are routes of other endpoints."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -118,7 +118,7 @@ class OpenAIEndpoints:
         except LoraplexError as error:
             raise with_names(error, FIELD_NAMES) from None
         REQUESTS.labels("http", "ok").inc()
-        return _json(print_embeddings(call, pooled), headers_of(pooled.prepared[0].target))
+        return _json(embeddings_body(call, pooled), headers_of(pooled.prepared[0].target))
 
     async def classify(self, request: Request) -> Any:
         """POST /classify."""
@@ -130,7 +130,7 @@ class OpenAIEndpoints:
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
         REQUESTS.labels("http", "ok").inc()
-        body = print_classes(call, request.state.request_id, pooled, scores)
+        body = classes_body(call, request.state.request_id, pooled, scores)
         return _json(body, headers_of(pooled.prepared[0].target))
 
     async def models(self, request: Request) -> Response:
@@ -153,7 +153,7 @@ class OpenAIEndpoints:
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics; with keys for admins only."""
+        """GET /metrics; if keys are required, for admins only."""
         require_admin(await self._context.caller(request))
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
@@ -165,19 +165,21 @@ class OpenAIEndpoints:
             prepared = [self._styled(each, call) for each in await prepare]
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
-        head = ResponseInfo(_completion_id(call, request), int(time.time()), call, prepared)
-        printer = ChatFormatter(head) if call.is_chat else CompletionFormatter(head)
+        info = ResponseInfo(_completion_id(call, request), int(time.time()), call, prepared)
+        formatter = ChatFormatter(info) if call.is_chat else CompletionFormatter(info)
         text_deltas = self._text_deltas(prepared)
         if call.stream:
-            chunks = _with_outcome_counted(_chunks(text_deltas, printer, call.include_usage))
+            chunks = _with_outcome_counted(_chunks(text_deltas, formatter, call.include_usage))
             return EventStream(
-                chunks, head.headers(), lambda error: with_names(error, call.field_names)
+                chunks, info.headers(), lambda error: with_names(error, call.field_names)
             )
-        return await _complete_response(request, text_deltas, head, printer)
+        return await _complete_response(request, text_deltas, info, formatter)
 
     def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
-        """With the settings' word on style, marks of calls kept in the text, and calls kept to
-        their schemas where that was asked for. Raises: InvalidRequest."""
+        """Apply the settings for tool calls and reasoning; constrain strict calls to schemas.
+
+        If marks of tool calls are special tokens, the text keeps them. Raises: InvalidRequest.
+        """
         style = overridden(prepared.style, self._context.tool_format, self._context.reasoning)
         resolved = prepared.resolved
         if call.tool_use.tools and style.marks_are_special:
@@ -191,13 +193,13 @@ class OpenAIEndpoints:
         return prepared.kept_to(grammar)
 
     def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:
-        """Pieces of all prompts, choices numbered prompt-major."""
+        """Text deltas of all prompts, with choices numbered prompt-major."""
         if len(prepared) == 1:
             return self._generation.run(prepared[0])
         count = prepared[0].resolved.num_choices
         runs = [
-            _shifted(self._generation.run(each), place * count)
-            for place, each in enumerate(prepared)
+            _shifted(self._generation.run(each), index * count)
+            for index, each in enumerate(prepared)
         ]
         return interleaved(runs)
 
@@ -209,14 +211,14 @@ async def _shifted(text_deltas: TextDeltas, by: int) -> TextDeltas:
 
 
 async def _chunks(
-    text_deltas: TextDeltas, printer: Formatter, include_usage: bool
+    text_deltas: TextDeltas, formatter: Formatter, include_usage: bool
 ) -> AsyncGenerator[bytes]:
     async with aclosing(text_deltas):
         async for text_delta in text_deltas:
-            for chunk in printer.chunks(text_delta):
+            for chunk in formatter.chunks(text_delta):
                 yield _encoded(chunk)
     if include_usage:
-        yield _encoded(printer.usage_chunk())
+        yield _encoded(formatter.usage_chunk())
 
 
 async def _with_outcome_counted(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -235,7 +237,7 @@ async def _with_outcome_counted(chunks: AsyncGenerator[bytes]) -> AsyncGenerator
 
 
 async def _complete_response(
-    request: Request, text_deltas: TextDeltas, head: ResponseInfo, printer: Formatter
+    request: Request, text_deltas: TextDeltas, info: ResponseInfo, formatter: Formatter
 ) -> Response:
     choices: dict[int, CollectedChoice] = {}
 
@@ -249,10 +251,10 @@ async def _complete_response(
     try:
         await until_gone(request.receive, collect())
     except LoraplexError as error:
-        raise with_names(error, head.call.field_names) from None
+        raise with_names(error, info.call.field_names) from None
     summed: list[TextDelta] = [choices[index].sum() for index in sorted(choices)]
     REQUESTS.labels("http", "ok").inc()
-    return _json(printer.full_body(summed), head.headers())
+    return _json(formatter.full_body(summed), info.headers())
 
 
 def _origin(request: Request, tenant: str) -> Origin:
@@ -291,7 +293,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException), type(error)
     body = {
         "error": {
@@ -307,11 +309,11 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    """Nobody reads this; 499 is what logs show."""
+    """The client is gone: the 499 appears in logs only."""
     REQUESTS.labels("http", "cancelled").inc()
     return Response(status_code=499)
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
     logger.error("request failed", exc_info=error, extra={"request_id": request.state.request_id})
-    return await _on_error(request, LoraplexError("internal error: the log has the traceback"))
+    return await _on_error(request, LoraplexError("internal error; see the log of the gateway"))

@@ -1,6 +1,6 @@
 """Reads the fields of a JSON body: right type or a 400 that names the field.
 
-A field that nobody reads is refused unless its value is null or what the field means by default,
+A field that is not read is refused unless its value is null or the default of the field,
 so that no setting is ever dropped in silence.
 """
 
@@ -91,7 +91,7 @@ class Body:
         return value
 
     def integer(self, name: str) -> int | None:
-        """An integer field; true and false are no numbers."""
+        """An integer field; true and false are refused."""
         value = self._left.pop(name, None)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise bad_type(self._prefix + name, value, "a whole number")
@@ -136,7 +136,7 @@ class Body:
         return self._left.pop(name, None)
 
     def finish(self) -> None:
-        """Refuse what nobody read. Raises: Unsupported naming the field."""
+        """Refuse the fields that were not read. Raises: Unsupported naming the field."""
         for name, value in self._left.items():
             if name not in IGNORED and value not in DEFAULTS.get(name, ()):
                 raise Unsupported.field(
@@ -152,7 +152,7 @@ def is_id(value: object) -> bool:
 
 
 def bad_type(name: str, value: object, expected: str) -> InvalidRequest:
-    """The value itself may be the user's text: only its type is shown."""
+    """The error shows only the type, because the value may be the user's text."""
     return InvalidRequest.field(name, _type_name(value), f"must be {expected}")
 
 

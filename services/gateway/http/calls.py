@@ -8,7 +8,7 @@ from typing import Any
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.http.body import Body, bad_type, is_id
 from services.gateway.http.guided import read_grammar
-from services.gateway.http.tool_choice import read_tools, told
+from services.gateway.http.tool_choice import read_tools, template_messages
 from services.gateway.request import (
     AskedAdapter,
     AskedSampling,
@@ -30,7 +30,7 @@ CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_log
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an HTTP request says outside its body."""
+    """What an HTTP request contains outside its body."""
 
     request_id: str
     tenant: str
@@ -41,7 +41,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
-    """One HTTP request: a call per prompt, and how to print."""
+    """One HTTP request: a call per prompt, and how to format the answer."""
 
     model: str
     calls: tuple[GenerateCall, ...]
@@ -119,7 +119,7 @@ def _call(
     grammar, grammar_field = read_grammar(body)
     if grammar is not None and _offers_tools(prompts[0]) and grammar_field != "response_format":
         raise Unsupported.field(
-            grammar_field, "", "beside tools, answers are kept to a schema by response_format"
+            grammar_field, "", "with tools, use response_format to constrain answers to a schema"
         )
     if grammar is not None and asked.grammar is None:
         asked = replace(asked, grammar=grammar)
@@ -128,7 +128,7 @@ def _call(
     body.finish()
     calls = tuple(
         GenerateCall(
-            request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{place}",
+            request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
             tenant=origin.tenant,
             model=model,
             prompt=prompt,
@@ -141,7 +141,7 @@ def _call(
             first_token_s=first_token_s,
             trace=origin.trace,
         )
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     )
     names = {**(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), "grammar": grammar_field}
     return OpenAICall(
@@ -211,13 +211,13 @@ def _bad_prompt(field: str, value: object) -> InvalidRequest:
 
 
 def parse_conversation(body: Body, tool_use: ToolUse) -> ChatPrompt:
-    """A conversation and what its template is told. Raises: InvalidRequest."""
+    """A conversation and the options of its template. Raises: InvalidRequest."""
     options = body.raw("chat_template_kwargs")
     if options is not None and not isinstance(options, dict):
         raise bad_type("chat_template_kwargs", options, "an object")
     effort = body.text("reasoning_effort")
     return ChatPrompt(
-        told(_messages(body.raw("messages"))),
+        template_messages(_messages(body.raw("messages"))),
         body.flag("add_special_tokens"),
         tool_use.tools,
         {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
@@ -231,11 +231,11 @@ def _offers_tools(prompt: Prompt) -> bool:
 def _messages(value: Any) -> tuple[dict[str, object], ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest.field("messages", "", "must be a list of at least one message")
-    return tuple(_message(message, place) for place, message in enumerate(value))
+    return tuple(_message(message, index) for index, message in enumerate(value))
 
 
-def _message(message: Any, place: int) -> dict[str, object]:
-    field = f"messages[{place}]"
+def _message(message: Any, index: int) -> dict[str, object]:
+    field = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad_type(field, message, "an object with role and content")
     if not isinstance(message.get("role"), str):
@@ -246,7 +246,7 @@ def _message(message: Any, place: int) -> dict[str, object]:
     if content is not None and not isinstance(content, str):
         raise bad_type(f"{field}.content", content, "a string or a list of text parts")
     if content is None and not message.get("tool_calls"):
-        raise InvalidRequest.field(f"{field}.content", "", "the message has no content")
+        raise InvalidRequest.field(f"{field}.content", "", "the message needs content")
     return {**message, "content": content}
 
 
@@ -261,7 +261,7 @@ def _adapters(value: Any) -> tuple[AskedAdapter, ...]:
         return ()
     if not isinstance(value, list):
         raise bad_type("adapters", value, "a list of {ref, weight}")
-    return tuple(_adapter(item, f"adapters[{place}]") for place, item in enumerate(value))
+    return tuple(_adapter(item, f"adapters[{index}]") for index, item in enumerate(value))
 
 
 def _adapter(item: Any, field: str) -> AskedAdapter:

@@ -1,4 +1,4 @@
-"""Prints /v1/chat/completions."""
+"""Formats the responses of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _TAIL_TOKENS = 8
 
 
 class ChatFormatter:
-    """Prints the pieces of one conversation, in a stream or as a whole."""
+    """Formats the answer to one conversation, streamed or complete."""
 
-    def __init__(self, head: ResponseInfo) -> None:
-        self._head = head
+    def __init__(self, info: ResponseInfo) -> None:
+        self._info = info
         self._begun: set[int] = set()
         """Indices of choices whose role is out."""
-        self._replies: dict[int, AnswerParser] = {}
+        self._answers: dict[int, AnswerParser] = {}
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if text_delta.index not in self._begun:
             chunks.append(self._opening(text_delta.index))
             self._begun.add(text_delta.index)
-        delta = _printed(self._read(text_delta), self._head.call.include_reasoning)
-        shows_ids = self._head.call.return_token_ids or self._wants_logprobs(text_delta.index)
+        delta = _formatted(self._read(text_delta), self._info.call.include_reasoning)
+        shows_ids = self._info.call.return_token_ids or self._wants_logprobs(text_delta.index)
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
@@ -44,24 +44,24 @@ class ChatFormatter:
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._head.object(_CHUNK, []) | {"usage": self._head.usage()}
+        return self._info.object(_CHUNK, []) | {"usage": self._info.usage()}
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        printed = [
+        formatted = [
             self._choice(
                 text_delta, "message", self._message(self._read(text_delta)), with_prompt=True
             )
             for text_delta in choices
         ]
-        body = self._head.object("chat.completion", printed) | {"usage": self._head.usage()}
-        return body | prompt_id_fields(self._head)
+        body = self._info.object("chat.completion", formatted) | {"usage": self._info.usage()}
+        return body | prompt_id_fields(self._info)
 
     def _read(self, text_delta: TextDelta) -> Delta:
         """What is new in a choice's answer, by kind."""
-        if text_delta.index not in self._replies:
-            prepared = self._head.of_choice(text_delta.index)
-            self._replies[text_delta.index] = reply_of(prepared, self._head.call)
-        reply = self._replies[text_delta.index]
+        if text_delta.index not in self._answers:
+            prepared = self._info.of_choice(text_delta.index)
+            self._answers[text_delta.index] = answer_parser(prepared, self._info.call)
+        reply = self._answers[text_delta.index]
         delta = reply.feed(text_delta.text)
         if text_delta.finish_reason is not None:
             rest = reply.finish()
@@ -76,7 +76,7 @@ class ChatFormatter:
             "content": None if delta.calls and not delta.content else delta.content,
             "refusal": None,
         }
-        if delta.reasoning and self._head.call.include_reasoning:
+        if delta.reasoning and self._info.call.include_reasoning:
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
             message["tool_calls"] = _whole_calls(delta.calls)
@@ -89,10 +89,10 @@ class ChatFormatter:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._head.call.return_token_ids:
-            choice["prompt_token_ids"] = list(self._head.of_choice(index).prompt_ids)
+        if self._info.call.return_token_ids:
+            choice["prompt_token_ids"] = list(self._info.of_choice(index).prompt_ids)
         chunk = self._chunk([choice])
-        return chunk if self._begun else chunk | prompt_id_fields(self._head)
+        return chunk if self._begun else chunk | prompt_id_fields(self._info)
 
     def _choice(
         self,
@@ -108,30 +108,30 @@ class ChatFormatter:
             "logprobs": self._logprobs(text_delta),
             "finish_reason": self._finish_reason(text_delta),
             "stop_reason": text_delta.stop_reason,
-            **token_id_fields(self._head, text_delta, with_prompt=with_prompt),
+            **token_id_fields(self._info, text_delta, with_prompt=with_prompt),
         }
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:
-        """An answer that asks for calls says so, unless the caller chose the function."""
+        """`tool_calls` if the answer contains calls, unless the caller chose the function."""
         reason = text_delta.finish_reason
-        if reason is FinishReason.STOP and not self._head.call.tool_use.named:
-            return "tool_calls" if self._replies[text_delta.index].num_calls else reason
+        if reason is FinishReason.STOP and not self._info.call.tool_use.named:
+            return "tool_calls" if self._answers[text_delta.index].num_calls else reason
         return reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head.object(_CHUNK, choices)
-        return chunk | {"usage": None} if self._head.call.include_usage else chunk
+        chunk = self._info.object(_CHUNK, choices)
+        return chunk | {"usage": None} if self._info.call.include_usage else chunk
 
     def _wants_logprobs(self, index: int) -> bool:
-        return self._head.of_choice(index).call.sampling.logprobs is not None
+        return self._info.of_choice(index).call.sampling.logprobs is not None
 
     def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
-        prepared = self._head.of_choice(text_delta.index)
+        prepared = self._info.of_choice(text_delta.index)
         num_top = prepared.call.sampling.logprobs
         return None if num_top is None else chat_logprobs(prepared.tokens, text_delta, num_top)
 
 
-def reply_of(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
+def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
     """How to read one answer. Under a grammar all of it is content or calls, never a thought,
     unless it is a grammar of calls within free text."""
     style = prepared.style
@@ -146,16 +146,16 @@ def reply_of(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
     return AnswerParser(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
 
 
-def _printed(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
+def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
     """A stream's delta object; empty when there is nothing to say."""
-    printed: dict[str, Any] = {}
+    formatted: dict[str, Any] = {}
     if delta.reasoning and include_reasoning:
-        printed["reasoning_content"] = delta.reasoning
+        formatted["reasoning_content"] = delta.reasoning
     if delta.content:
-        printed["content"] = delta.content
+        formatted["content"] = delta.content
     if delta.calls:
-        printed["tool_calls"] = [_call_delta(call) for call in delta.calls]
-    return printed
+        formatted["tool_calls"] = [_call_delta(call) for call in delta.calls]
+    return formatted
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

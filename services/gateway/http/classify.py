@@ -25,7 +25,7 @@ class ClassifyCall:
     calls: tuple[GenerateCall, ...]
     field_names: dict[str, str]
     use_activation: bool
-    """False prints logits in the place of probabilities."""
+    """False = logits instead of probabilities."""
 
 
 def parse_classify(fields: dict[str, Any], origin: Origin) -> ClassifyCall:
@@ -51,10 +51,10 @@ def _prompts(body: Body, fields: dict[str, Any]) -> tuple[Sequence[Prompt], str]
     return [replace(conversation, add_generation_prompt=generates)], "messages"
 
 
-def print_classes(
+def classes_body(
     call: ClassifyCall, request_id: str, pooled: Pooled, scores: Sequence[PromptScore]
 ) -> dict[str, Any]:
-    """The response body. A regression has no probabilities: its numbers stand in their place."""
+    """The response body. For a regression it contains the outputs instead of probabilities."""
     data = [
         {
             "index": index,

@@ -68,7 +68,7 @@ def vector_calls(
     """A call per prompt of one HTTP request."""
     return tuple(
         vector_call(
-            origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{place}",
+            origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
             origin.tenant,
             model,
             prompt,
@@ -77,11 +77,11 @@ def vector_calls(
             timeout_s=origin.timeout_s,
             trace=origin.trace,
         )
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     )
 
 
-def print_embeddings(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
+def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
     """The response body."""
     data = [
         {

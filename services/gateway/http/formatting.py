@@ -1,4 +1,4 @@
-"""What completions and chat share when they print: the head, usage and collected choices."""
+"""What the responses of completions and chat share: common fields, usage, collected choices."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def headers_of(target: Target) -> dict[str, str]:
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """All pieces of one choice, added up."""
+    """All text deltas of one choice."""
 
     text_deltas: list[TextDelta] = field(default_factory=list)
 
     def sum(self) -> TextDelta:
-        """One piece that says it all."""
+        """The whole choice as one text delta."""
         text_deltas = self.text_deltas
         return TextDelta(
             index=text_deltas[0].index,
@@ -94,7 +94,7 @@ class Formatter(Protocol):
     """Completions or chat."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
-        """Stream objects for a piece; none when it says nothing new to this caller."""
+        """Stream objects for a text delta; empty if it contains nothing new for this caller."""
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last stream object with include_usage."""
@@ -104,19 +104,19 @@ class Formatter(Protocol):
 
 
 def token_id_fields(
-    head: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool
+    info: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool
 ) -> dict[str, Any]:
     """Extra fields of a choice with return_token_ids."""
-    if not head.call.return_token_ids:
+    if not info.call.return_token_ids:
         return {}
     fields: dict[str, Any] = {"token_ids": list(text_delta.token_ids)}
     if with_prompt:
-        fields["prompt_token_ids"] = list(head.of_choice(text_delta.index).prompt_ids)
+        fields["prompt_token_ids"] = list(info.of_choice(text_delta.index).prompt_ids)
     return fields
 
 
-def prompt_id_fields(head: ResponseInfo) -> dict[str, Any]:
+def prompt_id_fields(info: ResponseInfo) -> dict[str, Any]:
     """Extra field of a response to one prompt with return_token_ids."""
-    if not head.call.return_token_ids or len(head.prepared) > 1:
+    if not info.call.return_token_ids or len(info.prepared) > 1:
         return {}
-    return {"prompt_token_ids": list(head.prepared[0].prompt_ids)}
+    return {"prompt_token_ids": list(info.prepared[0].prompt_ids)}

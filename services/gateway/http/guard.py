@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: Host rule, request id, size and type of its body."""
+"""Checks every HTTP request first: Host header, request id, size and type of the body."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROBES = frozenset({"/healthz", "/health", "/readyz"})
 
 @dataclass(frozen=True, slots=True)
 class HostRule:
-    """Which Host headers are answered; protects a door without auth from other sites' pages."""
+    """Accepted Host headers; protects a server without auth from pages of other sites."""
 
     allowed: frozenset[str]
     """Names besides loopback; "*" = any."""
@@ -139,8 +139,8 @@ def _host_of(header: str) -> str:
 
 def _bad_host() -> LoraplexError:
     return PermissionDenied(
-        "this Host header is not allowed without auth; call the gateway by a loopback name or list "
-        "the name in LORAPLEX_ALLOWED_HOSTS",
+        "without auth this Host header is not allowed; call the gateway by a loopback name, or add "
+        "the name to LORAPLEX_ALLOWED_HOSTS",
         reason="HOST_NOT_ALLOWED",
     )
 

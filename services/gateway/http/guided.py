@@ -27,7 +27,7 @@ def read_grammar(body: Body) -> tuple[Grammar | None, str]:
     ]
     if len(found) > 1:
         names = " and ".join(name for _, name in found)
-        raise InvalidRequest.field(found[1][1], "", f"{names} exclude each other: send one")
+        raise InvalidRequest.field(found[1][1], "", f"{names} exclude each other; send only one")
     return found[0] if found else (None, "grammar")
 
 

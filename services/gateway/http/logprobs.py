@@ -1,4 +1,4 @@
-"""Logprobs as completions and chat print them."""
+"""Logprobs in the formats of completions and chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.gateway.request import TextDelta, TokenLogprob
 from services.gateway.text.detokenize import TokenBytes, token_text
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no -Infinity; this is what OpenAI prints."""
+"""OpenAI's replacement for -Infinity, which JSON lacks."""
 
 
 def completion_logprobs(

@@ -1,4 +1,4 @@
-"""Prints /v1/models."""
+"""Formats the responses of /v1/models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def list_models(
 ) -> dict[str, Any]:
     """All models, or a page of at most `limit` that follows `after` or ends right before `before`.
 
-    `has_more` speaks of the direction asked for. Raises: InvalidRequest.
+    `has_more` refers to the requested direction. Raises: InvalidRequest.
     """
     entries = [show_model(model, model_id(model, tenant)) for model in models]
     ids = [entry["id"] for entry in entries]

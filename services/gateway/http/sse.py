@@ -1,4 +1,4 @@
-"""Server-sent events: one response that streams, waits, fails and ends as OpenAI clients expect."""
+"""Server-sent events: a streaming response that fails and ends as OpenAI clients expect."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class EventStream:
     """An ASGI response that sends chunks as events.
 
-    The status line goes out with the first chunk or the first comment, so that an error before
-    them keeps its own status. After them an error is one event and the stream ends without [DONE].
+    The status line is sent with the first chunk or comment, so that an error before that has its
+    own status. A later error is sent as one event, and the stream ends without [DONE].
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EventStream:
         self._sent_s = time.monotonic()
 
     async def _comment(self, send: Send) -> None:
-        """Say something whenever nothing was said for a while, so that proxies keep the line."""
+        """Send a comment after a period of silence, so that proxies keep the connection."""
         while True:
             wait_s = self._sent_s + COMMENT_INTERVAL_S - time.monotonic()
             if wait_s > 0:
@@ -99,7 +99,7 @@ _EVENT_HEADERS = {
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; cancel it when the client disconnects. Raises: ClientDisconnect."""
+    """Run `work`; cancel it if the client disconnects. Raises: ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:

@@ -84,11 +84,11 @@ class TokenizeEndpoints:
         )
 
     async def _served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:
-        """What speaks for a model; without one the first base. Raises: NotFound, Unavailable."""
+        """The tokenizer of a model, by default the first base. Raises: NotFound, Unavailable."""
         bases = self._resolver.bases()
         model = model or next(iter(bases), None)
         if model is None:
-            raise Unavailable("no worker is ready yet", retry_after_s=1.0)
+            raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
         call = GenerateCall("", caller.tenant, model, prompt, AskedSampling())
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what is offered, what may be chosen, and the grammar of a must."""
+"""Parses the tools and the tool choice of a chat request."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         raise bad_type("tools", value, "a list of tools")
     if len(value) > MAX_TOOLS:
         raise InvalidRequest.field("tools", len(value), f"at most {MAX_TOOLS} tools")
-    for place, tool in enumerate(value):
-        _check_tool(tool, f"tools[{place}]")
+    for index, tool in enumerate(value):
+        _check_tool(tool, f"tools[{index}]")
     return tuple(value)
 
 
@@ -91,16 +91,18 @@ def _check_tool(tool: Any, field: str) -> None:
         raise bad_type(f"{field}.function.strict", strict, "true or false")
 
 
-def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
-    """Messages as chat templates want them: the arguments of past calls as objects, no fields that
-    are null, and results with the name of the function, which OpenAI's clients leave out.
+def template_messages(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
+    """Messages in the form that chat templates expect.
+
+    Arguments of past calls become objects, null fields are removed, and results get the name of
+    their function, which OpenAI's clients leave out.
 
     Raises: InvalidRequest for arguments that are not JSON.
     """
     names: dict[str, object] = {}
     prepared = []
-    for place, message in enumerate(messages):
-        one = _told(message, f"messages[{place}]")
+    for index, message in enumerate(messages):
+        one = _template_message(message, f"messages[{index}]")
         calls: Any = one.get("tool_calls") or ()
         names.update({str(call.get("id")): call["function"]["name"] for call in calls})
         call_id = str(one.get("tool_call_id"))
@@ -110,7 +112,7 @@ def told(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]
     return tuple(prepared)
 
 
-def _told(message: dict[str, object], field: str) -> dict[str, object]:
+def _template_message(message: dict[str, object], field: str) -> dict[str, object]:
     message = {name: value for name, value in message.items() if value is not None}
     message.setdefault("content", None)
     calls = message.get("tool_calls")
@@ -118,8 +120,8 @@ def _told(message: dict[str, object], field: str) -> dict[str, object]:
         return message
     if not isinstance(calls, list):
         raise bad_type(f"{field}.tool_calls", calls, "a list of calls")
-    told_calls = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
-    return {**message, "tool_calls": told_calls}
+    template_calls = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return {**message, "tool_calls": template_calls}
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:

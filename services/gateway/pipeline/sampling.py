@@ -122,26 +122,26 @@ def _sampling(
 def _max_tokens(
     asked: AskedSampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
 ) -> int:
-    room = base.max_model_len - num_prompt_tokens
+    space_left = base.max_model_len - num_prompt_tokens
     given = asked.max_tokens
     if given is not None and (given < 0 or (given == 0 and not asked.echo)):
         raise _bad("max_tokens", given, "must be at least 1 (0 only together with echo)")
     # OpenAI's words: client libraries know the case by them.
     length = f"this model's maximum context length is {base.max_model_len}"
-    if room < (0 if given == 0 else 1):
+    if space_left < (0 if given == 0 else 1):
         raise _too_long(
             "prompt",
             "",
             f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt",
         )
     if given is None:
-        return room if fills_context else min(DEFAULT_MAX_TOKENS, room)
-    if given > room:
+        return space_left if fills_context else min(DEFAULT_MAX_TOKENS, space_left)
+    if given > space_left:
         raise _too_long(
             "max_tokens",
             given,
             f"{length} tokens: {num_prompt_tokens} of the prompt and max_tokens {given} exceed it; "
-            f"at most {room} fit",
+            f"at most {space_left} fit",
         )
     return given
 
@@ -155,11 +155,11 @@ def _too_long(field: str, value: object, description: str) -> InvalidRequest:
 def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise _bad("stop", len(stops), f"at most {MAX_STOPS} stop strings")
-    for place, stop in enumerate(stops):
+    for index, stop in enumerate(stops):
         num_bytes = len(stop.encode("utf-8", "surrogatepass"))
         if not 1 <= num_bytes <= MAX_STOP_BYTES:
             raise _bad(
-                "stop", "", f"string {place} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
+                "stop", "", f"string {index} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
             )
     return stops
 
@@ -209,9 +209,9 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     checked = tuple(ids)
     if len(checked) > MAX_IDS:
         raise _bad(field, len(checked), f"at most {MAX_IDS} token ids")
-    for place, token_id in enumerate(checked):
+    for index, token_id in enumerate(checked):
         if not 0 <= token_id < vocab_size:
-            raise _bad(field, "", f"token id at index {place} is outside 0..{vocab_size - 1}")
+            raise _bad(field, "", f"token id at index {index} is outside 0..{vocab_size - 1}")
     return checked
 
 

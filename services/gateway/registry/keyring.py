@@ -1,7 +1,7 @@
-"""Who calls with which API key, asked of the registry and remembered for a moment.
+"""Checks API keys with the registry, and caches the answers for a moment.
 
-A revoked key works for at most `FRESH_S` longer. While the registry is away a key that was good
-when last asked about stays good: serving survives its neighbours.
+A revoked key works for at most `FRESH_S` longer. While the registry is unavailable, a key that was
+valid when last checked stays valid.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _SCOPES_THAT_RUN = frozenset({"reader", "publisher", "admin", "root"})
 _OPERATOR_METHODS = "/loraplex.v1.AdminService/"
 
 KeyCheck = Callable[[str], Awaitable[Caller]]
-"""Token -> caller. Raises Unauthenticated for a bad key, other errors when it cannot be asked."""
+"""Token -> caller. Raises Unauthenticated for a bad key, other errors if it cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the registry said of a key."""
+    """The registry's last answer about a key."""
 
     asked_s: float
     answer: Caller | Unauthenticated
 
 
 class KeyRing:
-    """Checks callers of all doors."""
+    """Checks the callers of all APIs."""
 
     def __init__(self, check: KeyCheck, now: Callable[[], float] = now_s) -> None:
         self._check = check
         self._now = now
         self._known: dict[bytes, _Known] = {}
-        """By sha256 of the token: secrets are not kept."""
+        """By sha256 of the token, so that no secrets are kept."""
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of a gRPC method. Raises: Unauthenticated, PermissionDenied."""
@@ -86,7 +86,7 @@ class KeyRing:
 
 
 def is_admin(caller: Caller) -> bool:
-    """True for those who may look at what all tenants share."""
+    """True if the caller may see what concerns all tenants."""
     return bool(caller.scopes & {"admin", "root"})
 
 

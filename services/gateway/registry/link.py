@@ -1,4 +1,4 @@
-"""The gateway's line to the registry: follows its changes, asks for what is missing."""
+"""The connection to the registry: follows its changes and looks up what is missing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class RegistryLink:
             raise from_rpc_error(error) from None
 
     async def check_key(self, token: str) -> Caller:
-        """Who holds an API key. Raises: Unauthenticated, or Unavailable and the like."""
+        """The caller that holds an API key. Raises: Unauthenticated, or Unavailable and the
+        like."""
         request = registry_pb2.CheckKeyRequest(token=token)
         try:
             answer = await self._stub.CheckKey(
@@ -152,7 +153,8 @@ class RegistryLink:
             raise from_rpc_error(error) from None
 
     async def follow(self, resolver: Resolver) -> None:
-        """Keep `resolver.catalog` up to date for ever; the last one stays while disconnected."""
+        """Keep `resolver.snapshot` up to date until cancelled; the last one stays while
+        disconnected."""
         watch = _Watch(resolver)
         while True:
             following = asyncio.create_task(self._follow(watch))
@@ -171,8 +173,10 @@ class RegistryLink:
             await old.close(LOOKUP_TIMEOUT_S)
 
     async def _replaced(self) -> None:
-        """Returns when the certificate shown to the registry was replaced: what waits for the
-        registry on the old channel would show the old one for ever."""
+        """Return when the certificate shown to the registry was replaced.
+
+        Calls that wait on the old channel would otherwise show the old certificate for good.
+        """
         while self._channel_version == self._open_channel.version:
             await asyncio.sleep(_RENEW_CHECK_S)
 
@@ -217,7 +221,7 @@ class RegistryLink:
 
 
 class _Watch:
-    """Applies messages of the watch: a snapshot is built aside and swapped in when complete."""
+    """Applies messages of the watch: a new snapshot replaces the old one when it is complete."""
 
     def __init__(self, resolver: Resolver) -> None:
         self._resolver = resolver
@@ -233,20 +237,20 @@ class _Watch:
         """Mutates: the resolver's catalog."""
         if message.snapshot_begin:
             self._building = RegistrySnapshot()
-        catalog = self._building if self._building is not None else self._resolver.catalog
+        snapshot = self._building if self._building is not None else self._resolver.snapshot
         for event in message.events:
-            _apply_event(catalog, event)
+            _apply_event(snapshot, event)
         if message.snapshot_end and self._building is not None:
-            self._resolver.catalog, self._building = self._building, None
+            self._resolver.snapshot, self._building = self._building, None
         if self._building is None:
             self.resume_token = message.resume_token
 
     def abandon_snapshot(self) -> None:
-        """The stream ended: half a snapshot is worth nothing."""
+        """The stream ended: drop an incomplete snapshot."""
         self._building = None
 
     def forget_resume_token(self, *, after: LoraplexError) -> None:
-        """A refused token must not be offered again; an absent registry says nothing of it."""
+        """Drop a refused token; keep it if the registry was merely unavailable."""
         if after.reason != "UNAVAILABLE":
             self.resume_token = ""
 
@@ -255,9 +259,9 @@ def _sha256(content: bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _apply_event(catalog: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
+def _apply_event(snapshot: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
     kind = event.WhichOneof("change")
     if kind == "version":
-        catalog.put_version(version_from_wire(event.version))
+        snapshot.put_version(version_from_wire(event.version))
     elif kind == "tag":
-        catalog.put_tag(tag_from_wire(event.tag))
+        snapshot.put_tag(tag_from_wire(event.tag))

@@ -1,4 +1,4 @@
-"""Publishes the geometry of every served base to the registry, trying again until it is taken."""
+"""Registers the geometry of every served base, and retries until the registry accepts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAY_OUT = "--served-model-name or LORAPLEX_SERVED_MODEL_NAME of the worker"
 
 
 class BaseRegistrar:
-    """Knows which bases the registry has not taken yet, and why."""
+    """Tracks which bases are not registered yet, and why."""
 
     def __init__(
         self,
@@ -26,8 +26,11 @@ class BaseRegistrar:
         *,
         replaces: bool = False,
     ) -> None:
-        """`on_clash` hears of every refusal that waiting alone does not change; `replaces`: a base
-        of another geometry that has the id is none."""
+        """
+        Args:
+            on_clash: called with every refusal that retrying alone does not change.
+            replaces: a registered base with the same id and another geometry is replaced.
+        """
         self._registry = registry
         self._replaces = replaces
         self._on_clash = on_clash
@@ -46,7 +49,7 @@ class BaseRegistrar:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Register what is pending, for ever."""
+        """Register pending bases until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -67,7 +70,7 @@ class BaseRegistrar:
         try:
             await self._registry.register_base(base, replace=self._replaces)
         except LoraplexError as error:
-            self._refusal = f"the registry does not take base {base_id!r}: {error.message}"
+            self._refusal = f"the registry refuses base {base_id!r}: {error.message}"
             logger.warning("base not registered", extra={"base": base_id, "why": error.message})
             if isinstance(error, AlreadyExists | InvalidRequest):
                 self._on_clash(type(error)(f"{self._refusal} ({_WAY_OUT})"))

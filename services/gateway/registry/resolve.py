@@ -1,7 +1,7 @@
-"""What a model string means: a served base, or a reference into the registry.
+"""Resolves a model string to a served base or to an adapter in the registry.
 
-Answers come from the local snapshot; what is not in it is asked of the registry once before it is
-called missing. With the registry away the last snapshot serves.
+Answers come from the local snapshot. A reference that is not in it is looked up in the registry
+before it counts as missing. While the registry is unavailable, the last snapshot is used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ MAX_ADAPTERS = 8
 
 
 class RegistryLookup(Protocol):
-    """The registry as far as resolution needs it."""
+    """The part of the registry that resolution needs."""
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
         """Raises: NotFound, or Unavailable when it cannot be asked."""
 
 
 class Resolver:
-    """Resolves model strings for callers. `catalog` is replaced whole by the registry's watch."""
+    """Resolves model strings for callers. The registry's watch replaces `snapshot`."""
 
     def __init__(
         self, registry: RegistryLookup, bases: Callable[[], Mapping[str, ServedModel]]
     ) -> None:
         self._registry = registry
         self._bases = bases
-        self.catalog = RegistrySnapshot()
+        self.snapshot = RegistrySnapshot()
 
     async def target(self, call: GenerateCall) -> Target:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
@@ -64,7 +64,7 @@ class Resolver:
         """Bases first, then own adapters by name, then those of others."""
         bases = self._bases()
         yield from bases.values()
-        visible = [v for v in self.catalog.latest(tenant) if _fits(v, bases.get(v.base_id))]
+        visible = [v for v in self.snapshot.latest(tenant) if _fits(v, bases.get(v.base_id))]
         yield from (v for v in visible if v.tenant == tenant)
         yield from (v for v in visible if v.tenant != tenant)
 
@@ -83,14 +83,14 @@ class Resolver:
                 "adapters", len(call.adapters), f"at most {MAX_ADAPTERS} adapters in one request"
             )
         running = []
-        for place, asked in enumerate(call.adapters):
-            field = f"adapters[{place}].ref"
+        for index, asked in enumerate(call.adapters):
+            field = f"adapters[{index}].ref"
             version = await self._version(asked.ref, call, field)
             if version.base_id != call.model:
                 raise InvalidRequest.field(
                     field, asked.ref, f"it was made for {version.base_id!r}, not {call.model!r}"
                 )
-            running.append(_running(version, _weight(asked.weight, place)))
+            running.append(_running(version, _weight(asked.weight, index)))
         return Target(call.model, _merged(running))
 
     async def _version(self, text: str, call: GenerateCall, field: str) -> Version:
@@ -112,12 +112,14 @@ class Resolver:
             raise AdapterNotFound(text, why)
 
     async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
-        """Others' private adapters look exactly like missing ones."""
-        version = self.catalog.find(ref, split_key)
+        """Find a version; other tenants' private adapters look exactly like missing ones."""
+        version = self.snapshot.find(ref, split_key)
         if version is None:
             version = await self._ask(ref, split_key)
         if version is None or not version.visible_to(tenant):
-            raise AdapterNotFound(str(ref), "see /v1/models or `registry list` for what there is")
+            raise AdapterNotFound(
+                str(ref), "see /v1/models or `registry list` for the adapters that exist"
+            )
         return version
 
     async def _ask(self, ref: Ref, split_key: str) -> Version | None:
@@ -128,23 +130,23 @@ class Resolver:
             return None
         except LoraplexError as error:
             raise Unavailable(
-                f"{ref} is not in the last snapshot and the registry cannot be asked "
-                f"({error.reason})",
+                f"{ref} is not in the last snapshot, and the registry is unavailable "
+                f"({error.reason}); retry shortly",
                 reason="REGISTRY_UNAVAILABLE",
                 retry_after_s=1.0,
             ) from error
-        self.catalog.put_version(version)
+        self.snapshot.put_version(version)
         for tag in tags:
-            self.catalog.put_tag(tag)
-        return self.catalog.find(ref, split_key) or version
+            self.snapshot.put_tag(tag)
+        return self.snapshot.find(ref, split_key) or version
 
 
 def _fits(version: Version, base: ServedModel | None) -> bool:
-    """True where the adapter's base is served, with the geometry that it was checked against."""
+    """True if the adapter's base is served with the geometry that the adapter was checked for."""
     if base is None:
         return False
-    told = version.base_fingerprint and base.fingerprint
-    return not told or version.base_fingerprint == base.fingerprint
+    both_known = version.base_fingerprint and base.fingerprint
+    return not both_known or version.base_fingerprint == base.fingerprint
 
 
 def _running(version: Version, weight: float) -> RunningAdapter:
@@ -161,12 +163,12 @@ def _running(version: Version, weight: float) -> RunningAdapter:
     )
 
 
-def _weight(weight: float | None, place: int) -> float:
+def _weight(weight: float | None, index: int) -> float:
     if weight is None:
         return 1.0
     if not math.isfinite(weight) or abs(weight) > 1000:
         raise InvalidRequest.field(
-            f"adapters[{place}].weight", weight, "must be a number from -1000 to 1000"
+            f"adapters[{index}].weight", weight, "must be a number from -1000 to 1000"
         )
     return weight
 

@@ -1,4 +1,5 @@
-"""The gateway's copy of the registry: versions and tags, and what a reference means in it. Pure."""
+"""The gateway's copy of the registry's versions and tags, and how references resolve in it.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Adapter = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One immutable upload, as far as serving it needs."""
+    """One immutable upload: the part that serving needs."""
 
     tenant: str
     name: str
@@ -25,14 +26,14 @@ class Version:
     digest: str
     base_id: str
     base_fingerprint: str = ""
-    """Geometry that it was checked against; "" = not told."""
+    """Fingerprint of the geometry that it was checked against; "" = unknown."""
     created_unix_s: float = 0.0
     max_rank: int = 0
     deleted: bool = False
     is_public: bool = False
     shared_with: frozenset[str] = frozenset()
     text_files: tuple[File, ...] = ()
-    """How the adapter writes text: its tokenizer and chat template, where it brings them."""
+    """The adapter's own tokenizer and chat template, if it has any."""
     task: str = CAUSAL_LM
     pooling: PoolingFields = field(default_factory=PoolingFields)
     rope_scaling: RopeScaling | None = None
@@ -46,7 +47,7 @@ class Version:
         return f"{self.tenant}/{self.name}:v{self.number}"
 
     def visible_to(self, tenant: str) -> bool:
-        """True when that tenant may run it."""
+        """True if the tenant may run it."""
         return tenant == self.tenant or self.is_public or tenant in self.shared_with
 
 
@@ -60,7 +61,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class TagState:
-    """Where a tag points; no sides = deleted."""
+    """The targets of a tag; without sides it is deleted."""
 
     tenant: str
     name: str
@@ -69,17 +70,17 @@ class TagState:
     generation: int = 0
     updated_unix_s: float = 0.0
     pending: tuple[Side, ...] = ()
-    """Where a staged move will take it once workers have these loaded."""
+    """Targets of a staged move, which is made once workers have loaded them."""
     pending_until_unix_s: float = 0.0
 
     def is_older_than(self, other: TagState) -> bool:
-        """True when both its clock and its count say so: a tag made anew counts from 1 again."""
+        """Compares generation and time, because a recreated tag counts from 1 again."""
         return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All of an adapter that a tenant may run."""
+    """The versions and tags of an adapter that a tenant may run."""
 
     tenant: str
     name: str
@@ -114,18 +115,18 @@ class RegistrySnapshot:
         known = tags.get(tag.tag)
         if known is None or not tag.is_older_than(known):
             tags[tag.tag] = tag
-            place = (tag.tenant, tag.name, tag.tag)
+            key = (tag.tenant, tag.name, tag.tag)
             if tag.pending:
-                self.pending[place] = tag
+                self.pending[key] = tag
             else:
-                self.pending.pop(place, None)
+                self.pending.pop(key, None)
 
     def version(self, tenant: str, name: str, number: int) -> Version | None:
         """One version that is not deleted."""
         return self.find(Ref(tenant, name, version=number), "")
 
     def find(self, ref: Ref, split_key: str) -> Version | None:
-        """The version a reference means, whoever asks; None when it is not in the snapshot."""
+        """The version that a reference means; None if the snapshot lacks it. Checks no access."""
         entry = self._entries.get((ref.tenant, ref.name))
         if entry is None:
             return None
@@ -133,7 +134,7 @@ class RegistrySnapshot:
         return version if version is not None and not version.deleted else None
 
     def latest(self, tenant: str) -> Iterator[Version]:
-        """For each adapter a tenant may run the version `latest` means, ordered by tenant, name."""
+        """The latest version of each adapter that a tenant may run, by tenant and name."""
         for (owner, name), entry in sorted(self._entries.items()):
             version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
             if version is not None and version.visible_to(tenant):

@@ -1,7 +1,7 @@
-"""Completes staged tag moves: loads the new version where the old one is, then has the tag moved.
+"""Completes staged tag moves: loads the new version where the old one is, then moves the tag.
 
-Every gateway does this for every pending tag and chooses the same workers, so none has to be
-elected: loads are idempotent and the registry lets exactly one of them finish the move.
+Every gateway does this for every pending tag and chooses the same workers, so that no leader is
+needed: loads are idempotent, and the registry lets exactly one gateway finish the move.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _RETRY_S = 0.5
 _PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted)
-"""Failures that may be gone at the next try."""
+"""Failures that are worth a retry."""
 
 
 class LoadingWorkers(Protocol):
-    """The fleet, as far as staging needs it."""
+    """The part of the fleet that staging needs."""
 
     def views(self, base_id: str | None = None) -> list[WorkerView]: ...
 
@@ -41,7 +41,7 @@ class LoadingWorkers(Protocol):
 
 
 class Moves(Protocol):
-    """The registry, as far as staging needs it."""
+    """The part of the registry that staging needs."""
 
     async def finish_staged_move(self, tag: TagState, failure: str) -> None: ...
 
@@ -56,7 +56,7 @@ class Stager:
         self._tasks: dict[tuple[str, str, str], tuple[int, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
-        """Keep up with the catalog for ever."""
+        """Follow the snapshot until cancelled."""
         try:
             while True:
                 self._start_and_drop()
@@ -67,7 +67,7 @@ class Stager:
 
     def _start_and_drop(self) -> None:
         """Tasks for tags that are pending now, and for no others."""
-        pending = self._resolver.catalog.pending
+        pending = self._resolver.snapshot.pending
         for key in [p for p in self._tasks if p not in pending]:
             self._tasks.pop(key)[1].cancel()
         for key, tag in pending.items():
@@ -92,7 +92,7 @@ class Stager:
                 await asyncio.sleep(_RETRY_S)
 
     async def _loaded(self, tag: TagState) -> str:
-        """Load all that is pending; "" when it is loaded, else why it cannot be."""
+        """Load the pending versions; returns "" on success, else the reason of the failure."""
         last = "no worker of its base is ready"
         while (left_s := tag.pending_until_unix_s - time.time()) > 0:
             try:
@@ -106,14 +106,14 @@ class Stager:
         return f"not loaded in time: {last}"
 
     async def _try(self, tag: TagState, timeout_s: float) -> bool:
-        """Load the pending versions once; False while nobody could. Raises: LoraplexError."""
-        catalog = self._resolver.catalog
+        """Load the pending versions once; False if no worker could. Raises: LoraplexError."""
+        snapshot = self._resolver.snapshot
         loads = []
         for side in tag.pending:
-            version = catalog.version(tag.tenant, tag.name, side.number)
+            version = snapshot.version(tag.tenant, tag.name, side.number)
             if version is None:
                 return False
-            old = [catalog.version(tag.tenant, tag.name, old.number) for old in tag.sides]
+            old = [snapshot.version(tag.tenant, tag.name, old.number) for old in tag.sides]
             views = self._workers.views(version.base_id)
             chosen = workers_to_load(views, version, [v.digest for v in old if v is not None])
             if not chosen:
@@ -126,7 +126,7 @@ class Stager:
 def workers_to_load(
     views: Sequence[WorkerView], version: Version, old: Sequence[str]
 ) -> list[WorkerView]:
-    """Where to load a version: as many workers as hold the old ones, its own homes first."""
+    """Workers to load a version on: as many as hold the old ones, in rendezvous order."""
     able = {view.worker_id: view for view in views if view.takes_requests}
     holders = sum(
         any(view.tier_of(digest) is Tier.DEVICE for digest in old) for view in able.values()

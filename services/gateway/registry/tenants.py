@@ -1,6 +1,6 @@
-"""The limits of tenants, asked of the registry and remembered for a moment.
+"""The limits of tenants, read from the registry and cached for a moment.
 
-With the registry away the last answer holds; a tenant never heard of has no limits.
+While the registry is unavailable the last answer is used. An unknown tenant has no limits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TenantLimits:
 
 
 Ask = Callable[[str], Awaitable[TenantLimits]]
-"""Tenant -> its limits. Raises LoraplexError when the registry cannot be asked."""
+"""Tenant -> its limits. Raises LoraplexError if the registry cannot be reached."""
 
 
 class TenantDirectory:
-    """Remembers limits; an old answer is used while a new one is on its way."""
+    """Caches limits; an old answer is used while a new one is requested."""
 
     def __init__(self, ask: Ask, now: Callable[[], float] = now_s) -> None:
         self._ask = ask
@@ -44,7 +44,7 @@ class TenantDirectory:
         self._asking: dict[str, asyncio.Task[TenantLimits]] = {}
 
     async def limits(self, tenant: str) -> TenantLimits:
-        """A tenant's limits. Waits only for a tenant that is not known yet."""
+        """The limits of a tenant. Waits only if the tenant is not known yet."""
         known = self._known.get(tenant)
         if known is not None and self._now() - known[0] < FRESH_S:
             return known[1]

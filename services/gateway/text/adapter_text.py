@@ -1,7 +1,7 @@
-"""How adapters write text: the base's tokenizer with the tokens and chat template they bring.
+"""Tokenizers of adapters: the base's, with the tokens and chat template that they add.
 
 The files are fetched once by digest, and what is made of them is kept within a bound. Where a
-tokenizer disagrees with the base's, neither it nor its template is used, and the log says why.
+tokenizer contradicts the base's, neither it nor its template is used, and the log says why.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Kept:
 
 
 class AdapterText:
-    """The tokenizer that speaks for a target; made when first asked for."""
+    """The tokenizer for a target, built on first use."""
 
     def __init__(self, read_files: ReadFiles, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """`read_files` gives the files of a version, by its label, checked against their sha256."""
@@ -77,7 +77,7 @@ class AdapterText:
             task = asyncio.create_task(self._make(key, served, base, adapter.label, files))
             task.add_done_callback(lambda _: self._being_made.pop(key, None))
             self._being_made[key] = task
-        # A caller that goes away must not take the others' work along.
+        # A caller that leaves must not cancel the work of the others.
         return await asyncio.shield(self._being_made[key])
 
     async def _make(
@@ -111,7 +111,7 @@ class AdapterText:
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
-        """What the adapter brings cannot be used: the base speaks for it."""
+        """Use the base's tokenizer, because the adapter's files cannot be used."""
         _warn(label, why)
         self._keep(key, _Kept(base, 1))
         return base
@@ -168,4 +168,4 @@ def _chat(contents: dict[str, bytes], label: str) -> ChatFormat | None:
 
 
 def _warn(label: str, why: str) -> None:
-    logger.warning("adapter speaks with the base's tokenizer", extra={"adapter": label, "why": why})
+    logger.warning("adapter uses the base's tokenizer", extra={"adapter": label, "why": why})

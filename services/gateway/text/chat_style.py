@@ -1,4 +1,4 @@
-"""How a base writes tool calls and thoughts, found in its chat template or told by a setting."""
+"""How a base writes tool calls and thoughts, detected in its chat template or set explicitly."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ChatStyle:
 
 
 def detected(template: str) -> ChatStyle:
-    """The style that a chat template speaks of; "" has none."""
+    """The style that a chat template uses; "" has none."""
     return ChatStyle(_tool_format(template), "</think>" in template)
 
 
 def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
-    """The style with what the operator set; "auto" keeps what was detected.
+    """The style with the operator's settings; "auto" keeps what was detected.
 
     Args:
         tool_format: "auto" or a `ToolFormat`.

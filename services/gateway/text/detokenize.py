@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING_TOKENS = 16
-"""A window that is still open after so many ids is broken text, not a long character."""
+"""A character that is incomplete after this many ids is broken text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,7 +37,7 @@ def _byte_alphabet() -> dict[str, int]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     alphabet = {chr(byte): byte for byte in shown}
-    alphabet.update({chr(256 + place): byte for place, byte in enumerate(hidden)})
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(hidden)})
     return alphabet
 
 

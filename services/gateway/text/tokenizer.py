@@ -1,4 +1,4 @@
-"""Speaks a base's text: prompt text to token ids, conversations to text, ids to text.
+"""The tokenizer and chat template of a base: text to token ids and back.
 
 Built from the tokenizer files that a worker's `GetModel` returns.
 """
@@ -25,7 +25,7 @@ from services.gateway.text.detokenize import TokenBytes
 from services.gateway.text.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
-"""Longer texts are tokenized beside the event loop."""
+"""Longer texts are tokenized in a thread."""
 _TOKEN_BYTES = 1024
 """About what an added token takes."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -161,9 +161,9 @@ def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     if not ids:
         raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise InvalidRequest.field(
-            "prompt", "", f"token id at index {place} is outside 0..{vocab_size - 1}"
+            "prompt", "", f"token id at index {index} is outside 0..{vocab_size - 1}"
         )
     return ids
 
@@ -245,7 +245,7 @@ def _token_text(token: object) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ServedBase:
-    """A base and the tokenizer that speaks for it."""
+    """A base and its tokenizer."""
 
     model: ServedModel
     tokenizer: BaseTokenizer | IdsOnly

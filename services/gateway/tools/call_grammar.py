@@ -128,8 +128,8 @@ class _Writer:
     def _one_of(self, body_of: Callable[[str, dict[str, Any], str], list[str]]) -> str:
         """Calls written as tags, one rule for each function."""
         names = []
-        for place, (name, schema) in enumerate(self._use.schemas.items()):
-            names.append(f"function_{place}")
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            names.append(f"function_{index}")
             self.rules += body_of(name, schema, names[-1])
         return f"({' | '.join(names)})"
 
@@ -143,9 +143,9 @@ class _Writer:
         between = f"({ids} /[A-Za-z0-9]{{9}}/)? " if ids else ""
         args = self._tokens("[ARGS]")
         calls = []
-        for place, (name, schema) in enumerate(self._use.schemas.items()):
-            self._json(f"arguments_{place}", schema)
-            calls.append(f"{json.dumps(name)} {between}{args} arguments_{place}")
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            self._json(f"arguments_{index}", schema)
+            calls.append(f"{json.dumps(name)} {between}{args} arguments_{index}")
         return f"({' | '.join(calls)})"
 
     def _whole_answer(self) -> str:
@@ -156,19 +156,19 @@ class _Writer:
             more = " (/; ?/ object)*" if self._use.is_parallel else ""
             return (f"({tag})? " if tag else "") + "object" + more
         calls = []
-        for place, (name, schema) in enumerate(self._use.schemas.items()):
-            calls.append(f"call_{place}")
-            self._rule(calls[-1], f'{json.dumps(name + "(")} {self._keywords(place, schema)} ")"')
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            calls.append(f"call_{index}")
+            self._rule(calls[-1], f'{json.dumps(name + "(")} {self._keywords(index, schema)} ")"')
         self._rule("python", " | ".join(calls))
         more = ' (", " python)*' if self._use.is_parallel else ""
         return f'"[" python{more} "]"'
 
-    def _keywords(self, place: int, schema: dict[str, Any]) -> str:
+    def _keywords(self, index: int, schema: dict[str, Any]) -> str:
         """Arguments by name: what is required first, then what is not, in the schema's order."""
         required: list[str] = []
         optional: list[str] = []
         for number, key in enumerate(schema.get("properties", {})):
-            rule = f"value_{place}_{number}"
+            rule = f"value_{index}_{number}"
             self._json(rule, argument(schema, key))
             is_required = key in schema.get("required", ())
             (required if is_required else optional).append(f"{json.dumps(key + '=')} {rule}")

@@ -20,11 +20,11 @@ def one_call(schemas: Mapping[str, dict[str, Any]], key: str) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{place}"}},
+            "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{definition}"}},
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for place, name in enumerate(schemas)
+        for definition, name in enumerate(schemas)
     ]
     defs = {str(n): _moved(schema, str(n)) for n, schema in enumerate(schemas.values())}
     return {"anyOf": calls, "$defs": defs, **SPACING}
@@ -46,14 +46,14 @@ def argument(schema: dict[str, Any], name: str) -> dict[str, Any]:
     return {"$ref": reference, "$defs": {_ROOT: _moved(schema, _ROOT)}, **SPACING}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: Any, definition: str) -> Any:
     """A schema whose references hold although it became a definition of another."""
     if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
+        return [_moved(item, definition) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
+    moved = {key: _moved(value, definition) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/{place}{reference[1:]}"
+        moved["$ref"] = f"#/$defs/{definition}{reference[1:]}"
     return moved

@@ -258,12 +258,12 @@ def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
 
     Without a mark: what can be shown already, "", and what may become white space and a mark.
     """
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    found = [(index, mark) for mark in marks if (index := text.find(mark)) >= 0]
     if not found:
         end = min((settled(text, mark) for mark in marks), default=len(text))
         return text[:end], "", text[end:]
-    place, mark = min(found)
-    begin, end = len(text[:place].rstrip()), place + len(mark)
+    index, mark = min(found)
+    begin, end = len(text[:index].rstrip()), index + len(mark)
     return text[:begin], text[begin:end], text[end:]
 
 

@@ -29,18 +29,18 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     """
     properties = parameters.get("properties")
     if not isinstance(properties, dict) or name not in properties:
-        return _printed(text)
+        return _json_text(text)
     types = _types_of(properties[name], parameters)
     if types == {"string"}:
-        return _printed(text)
+        return _json_text(text)
     word = text.strip()
     try:
         value = json.loads(_WORDS.get(word, word), parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _printed(text)
+        return _json_text(text)
     if isinstance(value, float) and value.is_integer() and "number" not in types:
         value = int(value)
-    return _printed(value if not types or types & _TYPES[type(value)] else text)
+    return _json_text(value if not types or types & _TYPES[type(value)] else text)
 
 
 def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -66,7 +66,7 @@ def pointed(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def _printed(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 

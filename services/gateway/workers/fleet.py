@@ -134,7 +134,7 @@ class Fleet:
         except OSError as error:
             logger.warning("look-up failed", extra={"name": name, "error": str(error)})
             return [address for address in self._links if address not in self._static]
-        return sorted({_printed(info[4][0], int(port)) for info in infos})
+        return sorted({_address(info[4][0], int(port)) for info in infos})
 
     async def _model_seen(self, message: worker_pb2.GetModelResponse) -> bool:
         """Record a base; returns False if its tokenizer files are needed too."""
@@ -171,5 +171,5 @@ def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> Base
     return BaseTokenizer(files, pool)
 
 
-def _printed(host: str | int, port: int) -> str:
+def _address(host: str | int, port: int) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -68,7 +68,7 @@ class WorkerLink:
         self._metadata = metadata
         self._pacer = pacer or WakeupPacer()
         self._session: WorkerSession | None = None
-        self._heard_s = 0.0
+        self._last_message_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
         self._shown = _Shown(self._view, None, self._view)
 
@@ -82,7 +82,7 @@ class WorkerLink:
         session = self._session
         if session is None:
             return self._view
-        silent_s = now_s() - self._heard_s
+        silent_s = now_s() - self._last_message_s
         own = (
             session.is_open,
             session.in_flight,
@@ -163,10 +163,10 @@ class WorkerLink:
             epoch=session.epoch,
             connected=True,
         )
-        self._hear()
+        self._note_message()
         self._changed()
         logger.info("worker connected", extra=self._log_fields(None))
-        await _first_failure(session.run(self._hear), self._watch(), self._listen())
+        await _first_failure(session.run(self._note_message), self._watch(), self._detect_silence())
 
     async def _get_model(self, *, include_tokenizer: bool) -> worker_pb2.GetModelResponse:
         try:
@@ -183,7 +183,7 @@ class WorkerLink:
         call = self._stub.WatchStatus(worker_pb2.WatchStatusRequest(), metadata=self._metadata)
         try:
             async for message in call:
-                self._hear()
+                self._note_message()
                 if message.epoch != self._view.epoch:  # another engine: it may compute otherwise
                     model = await self._get_model(include_tokenizer=False)
                     self._view = replace(self._view, numerics=model.numerics_fingerprint)
@@ -195,20 +195,20 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    async def _listen(self) -> None:
-        """Raises: Unavailable when nothing was heard for long, though no connection broke.
+    async def _detect_silence(self) -> None:
+        """Raises: Unavailable if the worker sends nothing for long while the connection stands.
 
-        Counts checks and not seconds: a gateway that slept itself has heard nothing either.
+        Counts checks instead of seconds, because a gateway that was suspended received nothing.
         """
-        silent, heard_s = 0, self._heard_s
+        silent, last_message_s = 0, self._last_message_s
         while silent < SILENT_CHECKS:
             await asyncio.sleep(_CHECK_S)
-            silent = silent + 1 if heard_s == self._heard_s else 0
-            heard_s = self._heard_s
-        raise Unavailable(f"worker {self._view.worker_id} says nothing", reason="WORKER_SILENT")
+            silent = silent + 1 if last_message_s == self._last_message_s else 0
+            last_message_s = self._last_message_s
+        raise Unavailable(f"worker {self._view.worker_id} is unresponsive", reason="WORKER_SILENT")
 
-    def _hear(self) -> None:
-        self._heard_s = now_s()
+    def _note_message(self) -> None:
+        self._last_message_s = now_s()
 
     def _disconnect(self) -> None:
         was_connected = self._view.connected
@@ -251,7 +251,7 @@ async def _first_failure(*runs: Awaitable[None]) -> None:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if task.cancelled():
-                raise Unavailable("a call to the worker was cut off", reason="WORKER_LOST")
+                raise Unavailable("a call to the worker was cancelled", reason="WORKER_LOST")
             task.result()
     finally:
         for task in tasks:

@@ -57,7 +57,7 @@ class WorkerSession:
         """Adapters of the requests that have not ended."""
         self._numbers = itertools.count(1)
         self._pacer = pacer
-        self._heard_step = 0
+        self._last_step = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self.worker_id = ""
         self.epoch = 0
@@ -69,23 +69,23 @@ class WorkerSession:
         return len(self._streams)
 
     async def open(self, gateway_id: str) -> None:
-        """Greet the worker and await its welcome. Raises: LoraplexError."""
+        """Open the session with a handshake. Raises: LoraplexError."""
         hello = worker_pb2.SessionHello(gateway_id=gateway_id)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await self._call.write(worker_pb2.SessionRequest(hello=hello))
                 message = await self._call.read()
         except TimeoutError:
-            raise WorkerLost("the worker does not welcome the session") from None
+            raise WorkerLost("the handshake with the worker timed out") from None
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         if message is _END or message.WhichOneof("message") != "welcome":
-            raise WorkerLost("the worker ended the session before its welcome")
+            raise WorkerLost("the worker ended the session during the handshake")
         self.worker_id, self.epoch = message.welcome.worker_id, message.welcome.epoch
         self.is_open = True
 
     def submit(self, job: WorkerJob) -> TokenStream:
-        """Send a job up. Raises: WorkerLost when the session is closed."""
+        """Submit a job. Raises: WorkerLost if the session is closed."""
         if not self.is_open:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
@@ -124,9 +124,9 @@ class WorkerSession:
             while True:
                 await self._call.write(await self._up.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
-            logger.debug("the session ended; its reader says why")
+            logger.debug("session ended; the reader logs the reason")
         finally:
-            # Whatever ended this: a session that carries nothing up must not look open.
+            # A session that can no longer send must not look open.
             self._call.cancel()
 
     def _handle(self, events: worker_pb2.StepEvents) -> None:
@@ -147,16 +147,16 @@ class WorkerSession:
         self._ack_soon(events.step)
 
     def _ack_soon(self, step: int) -> None:
-        """An ack covers all steps before it, and a message up costs as much as one down: one says
-        what came in a while."""
-        self._heard_step = step
+        """Acknowledge after a while: one ack covers all steps before it, and each costs a
+        message."""
+        self._last_step = step
         if self._ack_timer is None:
             self._ack_timer = asyncio.get_running_loop().call_later(ACK_S, self._ack)
 
     def _ack(self) -> None:
         self._ack_timer = None
         if self.is_open:
-            ack = worker_pb2.SessionAck(step=self._heard_step)
+            ack = worker_pb2.SessionAck(step=self._last_step)
             self._up.put_nowait(worker_pb2.SessionRequest(ack=ack))
 
     def _cancel(self, wire_id: str) -> None:
@@ -189,7 +189,7 @@ class WorkerSession:
 
     def _fail_all(self) -> None:
         for stream in self._streams.values():
-            stream.fail(WorkerLost(f"worker {self.worker_id} went away"))
+            stream.fail(WorkerLost(f"the connection to worker {self.worker_id} was lost"))
         self._pacer.num_streams -= len(self._streams)
         self._streams.clear()
         self._prompt_tokens.clear()

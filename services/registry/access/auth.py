@@ -1,4 +1,4 @@
-"""Who may call the registry's door."""
+"""Authenticates the callers of the registry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KeyAuth:
         return await self._check_key(token)
 
 
-def door_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
+def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
     """The check for this configuration; None without auth, which is for loopback.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reading: what a reference means, and lists. From the index, or from the objects without one."""
+"""What callers may read: references, lists and watches. Reads the objects if there is no index."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResolvedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a list keeps. Empty fields keep everything."""
+    """The filter of a list. Empty fields match everything."""
 
     tenant: str = ""
     name: str = ""
@@ -43,14 +43,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a list goes on: after this version of this scope."""
+    """Where a list continues: after this version of this scope."""
 
     scope: str = ""
     version: int = 0
 
 
 class Lookup:
-    """Answers readers."""
+    """Resolves references and lists adapters."""
 
     def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
         self._store = store
@@ -60,7 +60,7 @@ class Lookup:
         """The live version that a reference means to this caller.
 
         Raises:
-            AdapterNotFound: there is none, or it is somebody else's.
+            AdapterNotFound: there is none, or another tenant's private one.
         """
         kind, selector = _selector(ref)
         try:

@@ -1,4 +1,4 @@
-"""Who may do what with whose adapters."""
+"""Permissions of callers on adapters."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Access:
         granted = adapter is not None and adapter.pullable
         if not (self.sees_all or tenant == self.tenant or granted):
             raise PermissionDenied(
-                "its owner lets you run this adapter, not download it; ask for pullable sharing"
+                "you may run this adapter but not download it; ask its owner for pullable sharing"
             )
 
     def require_publishing(self, tenant: str) -> None:
-        """Demand the right to add to a tenant. Unlike `require` it names another tenant: where one
-        may not write, nothing is told of what is there. Raises PermissionDenied."""
+        """Require the right to publish for a tenant. Unlike `require` it names the other
+        tenant, because the answer does not reveal what that tenant has. Raises PermissionDenied."""
         if tenant != self.tenant and not self.is_root:
             raise PermissionDenied(
                 f"a key of tenant {self.tenant!r} cannot publish for {tenant!r}; use its own"
@@ -65,11 +65,11 @@ class Access:
         self.require("publisher")
 
     def require(self, scope: str, tenant: str | None = None) -> None:
-        """Demand `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
+        """Require `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
 
         Raises:
             PermissionDenied: the scope is missing, or another tenant would be administered.
-            AdapterNotFound: the tenant is another one; whether it has such an adapter is not told.
+            AdapterNotFound: it is another tenant; whether that has the adapter is not revealed.
         """
         if self.is_root:
             return
@@ -83,11 +83,11 @@ class Access:
             raise AdapterNotFound(f"{tenant}/...", "it belongs to another tenant")
 
     def require_root(self) -> None:
-        """Demand rights over the whole registry."""
+        """Require rights over the whole registry."""
         if not self.is_root:
-            raise PermissionDenied("this concerns every tenant and needs the first admin key")
+            raise PermissionDenied("this affects all tenants and needs the first admin key")
 
     def require_service_or_root(self) -> None:
-        """Demand to be another service of this house, or its first admin."""
+        """Require the identity of a service, or the first admin key."""
         if SERVICE not in self.scopes:
             self.require_root()

@@ -1,4 +1,4 @@
-"""Who besides its owner may use an adapter: nobody, some tenants, or everybody."""
+"""Sharing of adapters: private, shared with some tenants, or public."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AdapterSharing:
         self._audit = audit
 
     async def set(self, tenant: str, name: str, wanted: Wanted, actor: str) -> AdapterRecord:
-        """Change and tell who may use an adapter.
+        """Change who may use an adapter, and return its record.
 
         Raises:
             AdapterNotFound: there is no such adapter.

@@ -1,4 +1,4 @@
-"""Signatures of versions, kept as documents beside them: the versions themselves never change.
+"""Signatures of versions, kept as separate documents: the versions themselves never change.
 
 A signature is of the right form and over exactly the version's files, or it is not kept. Where its
 public key is at hand, sent along or named by the tenant's policy, the registry verifies it too.
@@ -44,7 +44,7 @@ class Offered:
 
 
 class Signatures:
-    """Keeps and finds them, and says who may do without."""
+    """Stores and finds signatures, and enforces the policies of tenants."""
 
     def __init__(self, store: ObjectStore, audit: Audit, tenants: Tenants) -> None:
         self._store = store
@@ -156,8 +156,8 @@ class Signatures:
             return
         wanted = ", ".join(sorted(sha256[:12] for sha256 in policy))
         raise PermissionDenied(
-            f"{what} is not signed by a key that tenant {tenant!r} demands ({wanted}): upload with "
-            "--signing-key, or 'registry sign' the version first",
+            f"{what} is not signed by a key that tenant {tenant!r} requires ({wanted}); upload "
+            "with --signing-key, or 'registry sign' the version first",
             reason="NOT_SIGNED",
         )
 

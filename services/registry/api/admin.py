@@ -1,4 +1,4 @@
-"""The admin half of the registry's gRPC door."""
+"""The admin methods of RegistryService."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
 
 def caller_access() -> Access:
-    """The rights of whoever made the current call."""
+    """The permissions of the current caller."""
     return Access.of(current_caller.get())
 
 

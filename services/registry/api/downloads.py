@@ -1,7 +1,7 @@
 """Sending the files of a version to a reader.
 
-Bytes are checked once: where they end up, by readers that say so, which covers the store, this
-server and the way; here for all others.
+Bytes are verified once: by readers that ask to do it themselves, which covers the store, this
+server and the network, or else here.
 """
 
 from __future__ import annotations

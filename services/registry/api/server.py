@@ -1,4 +1,4 @@
-"""The gRPC door of the registry: messages in, records through the parts, messages out."""
+"""RegistryService: converts messages, checks permissions and calls the parts of the registry."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from the objects when it is found empty or behind. All keys, with their prefix `
 
     epoch                    id of the current index; absent = no index
     rebuild                  lease of a rebuild, its value the epoch being built
-    turn:<work>              held for an interval by the process that does periodic work
+    turn:<work>              claimed for an interval by the process that does periodic work
     snapshot                 "<epoch> <number of its last event>" when the objects were last copied
     dirty                    SET of scopes that changed while a rebuild was reading
     pending                  HASH operation id -> "<unix ms> <scope>", noted before objects change
@@ -48,10 +48,10 @@ _REBUILD_LEASE_MS = 30_000
 _MAX_TRIES = 5
 _DROP_KEYS = 1000
 _MAX_FOUND_AT_ONCE = 64
-"""References answered in one round trip; Redis does nothing else meanwhile."""
+"""References resolved in one round trip, during which Redis does nothing else."""
 
 _STATES = ("BUSY", "MISCONF", "NOREPLICAS")
-"""First words of refusals without a type in redis-py, which tell of the server, not the command."""
+"""First words of errors without a type in redis-py that concern the server, not the command."""
 _FULL = "its memory is full; raise its maxmemory"
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Catalog:
         self.make_index: Callable[[], Awaitable[None]] | None = None
         """Called by writers that find no index; set once the part that can is there."""
         self._redis = client
-        self._finding = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
+        self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
                 resources.files("services.registry.index").joinpath(f"{name}.lua").read_text()
@@ -130,7 +130,7 @@ class Catalog:
 
         Args:
             operation: pending note to remove with the same stroke.
-            into_epoch: an index under construction, which nobody watches yet.
+            into_epoch: an index under construction, which has no watchers yet.
         """
         change = arguments_of(operation, scope, items, with_events=not into_epoch)
         arguments: list[Any] = [MAX_EVENTS, into_epoch, *change]
@@ -152,7 +152,7 @@ class Catalog:
 
         `selector` of a version is its number in decimal.
         """
-        return await self._finding.ask((scope, kind, selector))
+        return await self._lookups.ask((scope, kind, selector))
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
         """`find` of several in one round trip."""
@@ -253,7 +253,7 @@ class Catalog:
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
     async def check_keeps_keys(self) -> None:
-        """Raises CatalogDown where Redis may drop single keys: an index with holes looks whole."""
+        """Raises CatalogDown if Redis may evict keys: an incomplete index would look complete."""
         async with _translated():
             info = await self._redis.info("memory")
         policy = info.get("maxmemory_policy", "")
@@ -263,7 +263,7 @@ class Catalog:
                 "set noeviction"
             )
 
-    async def take_turn(self, work: str, interval_s: float) -> bool:
+    async def claim_interval(self, work: str, interval_s: float) -> bool:
         """Whether this process is the one to do some `work` of all in this interval."""
         interval_ms = max(1, int(interval_s * 1000))
         async with _translated():

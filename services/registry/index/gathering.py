@@ -1,4 +1,4 @@
-"""Many small questions, few round trips."""
+"""Batches many small requests into few round trips."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ R = TypeVar("R")
 
 
 class RequestBatcher(Generic[A, R]):
-    """Asks what comes up while a question is under way together, as the next one.
+    """Sends the requests that arrive during a round trip together, as the next one.
 
-    Alone, a question goes nearly at once. Under load each round trip carries all that gathered
-    during the one before, so that its cost is shared. An answer is always to a question sent after
-    `ask` was called: nobody is told what was true before that.
+    A single request is sent almost at once. Under load each round trip carries all requests that
+    arrived during the one before, so that they share its cost. An answer always belongs to a round
+    trip that began after `ask` was called, and is therefore never stale.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RequestBatcher(Generic[A, R]):
         self._running: asyncio.Task[None] | None = None
 
     async def ask(self, question: A) -> R:
-        """The answer to one question. Raises what `ask_all` raised for those asked together."""
+        """The answer to one request. Raises what `ask_all` raised for its batch."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, answer))
         if self._running is None:
@@ -46,7 +46,7 @@ class RequestBatcher(Generic[A, R]):
             self._running = None
 
     async def _gather(self) -> None:
-        """Let calls that have arrived ask too, as long as every turn of the loop brings some."""
+        """Wait for more requests as long as every iteration of the event loop brings some."""
         seen = 0
         while seen < len(self._waiting) < self._max_questions:
             seen = len(self._waiting)

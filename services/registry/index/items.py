@@ -1,4 +1,4 @@
-"""What the index is told about each kind of record: where it goes, and which events it makes."""
+"""Index entries of each kind of record: their scope, and the events that they cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASES_SCOPE = "bases"
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """One change as watchers see it; `generation` tells the index whether it is news."""
+    """One change as watchers see it; the index ignores old generations."""
 
     generation: int
     kind: str
@@ -63,9 +63,9 @@ def arguments_of(
     entries = []
     for item in items:
         events = item.events if with_events else ()
-        told = [{"generation": e.generation, "doc": place(e.to_doc())} for e in events]
+        entries_of_events = [{"generation": e.generation, "doc": place(e.to_doc())} for e in events]
         head = {"key": item.key, "field": item.field, "generation": item.generation}
-        entries.append({**head, "doc": place(item.doc), "events": told, **item.extra})
+        entries.append({**head, "doc": place(item.doc), "events": entries_of_events, **item.extra})
     change = {"op": operation, "scope": scope, "items": entries}
     return [msgspec.json.encode(change), *documents]
 
@@ -128,7 +128,7 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """Who may see an adapter; watchers hear of it through `versions`, the live ones."""
+    """Visibility of an adapter; watchers learn of it through `versions`, the live ones."""
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",

@@ -128,7 +128,7 @@ def _socket_path(state_dir: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / f"loraplex-{os.getuid()}-{mark}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise Unavailable(f"{folder} belongs to somebody else; choose a shorter state folder")
+        raise Unavailable(f"{folder} belongs to another user; choose a shorter state folder")
     return folder / "metadata.sock"
 
 

@@ -1,4 +1,4 @@
-"""All versions of one adapter: from the index those it knows, from the objects the others."""
+"""All versions of one adapter, from the index and, if it lacks some, from the objects."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Versions:
         )
 
     async def items_of_tag(self, tag: TagRecord) -> list[Item]:
-        """A tag for the index, after those versions it points at that the index lacks: another
-        process may have moved it to a version that it has not told the index of yet."""
+        """Index entries of a tag, preceded by the versions that it points at and the index lacks:
+        another process may have moved it to a version that is not indexed yet."""
         items = []
         adapter_key = layout.adapter(tag.tenant, tag.name)
         for target in tag.targets:

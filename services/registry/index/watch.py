@@ -37,7 +37,7 @@ class _SnapshotNeeded(Exception):
 
 
 async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
-    """Yield changes after `token` ("" = everything) for ever. Waits while the index is away."""
+    """Yield changes after `token` ("" = everything) without end; waits while there is no index."""
     epoch, sequence = _parse(token)
     while True:
         try:
@@ -59,7 +59,7 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
 
 
 async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Batch]:
-    """Events after a number until the epoch ends. Empty batches say that the watch is alive."""
+    """Events after a number until the epoch ends. Empty batches show that the watch is alive."""
     await _last_sequence(catalog, epoch, after)
     while True:
         entries = await catalog.read_events(epoch, after, _EVENTS, _BLOCK_MS)

@@ -1,7 +1,7 @@
 """Garbage collection: removes bytes that nothing refers to, and nothing else.
 
-Age decides, told by the store's clock, never a lease: an unreferenced blob goes only when nobody
-has written it for a day, and publishers write a blob again where it is older than half of that.
+Age decides, by the clock of the store and never by a lease: an unreferenced blob is deleted only if
+it was not written for a day, and publishers write a blob again where it is older than half of that.
 Between the look and the removal the age is checked once more.
 """
 
@@ -44,7 +44,7 @@ class Collector:
     retention_s: float = RETENTION_S
 
     async def collect(self, *, dry_run: bool = False) -> CollectionResult:
-        """Remove dead uploads first, then blobs. Safe beside publishers and other collectors."""
+        """Remove dead uploads first, then blobs. Safe while publishers and other collectors run."""
         now_s = await self.store.clock_s()
         result = CollectionResult()
         await self._collect_uploads(now_s, result, dry_run=dry_run)

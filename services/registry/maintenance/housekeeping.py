@@ -15,26 +15,26 @@ from services.registry.publish.staging import Staging
 logger = logging.getLogger(__name__)
 
 ACTOR = "registry"
-"""Who the audit log says it was."""
+"""The actor in the audit log."""
 _CHECK_S = 600.0
 _EXPIRE_CHECK_S = 1.0
 _SNAPSHOT_CHECK_S = 60.0
 SNAPSHOT_CHANGES = 1000
-"""What a rebuild reads singly costs a few seconds: not worth another copy yet."""
+"""Fewer changes cost a rebuild only seconds, which is not worth another snapshot."""
 
 
 async def collect_regularly(
     catalog: Catalog, collector: Collector, audit: Audit, interval_s: float
 ) -> None:
-    """Collect for ever, once in an interval whatever the number of registries; 0 = never.
+    """Collect garbage once per interval, however many registries there are; 0 = never.
 
-    Whose turn it is is told by the metadata server. That only saves work: collectors are safe
-    beside each other.
+    The metadata server decides which registry does it. That only saves work: collectors may run
+    at the same time.
     """
     while interval_s:
         await asyncio.sleep(min(interval_s, _CHECK_S))
         try:
-            if await catalog.take_turn("gc", interval_s):
+            if await catalog.claim_interval("gc", interval_s):
                 await collect_once(collector, audit)
         except LoraplexError as error:
             logger.warning("garbage not collected", extra={"problem": error.message})
@@ -43,7 +43,7 @@ async def collect_regularly(
 
 
 async def collect_once(collector: Collector, audit: Audit) -> None:
-    """Collect, and note it in the audit log where anything went."""
+    """Collect garbage, and record it in the audit log if anything was deleted."""
     collected = await collector.collect()
     if collected.deleted_objects:
         details = {"objects": str(collected.deleted_objects)}
@@ -51,13 +51,13 @@ async def collect_once(collector: Collector, audit: Audit) -> None:
 
 
 async def expire_regularly(staging: Staging) -> None:
-    """Give up staged moves that are late, for ever. Every registry does: the first one counts."""
+    """Drop staged moves that are late. Every registry does this; the first one succeeds."""
     while True:
         await asyncio.sleep(_EXPIRE_CHECK_S)
         try:
             await staging.expire()
         except CatalogDown:
-            continue  # The index keeper says so.
+            continue  # The task that keeps the index logs this.
         except LoraplexError as error:
             logger.warning("staged moves not checked", extra={"problem": error.message})
         except Exception:
@@ -65,14 +65,14 @@ async def expire_regularly(staging: Staging) -> None:
 
 
 async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
-    """Write a snapshot for ever, when enough has changed; where snapshots are of no use, never.
+    """Write a snapshot whenever enough has changed, if the store supports that.
 
-    Whose turn it is is told as for collections, and matters as little.
+    The metadata server decides which registry does it, as for collections.
     """
     while snapshots.are_useful:
         await asyncio.sleep(_SNAPSHOT_CHECK_S)
         try:
-            if await catalog.take_turn("snapshot", _SNAPSHOT_CHECK_S):
+            if await catalog.claim_interval("snapshot", _SNAPSHOT_CHECK_S):
                 await copy_if_due(catalog, snapshots)
         except LoraplexError as error:
             logger.warning("no snapshot written", extra={"problem": error.message})
@@ -81,7 +81,7 @@ async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
 
 
 async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:
-    """Write a snapshot where the index is new, or much changed since the last one."""
+    """Write a snapshot if the index is new or has changed much since the last one."""
     changes = await catalog.changes_since_snapshot()
     if changes is not None and changes < SNAPSHOT_CHANGES:
         return False

@@ -1,4 +1,4 @@
-"""Keeping the index equal to the objects: repair of what it missed, rebuild where it is lost."""
+"""Keeps the index equal to the objects: repairs what it missed, rebuilds it if it is lost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Indexer:
         await self.repair(0.0)
 
     async def keep(self, interval_s: float) -> None:
-        """Check for ever that the index is there and whole."""
+        """Check regularly that the index exists and is complete; repair it if not."""
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -160,7 +160,7 @@ class Indexer:
         return (epoch, *counts)
 
     async def _switch(self, epoch: str) -> None:
-        """Read what changed meanwhile again, until nothing did, and make the index current."""
+        """Read what changed during the rebuild until nothing did, then make the index current."""
         while (left := await self._catalog.switch(epoch)) is not True:
             if left is False:
                 raise NoIndex("Redis was emptied during the rebuild", retry_after_s=1.0)

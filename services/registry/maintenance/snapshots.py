@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_KEYS = 500
 _KEPT = 2
-"""The one before the newest stays for those who are reading it."""
+"""The snapshot before the newest is kept for processes that are reading it."""
 _CHUNK_BYTES = 1 << 20
 _GZIP = 31
 """`wbits` of zlib for a gzip header and trailer."""
@@ -44,7 +44,7 @@ class Snapshots:
 
     @property
     def are_useful(self) -> bool:
-        """Whether the store's listing can tell if a copy is current."""
+        """Whether the store's listing shows if a copy is current."""
         return self._store.lists_etags
 
     async def documents(self, folder: str = "") -> AsyncIterator[list[tuple[str, bytes]]]:
@@ -83,7 +83,7 @@ class Snapshots:
         return [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
 
     async def _newest(self, file: IO[bytes]) -> _Copies:
-        """The documents of the newest whole snapshot, kept in `file`; none where there is none."""
+        """The documents of the newest complete snapshot, kept in `file`; empty if there is none."""
         if not self.are_useful:
             return _Copies(None)
         for key in reversed(await self._keys()):
@@ -93,7 +93,7 @@ class Snapshots:
         return _Copies(None)
 
     async def _download(self, key: str, file: IO[bytes]) -> bool:
-        """Bring a snapshot to `file`; False where it is not what its name says."""
+        """Download a snapshot to `file`; False if its content does not match its name."""
         file.seek(0)
         file.truncate()
         digest = hashlib.sha256()

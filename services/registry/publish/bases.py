@@ -91,7 +91,7 @@ class Bases:
 
         Raises:
             Unavailable: no base is known yet.
-            InvalidAdapter: there are bases, and none is called `wanted`.
+            InvalidAdapter: there are bases, but none is called `wanted`.
         """
         bases = await self.summaries()
         if not bases:

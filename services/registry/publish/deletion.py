@@ -73,7 +73,8 @@ class Deletion:
     async def _delete(
         self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
     ) -> list[VersionRecord]:
-        """Tombstones first: whoever points a tag at a version looks at its record afterwards."""
+        """Write tombstones first: a writer that points a tag at a version checks its record
+        after."""
         operation = await self._catalog.note_pending(scope_of(tenant, name))
         deleted = [await self._bury(tenant, name, number, purge) for number in numbers]
         failpoint("delete.tombstone")
@@ -122,8 +123,8 @@ class Deletion:
             held = current.targets if current is not None else ()
             return None if all(target.version in live for target in held) else fallback
 
-        place = TagAddress(tag.tenant, tag.name, tag.tag)
-        return await self._tags.move(place, choose, mover, secrets.token_hex(8))
+        address = TagAddress(tag.tenant, tag.name, tag.tag)
+        return await self._tags.move(address, choose, mover, secrets.token_hex(8))
 
     async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
         """Live versions by the objects: the index may not know of the newest tombstone yet."""

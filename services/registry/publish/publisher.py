@@ -112,7 +112,7 @@ class Publisher:
         for _ in range(_MAX_TRIES):
             version, created = await self._claim(session, inspected, sources)
             failpoint("publish.version")
-            finished = await self._reveal(session, version, created, operation)
+            finished = await self._make_visible(session, version, created, operation)
             if finished is not None:
                 return finished
         raise Conflict("the version is deleted again and again while it is published; try later")
@@ -131,9 +131,9 @@ class Publisher:
         raise Blocked(message, reason="UPLOAD_INCOMPLETE") from damage
 
     async def recover(self, upload_id: str) -> bool:
-        """Roll a publication forward that died after its version record; say whether there was one.
+        """Complete a publication that died after its version record; returns whether there was one.
 
-        Tags move only if nobody has moved them since the publication began.
+        Tags move only if they were not moved since the publication began.
         """
         intent = await self._uploads.intent(upload_id)
         if intent is None:
@@ -144,7 +144,7 @@ class Publisher:
             return False
         operation = await self._catalog.note_pending(scope_of(version.tenant, version.name))
         created = version.upload_id == upload_id
-        return await self._reveal(session, version, created, operation, intent) is not None
+        return await self._make_visible(session, version, created, operation, intent) is not None
 
     async def _intended_version(
         self, session: UploadSession, intent: Intent
@@ -162,7 +162,7 @@ class Publisher:
     async def _claim(
         self, session: UploadSession, inspected: Inspected, sources: Sequence[Source]
     ) -> tuple[VersionRecord, bool]:
-        """The version of this content: an existing one, or a new number that nobody else got."""
+        """The version of this content: an existing one, or one with a new number."""
         options = session.options
         wanted = await self._record(session, inspected, [source.file for source in sources])
         while True:
@@ -216,7 +216,7 @@ class Publisher:
         records = {tag: await self._tags.read(TagAddress(tenant, name, tag)) for tag in tags}
         return {tag: record.generation if record else 0 for tag, record in records.items()}
 
-    async def _reveal(
+    async def _make_visible(
         self,
         session: UploadSession,
         version: VersionRecord,
@@ -226,7 +226,7 @@ class Publisher:
     ) -> Finished | None:
         """Everything after the version record: visibility, tags, audit, index, acknowledgement.
 
-        Returns None where the version was deleted meanwhile: the content needs a new number.
+        Returns None if the version was deleted in the meantime: the content needs a new number.
         """
         items: list[Item] = []
         adapter = await self._set_visibility(session, items)
@@ -276,30 +276,30 @@ class Publisher:
                 return None
             return [target]
 
-        place = TagAddress(version.tenant, version.name, tag)
+        address = TagAddress(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
-        return await self._tags.move(place, choose, session.creator, move_id)
+        return await self._tags.move(address, choose, session.creator, move_id)
 
     async def _stage_tag(
         self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
     ) -> None:
         """Let a tag wait until workers have the version loaded. A deleted one is not waited for."""
-        place = TagAddress(version.tenant, version.name, tag)
+        address = TagAddress(version.tenant, version.name, tag)
         if recovering is not None:
-            current = await self._tags.read(place)
+            current = await self._tags.read(address)
             generation = current.generation if current is not None else 0
             if recovering.tag_generations.get(tag, 0) != generation:
                 return
         target = TagTarget(version.version, version.digest)
         with contextlib.suppress(AdapterNotFound):
             await self._staging.begin(
-                place, [target], None, session.creator, session.options.when_loaded_s
+                address, [target], None, session.creator, session.options.when_loaded_s
             )
 
     async def _set_visibility(
         self, session: UploadSession, items: list[Item]
     ) -> AdapterRecord | None:
-        """Change who may see the adapter where the upload says so; returns what holds then."""
+        """Change the visibility if the upload asks for it; returns the resulting record."""
         options = session.options
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
@@ -339,7 +339,7 @@ def _is_newer(current: TagRecord, version: int) -> bool:
     """Whether the publication of a newer version put the tag where it is.
 
     Only then is leaving it alone the same as having moved it just before: a move by hand may have
-    been made on the condition that nobody else moved the tag.
+    been made on the condition that the tag was not moved in between.
     """
     last = current.moves[-1]
     target = last.targets[0].version if last.targets else 0

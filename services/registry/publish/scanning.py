@@ -1,8 +1,8 @@
 """Looking at tensor values while they arrive, so that publishing need not read them again.
 
 Whether all values of a file are finite depends on its bytes alone, so an answer is kept under the
-sha256 of the file. It is only a shortcut: where there is none (another replica took the parts, they
-came in pieces, the file is bad), inspection reads the stored bytes and says what is wrong.
+sha256 of the file. It is only a shortcut: without an answer (another replica received the parts, a
+file came in several parts, or it is damaged), inspection reads the stored bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_KEPT = 1024
 
 
 class Scans:
-    """Answers for files that arrived lately."""
+    """Results for files that arrived recently."""
 
     def __init__(self) -> None:
         self._zeros: OrderedDict[str, frozenset[str]] = OrderedDict()

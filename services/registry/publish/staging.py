@@ -1,4 +1,4 @@
-"""Staged tag moves: the new targets wait beside the old ones until workers have them loaded.
+"""Staged tag moves: the new targets are pending until workers have loaded them.
 
 A gateway that sees a pending tag loads its targets and then finishes the move; the generation it
 saw must still be the tag's, so of several gateways exactly one does. A move by hand cancels what
@@ -22,12 +22,12 @@ from services.registry.publish.tags import TagAddress, Tags, check_expected, des
 from services.registry.records import TagRecord, TagTarget, now_s
 
 WAITING = "waiting for workers to load it"
-NOBODY = "not loaded in time, and no gateway said why: is one running?"
+NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"
 MAX_STAGE_S = 86_400.0
 GATEWAYS_S = 2.0
 """Gateways give up first, as they know a better reason."""
 ACTOR = "registry"
-"""Who the audit log says it was that dropped a move."""
+"""The actor in the audit log for dropped moves."""
 
 
 class Staging:
@@ -44,7 +44,7 @@ class Staging:
 
     async def begin(
         self,
-        place: TagAddress,
+        address: TagAddress,
         targets: Sequence[TagTarget],
         expect: str | None,
         mover: str,
@@ -54,17 +54,17 @@ class Staging:
         points there already stays as it is.
 
         Raises:
-            Conflict: the tag is not what `expect` (a digest, or "none") says.
+            Conflict: the tag differs from `expect` (a digest, or "none").
             AdapterNotFound: a target does not exist.
         """
-        wanted = await self._tags.resolved(place, targets)
+        wanted = await self._tags.resolved(address, targets)
         until_s = now_s() + min(within_s, MAX_STAGE_S)
 
         def step(current: TagRecord | None) -> TagRecord | None:
-            check_expected(place, current, expect)
+            check_expected(address, current, expect)
             if current is not None and wanted == current.targets:
                 return _without_pending(current, "") if current.pending else None
-            before = current or moved(place, None, (), mover, secrets.token_hex(8))
+            before = current or moved(address, None, (), mover, secrets.token_hex(8))
             return dataclasses.replace(
                 before,
                 generation=before.generation + (current is not None),
@@ -74,21 +74,21 @@ class Staging:
                 pending_mover=mover,
             )
 
-        return await self._changed(place, step, "tag.stage", mover)
+        return await self._changed(address, step, "tag.stage", mover)
 
     async def finish(
-        self, place: TagAddress, generation: int, failure: str, actor: str
+        self, address: TagAddress, generation: int, failure: str, actor: str
     ) -> TagRecord:
         """Move a tag to its pending targets, or drop them for the reason in `failure`.
 
         Raises:
             Conflict: the tag has changed since `generation`, or nothing is pending.
         """
-        gone = await self._first_gone(place)
+        gone = await self._first_gone(address)
 
         def step(current: TagRecord | None) -> TagRecord:
             if current is None or current.generation != generation or not current.pending:
-                raise Conflict(f"{place} has nothing pending of generation {generation}")
+                raise Conflict(f"{address} has nothing pending of generation {generation}")
             reason = failure or gone
             if not reason and now_s() > current.pending_until_s:
                 reason = "no worker had it loaded in time"
@@ -96,52 +96,52 @@ class Staging:
                 shown = f"{describe(current.pending)} was not taken: {reason}"
                 return _without_pending(current, shown)
             mover = current.pending_mover
-            return moved(place, current, current.pending, mover, secrets.token_hex(8))
+            return moved(address, current, current.pending, mover, secrets.token_hex(8))
 
-        return await self._changed(place, step, "tag.drop" if failure else "tag.set", actor)
+        return await self._changed(address, step, "tag.drop" if failure else "tag.set", actor)
 
     async def expire(self) -> int:
-        """Drop what gateways have neither moved nor given up in time; returns how many."""
+        """Drop moves that gateways neither made nor gave up in time; returns their number."""
         late = await self._catalog.staged_until(now_s() - GATEWAYS_S)
         count = 0
         for scope, tag in late:
             tenant, _, name = scope.partition("/")
-            place = TagAddress(tenant, name, tag)
-            seen = await self._tags.read(place)
+            address = TagAddress(tenant, name, tag)
+            seen = await self._tags.read(address)
             if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
                 continue
             with contextlib.suppress(Conflict):
-                await self.finish(place, seen.generation, NOBODY, ACTOR)
+                await self.finish(address, seen.generation, NOBODY, ACTOR)
                 count += 1
         return count
 
-    async def _first_gone(self, place: TagAddress) -> str:
+    async def _first_gone(self, address: TagAddress) -> str:
         """Why what is pending can no longer be moved to; "" when it can."""
-        seen = await self._tags.read(place)
+        seen = await self._tags.read(address)
         try:
-            await self._tags.resolved(place, seen.pending if seen is not None else ())
+            await self._tags.resolved(address, seen.pending if seen is not None else ())
         except AdapterNotFound as error:
             return error.message
         return ""
 
     async def _changed(
         self,
-        place: TagAddress,
+        address: TagAddress,
         step: Callable[[TagRecord | None], TagRecord | None],
         action: str,
         actor: str,
     ) -> TagRecord:
-        operation = await self._catalog.note_pending(place.scope)
-        record = await documents.change(self._store, place.key, TagRecord, step)
+        operation = await self._catalog.note_pending(address.scope)
+        record = await documents.change(self._store, address.key, TagRecord, step)
         assert record is not None, "a stage writes a tag or finds one"
         targets = record.pending or record.targets
         details = {"targets": describe(targets), "generation": str(record.generation)}
         digest = targets[0].digest if targets else ""
         await self._audit.write(
-            actor, place.tenant, action, str(place), digest=digest, details=details
+            actor, address.tenant, action, str(address), digest=digest, details=details
         )
         items = await self._versions.items_of_tag(record)
-        await self._catalog.apply(place.scope, items, operation=operation)
+        await self._catalog.apply(address.scope, items, operation=operation)
         return record
 
 

@@ -1,4 +1,4 @@
-"""Tags: moved by compare-and-set in the objects, with their last moves kept beside them."""
+"""Tags: moved by compare-and-set in the objects, with a record of their last moves."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ class Tags:
         self._audit = audit
         self._signatures = signatures
 
-    async def read(self, place: TagAddress) -> TagRecord | None:
+    async def read(self, address: TagAddress) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
-        return await documents.read(self._store, place.key, TagRecord)
+        return await documents.read(self._store, address.key, TagRecord)
 
     async def move(
         self,
-        place: TagAddress,
+        address: TagAddress,
         choose: Callable[[TagRecord | None], Sequence[TagTarget] | None],
         mover: str,
         move_id: str,
     ) -> TagRecord | None:
-        """Point a tag at what `choose(current)` says (None = leave it), once per `move_id`.
+        """Point a tag at the result of `choose(current)` (None = leave it), once per `move_id`.
 
-        Changes the object only: the caller tells the index. Returns the tag as it is then.
+        Changes the object only: the caller updates the index. Returns the resulting tag.
         """
 
         def step(current: TagRecord | None) -> TagRecord | None:
@@ -79,84 +79,87 @@ class Tags:
             targets = choose(current)
             if targets is None or (current is not None and tuple(targets) == current.targets):
                 return None
-            return moved(place, current, tuple(targets), mover, move_id)
+            return moved(address, current, tuple(targets), mover, move_id)
 
-        return await documents.change(self._store, place.key, TagRecord, step)
+        return await documents.change(self._store, address.key, TagRecord, step)
 
     async def set(
-        self, place: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
+        self, address: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
     ) -> TagRecord:
         """Point a tag at versions; no targets delete it.
 
         Raises:
-            Conflict: the tag is not what `expect` (a digest, or "none") says.
+            Conflict: the tag differs from `expect` (a digest, or "none").
             AdapterNotFound: a target does not exist, or there is no tag to delete.
         """
-        wanted = [await self._resolved(place, target) for target in targets]
+        wanted = [await self._resolved(address, target) for target in targets]
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
-            check_expected(place, current, expect)
+            check_expected(address, current, expect)
             if not wanted and (current is None or not current.targets):
-                raise AdapterNotFound(str(place), "there is no such tag to delete")
+                raise AdapterNotFound(str(address), "there is no such tag to delete")
             return wanted
 
-        return await self._move_and_tell(
-            place, choose, mover, "tag.set" if wanted else "tag.delete"
+        return await self._move_and_index(
+            address, choose, mover, "tag.set" if wanted else "tag.delete"
         )
 
     async def rollback(
-        self, place: TagAddress, version: int, expect: str | None, mover: str
+        self, address: TagAddress, version: int, expect: str | None, mover: str
     ) -> TagRecord:
         """Move a tag back to its previous targets, or to `version` where that is not 0.
 
         Targets are passed over of which a version was deleted meanwhile, or lacks a signature that
         its tenant demands by now.
         """
-        target = await self._resolved(place, TagTarget(version, "")) if version else None
-        versions = await self._versions.of(place.tenant, place.name)
-        unsigned = await self._signatures.unsigned(place.tenant, versions)
+        target = await self._resolved(address, TagTarget(version, "")) if version else None
+        versions = await self._versions.of(address.tenant, address.name)
+        unsigned = await self._signatures.unsigned(address.tenant, versions)
         live = {r.version for r in versions if not r.deleted} - unsigned
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
-            check_expected(place, current, expect)
-            return [target] if target is not None else _previous(place, current, live)
+            check_expected(address, current, expect)
+            return [target] if target is not None else _previous(address, current, live)
 
-        return await self._move_and_tell(place, choose, mover, "tag.rollback")
+        return await self._move_and_index(address, choose, mover, "tag.rollback")
 
-    async def _move_and_tell(
+    async def _move_and_index(
         self,
-        place: TagAddress,
+        address: TagAddress,
         choose: Callable[[TagRecord | None], Sequence[TagTarget]],
         mover: str,
         action: str,
     ) -> TagRecord:
-        operation = await self._catalog.note_pending(place.scope)
+        operation = await self._catalog.note_pending(address.scope)
         try:
-            record = await self.move(place, choose, mover, secrets.token_hex(8))
+            record = await self.move(address, choose, mover, secrets.token_hex(8))
         except Conflict:
-            # Whoever was refused has seen the newer tag; so must everybody who reads after it.
-            seen = await self.read(place)
+            # The refused caller has seen the newer tag, so later readers must see it too.
+            seen = await self.read(address)
             items = await self._versions.items_of_tag(seen) if seen else []
-            await self._catalog.apply(place.scope, items, operation=operation)
+            await self._catalog.apply(address.scope, items, operation=operation)
             raise
         assert record is not None, "choose returned targets"
-        record = await self._withdrawn_if_dead(place, record, mover)
+        record = await self._without_deleted_targets(address, record, mover)
         details = {"targets": describe(record.targets), "generation": str(record.generation)}
         digest = record.targets[0].digest if record.targets else ""
         await self._audit.write(
-            mover, place.tenant, action, str(place), digest=digest, details=details
+            mover, address.tenant, action, str(address), digest=digest, details=details
         )
         items = await self._versions.items_of_tag(record)
-        await self._catalog.apply(place.scope, items, operation=operation)
+        await self._catalog.apply(address.scope, items, operation=operation)
         return record
 
-    async def _withdrawn_if_dead(
-        self, place: TagAddress, record: TagRecord, mover: str
+    async def _without_deleted_targets(
+        self, address: TagAddress, record: TagRecord, mover: str
     ) -> TagRecord:
-        """The tag without targets that were deleted while it moved: who deletes looks at the tags
-        after burying, who moves looks at the versions after moving, so one of them sees it."""
+        """Remove targets that were deleted while the tag moved.
+
+        A deletion checks the tags after writing tombstones, and a move checks the versions after
+        moving, so that one of them notices.
+        """
         versions = [
-            await self._versions.read(place.tenant, place.name, target.version)
+            await self._versions.read(address.tenant, address.name, target.version)
             for target in record.targets
         ]
         if all(version is not None and not version.deleted for version in versions):
@@ -165,28 +168,28 @@ class Tags:
         def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             return () if current is not None and current.targets == record.targets else None
 
-        settled = await self.move(place, choose, mover, secrets.token_hex(8))
+        settled = await self.move(address, choose, mover, secrets.token_hex(8))
         assert settled is not None, "tags are never removed"
         return settled
 
     async def resolved(
-        self, place: TagAddress, targets: Sequence[TagTarget]
+        self, address: TagAddress, targets: Sequence[TagTarget]
     ) -> tuple[TagTarget, ...]:
         """Targets with version and digest. Raises AdapterNotFound where one is not live."""
-        return tuple([await self._resolved(place, target) for target in targets])
+        return tuple([await self._resolved(address, target) for target in targets])
 
-    async def _resolved(self, place: TagAddress, target: TagTarget) -> TagTarget:
+    async def _resolved(self, address: TagAddress, target: TagTarget) -> TagTarget:
         """A target with version and digest, checked to be live and signed as its tenant demands."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
-        record = await self._versions.read(place.tenant, place.name, target.version)
+        record = await self._versions.read(address.tenant, address.name, target.version)
         if record is None or record.deleted:
-            raise AdapterNotFound(f"{place.scope}:v{target.version}")
+            raise AdapterNotFound(f"{address.scope}:v{target.version}")
         await self._signatures.check(record)
         return TagTarget(record.version, record.digest, target.weight)
 
 
-def check_expected(place: TagAddress, current: TagRecord | None, expect: str | None) -> None:
+def check_expected(address: TagAddress, current: TagRecord | None, expect: str | None) -> None:
     """Raises Conflict unless the tag is what the caller last saw."""
     if expect is None:
         return
@@ -194,7 +197,7 @@ def check_expected(place: TagAddress, current: TagRecord | None, expect: str | N
     matches = not live if expect == NONE else len(live) == 1 and live[0].digest == expect
     if not matches:
         found = describe(live) if live else NONE
-        raise Conflict(f"{place} is {found}, expected {expect}; read it again, then decide")
+        raise Conflict(f"{address} is {found}, expected {expect}; read it again, then decide")
 
 
 def describe(targets: Sequence[TagTarget]) -> str:
@@ -204,18 +207,20 @@ def describe(targets: Sequence[TagTarget]) -> str:
     return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
 
 
-def _previous(place: TagAddress, current: TagRecord | None, live: Set[int]) -> Sequence[TagTarget]:
+def _previous(
+    address: TagAddress, current: TagRecord | None, live: Set[int]
+) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
         for move in reversed(current.moves):
             wanted = {target.version for target in move.targets}
             if wanted and wanted <= live and move.targets != current.targets:
                 return move.targets
-    raise AdapterNotFound(str(place), "the tag has no earlier target to go back to")
+    raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
 
 
 def moved(
-    place: TagAddress,
+    address: TagAddress,
     current: TagRecord | None,
     targets: tuple[TagTarget, ...],
     mover: str,
@@ -226,4 +231,4 @@ def moved(
     move = Move(generation, targets, time_s, mover, move_id)
     moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
     # Whatever was pending is no more: the last word counts.
-    return TagRecord(place.tenant, place.name, place.tag, targets, generation, time_s, moves)
+    return TagRecord(address.tenant, address.name, address.tag, targets, generation, time_s, moves)

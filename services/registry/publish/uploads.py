@@ -1,7 +1,7 @@
 """Upload sessions: bytes on their way, kept in the object store so that any replica continues.
 
 A file arrives as parts. A part is named by its offset, size and sha256, so listing the parts of a
-session tells how far it is. The run of bytes from 0 that parts cover without a gap is committed.
+session shows how far it is. The run of bytes from 0 that parts cover without a gap is committed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Options:
     parent: str = ""
     when_loaded_s: float = 0.0
     signatures: tuple[SignatureRecord, ...] = ()
-    """Checked, to be kept beside the version."""
+    """Checked signatures, to be kept with the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class UploadSession:
     created_s: float
     known: tuple[str, ...] = ()
     """sha256 of files that the tenant referred to already when the session opened. Kept here, so
-    that what the client was told not to send stays known when the index is lost meanwhile."""
+    that files which the client need not send stay known if the index is lost."""
     damaged: tuple[str, ...] = ()
     """sha256 of files whose stored bytes turned out to be others: sent all the same, and put in
     their place."""

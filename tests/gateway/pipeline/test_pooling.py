@@ -10,7 +10,7 @@ import pytest
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL, REGRESSION, PoolingFields
 from loraplex.errors import InvalidRequest, Unsupported
 from services.gateway.http.calls import Origin
-from services.gateway.http.classify import parse_classify, print_classes
+from services.gateway.http.classify import classes_body, parse_classify
 from services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled, finished
 from services.gateway.pipeline.pooling import choose_pooling, labels_of, normalizes, scored_ids
 from services.gateway.pipeline.scoring import score_of
@@ -138,7 +138,7 @@ def test_classify_prints_probabilities_or_logits_as_asked() -> None:
     scores = [score_of(JUDGE, (1.0, 3.0, 2.0))]
     for asked, want in ((True, scores[0].probabilities), (False, scores[0].logits)):
         fields = {"model": "a", "input": "x", "use_activation": asked}
-        body = print_classes(parse_classify(fields, ORIGIN), "r", Pooled([], [], ""), scores)
+        body = classes_body(parse_classify(fields, ORIGIN), "r", Pooled([], [], ""), scores)
         [entry] = body["data"]
         assert entry == {
             "index": 0,

@@ -58,9 +58,9 @@ def registry() -> RegistryLookup:
 @pytest.fixture
 def resolver(registry: RegistryLookup) -> Resolver:
     made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
-    made.catalog.put_version(_version(1))
-    made.catalog.put_version(_version(2))
-    made.catalog.put_tag(_tag({2: 1}))
+    made.snapshot.put_version(_version(1))
+    made.snapshot.put_version(_version(2))
+    made.snapshot.put_tag(_tag({2: 1}))
     return made
 
 
@@ -108,11 +108,11 @@ async def test_registry_away_serves_what_is_known_and_says_why_it_cannot_know_mo
 
 
 async def test_others_private_adapters_look_missing(resolver: Resolver) -> None:
-    resolver.catalog.put_version(_version(2, shared_with=frozenset({"friend"})))
+    resolver.snapshot.put_version(_version(2, shared_with=frozenset({"friend"})))
     assert await _label(resolver, "default/upper", tenant="friend") == "default/upper:v2"
     with pytest.raises(AdapterNotFound):
         await _label(resolver, "default/upper", tenant="stranger")
-    resolver.catalog.put_version(_version(2, is_public=True))
+    resolver.snapshot.put_version(_version(2, is_public=True))
     assert await _label(resolver, "default/upper", tenant="stranger") == "default/upper:v2"
 
 
@@ -120,23 +120,23 @@ async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_sam
     registry: RegistryLookup,
 ) -> None:
     made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10, fingerprint="now")})
-    made.catalog.put_version(_version(1, base_fingerprint="now"))
-    made.catalog.put_version(_version(2, base_fingerprint="then"))
+    made.snapshot.put_version(_version(1, base_fingerprint="now"))
+    made.snapshot.put_version(_version(2, base_fingerprint="then"))
     assert await _label(made, "upper:v1") == "default/upper:v1"
     with pytest.raises(AdapterNotFound, match="another base that was called 'base'"):
         await _label(made, "upper:v2")
-    made.catalog.put_tag(_tag({2: 1}))
+    made.snapshot.put_tag(_tag({2: 1}))
     assert [type(model) for model in made.models("default")] == [ServedModel]
 
 
 async def test_deleted_version_is_gone(resolver: Resolver) -> None:
-    resolver.catalog.put_version(_version(1, deleted=True))
+    resolver.snapshot.put_version(_version(1, deleted=True))
     with pytest.raises(AdapterNotFound):
         await _label(resolver, "upper:v1")
 
 
 async def test_adapter_of_a_base_that_is_not_served_is_not_found(resolver: Resolver) -> None:
-    resolver.catalog.put_version(_version(2, base_id="other"))
+    resolver.snapshot.put_version(_version(2, base_id="other"))
     with pytest.raises(AdapterNotFound, match="other"):
         await _label(resolver, "upper")
     assert [m.base_id for m in resolver.models("default")] == ["base"]
@@ -145,7 +145,7 @@ async def test_adapter_of_a_base_that_is_not_served_is_not_found(resolver: Resol
 
 
 async def test_split_sticks_to_its_key_in_proportion(resolver: Resolver) -> None:
-    resolver.catalog.put_tag(_tag({1: 90, 2: 10}, tag="prod"))
+    resolver.snapshot.put_tag(_tag({1: 90, 2: 10}, tag="prod"))
     seen = {
         key: await _label(resolver, "upper:prod", split_key=key) for key in map(str, range(1000))
     }
@@ -156,13 +156,13 @@ async def test_split_sticks_to_its_key_in_proportion(resolver: Resolver) -> None
 
 
 async def test_older_news_of_a_tag_changes_nothing(resolver: Resolver) -> None:
-    resolver.catalog.put_tag(_tag({1: 1}, generation=5))
-    resolver.catalog.put_tag(_tag({2: 1}, generation=4))
+    resolver.snapshot.put_tag(_tag({1: 1}, generation=5))
+    resolver.snapshot.put_tag(_tag({2: 1}, generation=4))
     assert await _label(resolver, "upper") == "default/upper:v1"
 
 
 async def test_deleted_tag_is_asked_again(resolver: Resolver, registry: RegistryLookup) -> None:
-    resolver.catalog.put_tag(_tag({}, generation=9))
+    resolver.snapshot.put_tag(_tag({}, generation=9))
     with pytest.raises(AdapterNotFound):
         await _label(resolver, "upper")
     assert registry.asked == ["default/upper:latest"]
@@ -194,6 +194,6 @@ async def test_badly_spelled_model_shows_the_right_spelling(resolver: Resolver) 
 
 
 def test_models_list_own_adapters_before_public_ones(resolver: Resolver) -> None:
-    resolver.catalog.put_version(replace(_version(1), tenant="acme", is_public=True))
+    resolver.snapshot.put_version(replace(_version(1), tenant="acme", is_public=True))
     names = [getattr(m, "tenant", "") for m in resolver.models("default")]
     assert names == ["", "default", "acme"]

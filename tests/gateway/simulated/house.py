@@ -61,7 +61,7 @@ class SimulatedGateway:
             channel=Channels(house),
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
-        self.resolver.catalog = house.registry.snapshot(house.known)
+        self.resolver.snapshot = house.registry.snapshot(house.known)
         self.controller = AdmissionController(limits, lambda: ready_workers(self.fleet.views()))
         client: Any = house.redis
         self.rate_limit_store = RedisRateLimitStore(client, name)

@@ -25,11 +25,11 @@ class SimulatedRegistry:
 
     def snapshot(self, names: Sequence[str]) -> RegistrySnapshot:
         """Of some adapters."""
-        catalog = RegistrySnapshot()
+        snapshot = RegistrySnapshot()
         for name in names:
-            catalog.put_version(self._versions[name])
-            catalog.put_tag(_latest(name))
-        return catalog
+            snapshot.put_version(self._versions[name])
+            snapshot.put_tag(_latest(name))
+        return snapshot
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
         """Raises: Unavailable, AdapterNotFound."""

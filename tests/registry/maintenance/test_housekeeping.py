@@ -27,13 +27,13 @@ async def test_of_many_registries_one_takes_its_turn_in_an_interval(
 ) -> None:
     other = Catalog(connect_redis(metadata_url))
     turns = await asyncio.gather(
-        *(catalog.take_turn("gc", 3600.0) for catalog in (registry.catalog, other) * 4)
+        *(catalog.claim_interval("gc", 3600.0) for catalog in (registry.catalog, other) * 4)
     )
     assert sum(turns) == 1
     raw = redis.asyncio.Redis.from_url(metadata_url)
     assert 0 < await raw.pttl(f"{PREFIX}turn:gc") <= 3_600_000
     await raw.delete(f"{PREFIX}turn:gc")
-    assert await other.take_turn("gc", 3600.0)
+    assert await other.claim_interval("gc", 3600.0)
     await raw.aclose()
     await other.close()
 
@@ -68,4 +68,4 @@ async def test_collection_goes_on_by_itself_until_it_is_stopped(
 
 async def test_an_interval_of_zero_means_never(registry: Registry) -> None:
     await collect_regularly(registry.catalog, _eager(registry), registry.audit, 0.0)
-    assert await registry.catalog.take_turn("gc", 1.0)
+    assert await registry.catalog.claim_interval("gc", 1.0)
