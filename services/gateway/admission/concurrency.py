@@ -8,6 +8,8 @@ limit in sum, in whatever order gateways ask. A lease expires when its gateway i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from services.gateway.admission.rate_limit_store import RateLimitStore
@@ -35,22 +37,24 @@ class TenantConcurrency:
         self._wanted: dict[str, int] = {}
         """Sequences of each such tenant that wait or run here."""
 
-    async def enter(self, limits: TenantLimits, num_sequences: int) -> None:
-        """Count a new request; the first one of a tenant asks for a lease."""
+    @asynccontextmanager
+    async def held(self, limits: TenantLimits, num_sequences: int) -> AsyncGenerator[None]:
+        """Count a request of a tenant while it waits or runs; the first one asks for a lease."""
         tenant = limits.tenant
         if not limits.max_concurrent:
+            yield
             return
         is_new = tenant not in self._limits
         self._limits[tenant] = limits.max_concurrent
         self._wanted[tenant] = self._wanted.get(tenant, 0) + num_sequences
-        if is_new:
-            self._sequences.set_limit(tenant, 0)
-            await self._ask(tenant)
-
-    def leave(self, limits: TenantLimits, num_sequences: int) -> None:
-        """Count out a request; its part of the lease is returned at the next renewal."""
-        if limits.max_concurrent and limits.tenant in self._wanted:
-            self._wanted[limits.tenant] -= num_sequences
+        try:
+            if is_new:
+                self._sequences.set_limit(tenant, 0)
+                await self._ask(tenant)
+            yield
+        finally:
+            # Its part of the lease is returned at the next renewal.
+            self._wanted[tenant] -= num_sequences
 
     async def run(self) -> None:
         """Renew the leases until cancelled: they expire, and other gateways want their part."""

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from loraplex.errors import LoraplexError
 from services.gateway.admission.dispatch_window import DispatchWindow, ReadyWorkers, Window
 from services.gateway.admission.queue import (
     AdmissionLimits,
@@ -18,7 +17,7 @@ from services.gateway.admission.queue import (
 )
 from services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
 from services.gateway.event_loop import now_s
-from services.gateway.metrics import REJECTIONS, RUNNING, WAITING
+from services.gateway.metrics import RUNNING, WAITING
 
 
 class Permit:
@@ -153,9 +152,6 @@ class AdmissionController:
             self._refuse_dropped()
             if decision is Decision.WAIT:
                 await self._wait(request)
-        except LoraplexError as error:
-            REJECTIONS.labels(error.reason).inc()
-            raise
         finally:
             self._publish()
 

@@ -1,12 +1,13 @@
-"""Charges tenants for requests and tokens, and refuses who is over the rate.
+"""Charges tenants for requests and tokens, and refuses those over their rate.
 
-A request is charged its prompt and the most it may generate; what it did not generate is given
-back when it ends.
+A request is charged its prompt and the most that it may generate. What it did not generate is
+returned when it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 from loraplex.errors import LoraplexError, ResourceExhausted
 from services.gateway.admission.rate_limit_store import RateLimitStore
@@ -18,25 +19,36 @@ _MAX_LEASES = 200_000
 
 
 class TenantRates:
-    """The leases of this gateway."""
+    """The rates of tenants, charged against leases of this gateway."""
 
     def __init__(self, rate_limit_store: RateLimitStore, now: Callable[[], float] = now_s) -> None:
         self._rate_limit_store = rate_limit_store
         self._now = now
         self._leases: dict[str, Lease] = {}
 
-    async def charge(self, limits: TenantLimits, num_tokens: int) -> None:
-        """Pay for a request of so many tokens, or nothing. Raises: ResourceExhausted."""
+    @asynccontextmanager
+    async def charged(
+        self, limits: TenantLimits, max_tokens: int, num_used: Callable[[], int]
+    ) -> AsyncGenerator[None]:
+        """Charge a request of at most `max_tokens`; at the end return what it did not use.
+
+        Raises: ResourceExhausted.
+        """
+        await self._charge(limits, max_tokens)
+        try:
+            yield
+        finally:
+            unused = float(max_tokens - num_used())
+            await self._unpay("tokens", limits.tenant, limits.tokens_per_s, unused)
+
+    async def _charge(self, limits: TenantLimits, num_tokens: int) -> None:
+        """Charge one request and its tokens, or nothing. Raises: ResourceExhausted."""
         await self._pay("requests", limits.tenant, limits.requests_per_s, 1.0)
         try:
             await self._pay("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
         except LoraplexError:
             await self._unpay("requests", limits.tenant, limits.requests_per_s, 1.0)
             raise
-
-    async def give_back(self, limits: TenantLimits, num_tokens: int) -> None:
-        """Tokens that were paid for and not generated."""
-        await self._unpay("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
 
     async def _pay(self, unit: str, tenant: str, rate: float, amount: float) -> None:
         if rate <= 0:
@@ -51,7 +63,7 @@ class TenantRates:
     async def _refill(
         self, lease: Lease, name: str, rate: float, missing: float, taken: float
     ) -> None:
-        """Ask for what is missing and some more. Mutates: lease. Raises: ResourceExhausted."""
+        """Get what is missing, and some more, from the store. Raises: ResourceExhausted."""
         grant = Grant(0.0)
         try:
             grant = await self._rate_limit_store.ask(
@@ -62,7 +74,7 @@ class TenantRates:
         if not grant.amount:
             unit, _, tenant = name.partition(":")
             raise ResourceExhausted(
-                f"tenant {tenant!r} is over its {rate:g} {unit} per second; try again in "
+                f"tenant {tenant!r} exceeds its limit of {rate:g} {unit} per second; retry in "
                 f"{grant.wait_s:.1f} s, or ask an admin for more",
                 reason=f"TENANT_{unit.upper()}_PER_S",
                 retry_after_s=max(grant.wait_s, 0.001),

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
@@ -165,34 +165,29 @@ class Generation:
 
     @asynccontextmanager
     async def _admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:
-        """Pay the tenant's rates, wait for a place, hold it; unused tokens are given back.
+        """Charge the tenant, count its sequences and wait for admission; undo all at the end.
 
         Raises: ResourceExhausted, DeadlineExceeded.
         """
-        limits = prepared.limits
-        try:
-            self._check_deadline(prepared)
-            await self._rates.charge(limits, prepared.most_tokens)
-        except LoraplexError as error:
-            REJECTIONS.labels(error.reason).inc()
-            raise
-        try:
-            admission_request = self._admission_request(prepared)
-            await self._concurrency.enter(limits, admission_request.cost)
+        limits, usage = prepared.limits, prepared.usage
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
             try:
-                async with self._controller.admit(admission_request) as permit:
-                    self._check_deadline(prepared)
-                    yield permit
-            finally:
-                self._concurrency.leave(limits, admission_request.cost)
-        finally:
-            used = prepared.usage.prompt_tokens + prepared.usage.completion_tokens
-            await self._rates.give_back(limits, prepared.most_tokens - used)
+                self._check_deadline(prepared)
+                await enter(self._rates.charged(limits, prepared.max_tokens, lambda: usage.total))
+                request = self._admission_request(prepared)
+                await enter(self._concurrency.held(limits, request.cost))
+                permit = await enter(self._controller.admit(request))
+                self._check_deadline(prepared)
+            except LoraplexError as error:
+                REJECTIONS.labels(error.reason).inc()
+                raise
+            yield permit
 
     def _admission_request(self, prepared: PreparedRequest) -> AdmissionRequest:
         views = self._fleet.views(prepared.base.base_id)
         digests = [adapter.digest for adapter in prepared.target.adapters]
-        run_s = self._controller.run_s(prepared.least_output, prepared.most_output)
+        run_s = self._controller.run_s(prepared.min_output, prepared.max_output)
         return prepared.admission_request(run_s, awaits_adapter=not are_on_a_device(views, digests))
 
     def _check_deadline(self, prepared: PreparedRequest) -> None:

@@ -94,18 +94,18 @@ class PreparedRequest:
         )
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens of the prompt plus the most that may be generated."""
-        return len(self.prompt_ids) + self.most_output * self.resolved.num_choices
+        return len(self.prompt_ids) + self.max_output * self.resolved.num_choices
 
     @property
-    def least_output(self) -> int:
+    def min_output(self) -> int:
         """The least number of tokens that one choice generates, unless a stop string ends it."""
         sampling = self.resolved.sampling
-        most = self.most_output
+        most = self.max_output
         return most if sampling.ignore_eos else min(sampling.min_tokens, most)
 
     @property
-    def most_output(self) -> int:
+    def max_output(self) -> int:
         """The most tokens that one choice may generate."""
         return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0

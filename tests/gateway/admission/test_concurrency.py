@@ -40,13 +40,10 @@ class Counter:
 
     async def _client(self) -> None:
         while True:
-            await self.leases.enter(LIMITS, 1)
-            try:
-                async with self.controller.admit(AdmissionRequest("t")):
-                    await asyncio.sleep(0.1)
-                    self.num_served += 1
-            finally:
-                self.leases.leave(LIMITS, 1)
+            request = AdmissionRequest("t")
+            async with self.leases.held(LIMITS, 1), self.controller.admit(request):
+                await asyncio.sleep(0.1)
+                self.num_served += 1
 
 
 def _running(*counters: Counter) -> int:
@@ -89,5 +86,30 @@ def test_lone_gateway_needs_no_server() -> None:
         await alone.stop_asking()
         await asyncio.sleep(1.0)
         assert _running(alone) == 0
+
+    run_virtually(main())
+
+
+class SlowStore(LocalRateLimitStore):
+    """Answers after five seconds."""
+
+    async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
+        await asyncio.sleep(5.0)
+        return await super().hold(tenant, limit, want, running)
+
+
+def test_client_that_leaves_while_its_lease_is_asked_for_is_not_counted() -> None:
+    async def main() -> None:
+        counter = Counter(SlowStore())
+        counter.ask_for_ever(1)
+        await asyncio.sleep(1.0)
+        await counter.stop_asking()
+        await asyncio.sleep(10.0)
+        # A tenant without requests is forgotten, and with it the limit of its lease.
+        async with asyncio.timeout(1.0):
+            requests = AdmissionRequest("t"), AdmissionRequest("t", cost=10)
+            first, second = map(counter.controller.admit, requests)
+            async with first, second:
+                assert _running(counter) == 11
 
     run_virtually(main())

@@ -52,11 +52,20 @@ class Clock:
         return self.now_s
 
 
+async def _charge(
+    rates: TenantRates, limits: TenantLimits, num_tokens: int, num_used: int | None = None
+) -> None:
+    """Run a request that uses all of its tokens, or `num_used` of them."""
+    used = num_tokens if num_used is None else num_used
+    async with rates.charged(limits, num_tokens, lambda: used):
+        pass
+
+
 async def _paid(rates: TenantRates, limits: TenantLimits, count: int, num_tokens: int = 1) -> int:
     paid = 0
     for _ in range(count):
         with suppress(ResourceExhausted):
-            await rates.charge(limits, num_tokens)
+            await _charge(rates, limits, num_tokens)
             paid += 1
     return paid
 
@@ -66,7 +75,7 @@ async def test_refusal_says_why_and_when() -> None:
     limits = TenantLimits("t", requests_per_s=2.0)
     assert await _paid(rates, limits, 2) == 2
     with pytest.raises(ResourceExhausted) as caught:
-        await rates.charge(limits, 1)
+        await _charge(rates, limits, 1)
     assert caught.value.reason == "TENANT_REQUESTS_PER_S"
     assert caught.value.retry_after_s == pytest.approx(0.5)
 
@@ -75,24 +84,22 @@ async def test_request_refused_for_its_tokens_costs_no_request() -> None:
     clock = Clock()
     rates = TenantRates(LocalRateLimitStore(clock), clock)
     limits = TenantLimits("t", requests_per_s=2.0, tokens_per_s=10.0)
-    await rates.charge(limits, 10)
+    await _charge(rates, limits, 10)
     for _ in range(5):
         with pytest.raises(ResourceExhausted) as caught:
-            await rates.charge(limits, 10)
+            await _charge(rates, limits, 10)
         assert caught.value.reason == "TENANT_TOKENS_PER_S"
     clock.now_s = 1.0
-    await rates.charge(limits, 10)
+    await _charge(rates, limits, 10)
 
 
 async def test_tokens_that_were_not_generated_are_given_back() -> None:
     rates = TenantRates(LocalRateLimitStore(Clock()), Clock())
     limits = TenantLimits("t", tokens_per_s=100.0)
-    for _ in range(19):
-        await rates.charge(limits, 5)
-    await rates.give_back(limits, 90)
-    await rates.charge(limits, 90)
+    await _charge(rates, limits, 100, num_used=10)
+    await _charge(rates, limits, 90)
     with pytest.raises(ResourceExhausted):
-        await rates.charge(limits, 10)
+        await _charge(rates, limits, 10)
 
 
 async def test_tenants_do_not_share() -> None:
