@@ -64,7 +64,7 @@ class ChatPrompt:
     messages: tuple[Mapping[str, object], ...]
     add_special_tokens: bool = False
     tools: tuple[Mapping[str, object], ...] = ()
-    """Functions that the template tells the model of."""
+    """Functions that the template describes to the model."""
     template_options: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
@@ -75,7 +75,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that the whole output must belong to."""
+    """A grammar that the complete output must match."""
 
     form: str
     """Named as in the wire's oneof: json_schema, regex, ebnf or choice."""
@@ -85,7 +85,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarTokens:
-    """How the output of a request's adapter differs from the base's, as far as grammars go."""
+    """Tokens of the adapter that grammars must know in addition to the base's."""
 
     added: tuple[AddedToken, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class GrammarTokens:
 
 @dataclass(frozen=True, slots=True)
 class AskedSampling:
-    """What the caller asked for; None = unset. Values are of the right type, not yet in range."""
+    """Sampling as requested; None = unset. Types are checked, ranges are not."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None

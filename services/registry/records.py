@@ -123,7 +123,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class TagRecord:
-    """A movable pointer. No targets = deleted; the generation goes on all the same."""
+    """A movable pointer. Without targets it is deleted; its generation still increases."""
 
     tenant: str
     name: str

@@ -20,7 +20,7 @@ NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What is done to a pooled vector."""
+    """How a pooled vector is post-processed."""
 
     normalize: bool | None = None
     """None = as the adapter says, else to length 1."""
@@ -30,7 +30,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What came of calls for vectors, in their order."""
+    """The results of calls for vectors, in their order."""
 
     prepared: list[PreparedRequest]
     vectors: list[tuple[float, ...]]

@@ -1,4 +1,4 @@
-"""What a call for a vector or a score ends with, given the adapters that it names. Pure."""
+"""Chooses how a call for a vector or a score is pooled, given its adapters. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Resolves what a caller asked for into what a worker is told: defaults, ranges, limits.
+"""Resolves requested sampling parameters for a worker: defaults, ranges and limits.
 
-Every refusal names the field, shows the value and says what to send instead.
+Every refusal names the field, shows the value and explains what to send instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """Everything about tokens and text of one prompt."""
+    """All parameters of one prompt, resolved."""
 
     sampling: Sampling
     text: TextRules

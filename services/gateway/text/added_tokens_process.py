@@ -1,7 +1,7 @@
 """The process that reads an adapter's tokenizer files: one job on stdin, its answer on stdout.
 
-The files are a stranger's and may have tens of megabytes: parsing them here keeps the gateway's
-event loop free, and a bomb meets a memory limit. Nothing in them is run.
+The files are untrusted and may have tens of megabytes. Parsing them in this process keeps the
+gateway's event loop free and bounds the memory. Nothing in them is executed.
 """
 
 from __future__ import annotations

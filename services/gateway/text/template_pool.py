@@ -1,4 +1,4 @@
-"""A few processes that render chat templates, with a time limit; a late one is killed."""
+"""A pool of processes that render chat templates; one that exceeds the time limit is killed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TemplatePool:
             await renderer.close()
 
     async def _ask(self, renderer: _Renderer, frame: bytes) -> dict[str, str]:
-        # Starting Python is not the template's fault: the first job of a process gets more time.
+        # The first job of a process gets more time, because it includes the start of Python.
         is_warm = renderer in self._started
         try:
             async with asyncio.timeout(self._timeout_s if is_warm else self._timeout_s + 15):
@@ -103,7 +103,7 @@ def _text_of(answer: dict[str, str]) -> str:
     if "text" in answer:
         return answer["text"]
     if "refused" in answer:
-        said = answer["refused"] or "the chat template refuses this conversation"
+        said = answer["refused"] or "the chat template rejects this conversation"
         raise InvalidRequest.field("messages", "", said)
     raise _bad_template(answer["error"])
 

@@ -1,8 +1,8 @@
-"""The process that renders chat templates: reads jobs on stdin, writes texts on stdout.
+"""The process that renders chat templates: reads jobs from stdin, writes texts to stdout.
 
-A template comes with a model and is not trusted: it runs in jinja2's immutable sandbox, in a
-process of its own that holds no secrets, opens nothing, has a memory limit and is killed by its
-parent when it takes too long. Frames both ways are a 4-byte big-endian length and UTF-8 JSON.
+A template comes with a model and is not trusted. It runs in jinja2's immutable sandbox, in a
+separate process that holds no secrets, opens nothing and has a memory limit; the parent kills it
+when it takes too long. Frames both ways are a 4-byte big-endian length and UTF-8 JSON.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _compiled(source: str) -> jinja2.Template:
 def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
     """One of {"text"}, {"refused": why the template gave up}, {"error": kind of failure}.
 
-    What a template says when it gives up may hold the user's words: it is told only where it
+    The error message of a template may contain the user's text: it is passed on only where it
     stands, word for word, in the template itself.
     """
     try:

@@ -18,9 +18,9 @@ class _State(enum.Enum):
 
 
 class AnswerParser:
-    """One answer as it grows. The result does not depend on how the text was cut.
+    """Parses one answer as it grows. The result does not depend on how the text was split.
 
-    White space next to the marks of a thought belongs to neither side.
+    White space next to the marks of a thought is dropped.
     """
 
     def __init__(self, *, thinks: bool, is_thinking: bool, tools: AnswerReader | None) -> None:

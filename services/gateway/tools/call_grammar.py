@@ -1,9 +1,9 @@
-"""Keeps answers that may hold calls to the functions' schemas, in the notation of the base.
+"""Grammars that constrain calls within answers to the schemas, in the notation of the base.
 
-What is no call stays free text, or is kept to a schema of its own: then an answer is calls or that.
-Written in llguidance's Lark: a lazy rule ends at the first mark of a call, and from there on only a
-call fits. Marks may be tokens of their own, which that library takes out of plain text: such a mark
-is offered both as a token and spelled.
+Text outside calls is free, or follows a schema of its own: then an answer is either calls or that.
+The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
+which only a call matches. A mark may be a single token, which that library excludes from plain
+text, so that the grammar accepts it both as a token and as characters.
 
 Source of the idea: structural tags, as in xgrammar and llguidance.
 """

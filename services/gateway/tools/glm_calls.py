@@ -5,7 +5,7 @@
     <arg_value>Rome</arg_value>
     </tool_call>
 
-A call comes out when it is complete.
+A call is emitted when it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"\s*([\w.-]{1,128})\s*")
 
 
 class GlmReader:
-    """Splits one answer into text and calls; marks with no call behind them stay text."""
+    """Splits one answer into text and calls; marks without a call remain text."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: JSON Schema of the arguments of each function offered."""
@@ -46,7 +46,7 @@ class GlmReader:
         return delta
 
     def finish(self) -> Delta:
-        """The end of the text: a call that breaks off was text."""
+        """End the text; an incomplete call was text."""
         text, self._buffer = self._opening + self._buffer, ""
         return Delta(content="" if self.num_calls and text.isspace() else text)
 

@@ -1,4 +1,4 @@
-"""One call while it is being written: its function's name, then its arguments as they grow."""
+"""Reads one call in JSON as it grows: the name of its function, then its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fragment:
 
 
 class ObjectReader:
-    """Takes characters from the opening brace on; says when the object is complete."""
+    """Reads one JSON object from its opening brace: the top-level keys and their raw values."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -124,7 +124,7 @@ class CallReader:
         self._object = ObjectReader()
         self._raw_name = ""
         self._is_text: bool | None = None
-        """Arguments come as a JSON text; None before their first character."""
+        """True if the arguments are a string of JSON; None before their first character."""
         self._text = ""
         self._grown: list[str] = []
         self._has_arguments = False
@@ -191,7 +191,7 @@ class CallReader:
 
 
 class BareCall:
-    """Reads `{...}`, all of it the arguments of a function whose name came before."""
+    """Reads `{...}` as the arguments of a function whose name was read before."""
 
     is_broken = False
 

@@ -1,6 +1,6 @@
 """Finds calls that a model writes as Python: `[weather(city="Rome"), now()]` as the whole answer.
 
-Llama 3.2's small models and Gemma 3 are prompted so. The list is read as syntax and never run.
+Small Llama 3.2 models and Gemma 3 are prompted to do so. The list is parsed and never executed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPENS, _CLOSES = "([{", ")]}"
 
 
 class PythonReader:
-    """Splits one answer into calls or text. Calls come out when their list is complete."""
+    """Splits one answer into calls or text. Calls are emitted when their list is complete."""
 
     def __init__(self, names: Set[str]) -> None:
         """`names`: the functions offered; an answer that calls another is text."""
@@ -51,7 +51,7 @@ class PythonReader:
         return Delta()
 
     def finish(self) -> Delta:
-        """The end of the text: a list that breaks off was text."""
+        """End the text; an incomplete list was text."""
         return self._let_go()
 
     def _read(self, char: str) -> None:
@@ -87,7 +87,7 @@ class PythonReader:
 
 
 def _parsed(text: str) -> list[tuple[str, str]]:
-    """Names and arguments as JSON; nothing where it is no list of calls."""
+    """Names and arguments as JSON; empty if the text is not a list of calls."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which would show what the model wrote
@@ -100,7 +100,7 @@ def _parsed(text: str) -> list[tuple[str, str]]:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Raises: ValueError for what is no call with named arguments."""
+    """Raises: ValueError unless it is a call with named arguments."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with named arguments")
     arguments: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
 
 
 def _value(node: ast.expr | None) -> Any:
-    """Raises: ValueError for what JSON has no word for."""
+    """Raises: ValueError for values that JSON lacks."""
     match node:
         case ast.Constant(value=str() | bool() | int() | float() | None as value):
             return value

@@ -1,7 +1,7 @@
 """Finds tool calls in the growing text of an answer.
 
-What comes out does not depend on how the text was cut into pieces, so that a stream adds up to the
-whole answer.
+The result does not depend on how the text was split, so that a stream adds up to the complete
+answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What is new about one call; `call_id` and `name` come once, first."""
+    """New output of one call; `call_id` and `name` are in its first delta only."""
 
     index: int
     call_id: str = ""
@@ -33,7 +33,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in an answer."""
+    """New output of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -51,15 +51,15 @@ class AnswerReader(Protocol):
         """Text that follows."""
 
     def finish(self) -> Delta:
-        """The end of the text: what was held back."""
+        """End the text and return what was held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How one format writes calls."""
+    """How a JSON format writes calls."""
 
     opens: tuple[str, ...] = ()
-    """Marks before calls, any of them; none = the whole answer is calls."""
+    """Marks before calls, any of them; empty = the whole answer consists of calls."""
     closes: str = ""
     """Mark after a call."""
     separators: str = ""
@@ -79,7 +79,7 @@ NOTATIONS = {
     ToolFormat.PHI4_MINI: Notation(("<|tool_call|>", "functools"), "<|/tool_call|>", ","),
 }
 LIST = Notation(separators=",")
-"""What our own grammar for required calls makes a model write."""
+"""The notation that our own grammar for required calls enforces."""
 
 
 class _State(enum.Enum):
@@ -94,8 +94,8 @@ class _State(enum.Enum):
 class ToolReader:
     """Splits one answer into text and calls.
 
-    A mark with no call behind it and an object that names no function stay text. White space
-    around calls belongs to neither.
+    A mark without a call and an object that names no function remain text. White space around
+    calls belongs to neither.
     """
 
     def __init__(self, notation: Notation, names: Set[str]) -> None:
@@ -106,7 +106,7 @@ class ToolReader:
         self._state = _State.START if notation.opens else _State.EXPECT
         self._buffer = ""
         self._opening = self._unsure = ""
-        """A mark, and what was read since: text again if no call follows."""
+        """A mark and the text since then, which become text again if no call follows."""
         self._is_doubtful = True
         self._in_list = False
         self._call: CallReader | BareCall | None = None
@@ -231,13 +231,13 @@ class ToolReader:
         return not self._goes_by_shape or name in self._names
 
     def _leave(self, num_chars: int) -> None:
-        """Go on behind the next characters."""
+        """Consume characters."""
         if self._is_doubtful:
             self._unsure += self._buffer[:num_chars]
         self._buffer = self._buffer[num_chars:]
 
     def _give_up(self) -> None:
-        """No call came of it: the mark was text, and what followed is looked at again."""
+        """There was no call: the mark was text, and what followed is parsed again."""
         self._delta.content += self._opening
         self._buffer = self._unsure + self._buffer
         self._opening = self._unsure = ""

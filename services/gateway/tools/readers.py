@@ -1,6 +1,8 @@
-"""Which reader an answer needs: by what was asked for, and by how its base writes calls."""
+"""Chooses the reader of an answer by the request and by the format of its base."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from services.gateway.text.chat_style import ToolFormat
 from services.gateway.tools.glm_calls import GlmReader
@@ -11,6 +13,7 @@ from services.gateway.tools.reader import (
     AnswerReader,
     CallDelta,
     Delta,
+    Notation,
     ToolReader,
     new_call_id,
 )
@@ -19,7 +22,7 @@ from services.gateway.tools.xml_calls import XmlReader
 
 
 class NamedReader:
-    """An answer that is, by its grammar, the arguments of one given function."""
+    """Reads an answer that is, by its grammar, the arguments of one given function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +40,7 @@ class NamedReader:
 
 
 class FirstCallReader:
-    """Leaves out all calls but the first: what `parallel_tool_calls: false` asks for."""
+    """Drops all calls but the first, for `parallel_tool_calls: false`."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -60,24 +63,29 @@ def _first_call(delta: Delta) -> Delta:
     return delta
 
 
+def _json_reader(notation: Notation) -> Callable[[ToolUse], AnswerReader]:
+    return lambda use: ToolReader(notation, use.names)
+
+
+_READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
+    **{tool_format: _json_reader(notation) for tool_format, notation in NOTATIONS.items()},
+    ToolFormat.QWEN3_CODER: lambda use: XmlReader(use.schemas),
+    ToolFormat.GLM: lambda use: GlmReader(use.schemas),
+    ToolFormat.PYTHONIC: lambda use: PythonReader(use.names),
+}
+"""How to read the calls of each format. A new format needs a row here or in `NOTATIONS`."""
+
+
 def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
-    """A reader for one answer; None where there are no tools, or the base writes no calls that we
-    know. Required calls come as our own grammar has them, whatever the base."""
+    """A reader for one answer; None without tools, or if the base writes no known calls.
+
+    Required calls are read in the notation of our own grammar, whatever the base.
+    """
     if use.named:
         return NamedReader(use.named)
     if use.must_call:
         return ToolReader(LIST, frozenset())
-    if not use.tools or tool_format is ToolFormat.NONE:
+    if not use.tools or tool_format not in _READERS:
         return None
-    reader = _reader_of(tool_format, use)
+    reader = _READERS[tool_format](use)
     return reader if use.is_parallel else FirstCallReader(reader)
-
-
-def _reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader:
-    if tool_format is ToolFormat.QWEN3_CODER:
-        return XmlReader(use.schemas)
-    if tool_format is ToolFormat.GLM:
-        return GlmReader(use.schemas)
-    if tool_format is ToolFormat.PYTHONIC:
-        return PythonReader(use.names)
-    return ToolReader(NOTATIONS[tool_format], use.names)

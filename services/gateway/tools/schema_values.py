@@ -1,4 +1,5 @@
-"""Values that a model wrote as plain text, made JSON by what the function's schema allows there."""
+"""Converts values that a model wrote as plain text to JSON, guided by the schema of the
+function."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class ToolUse:
     """The tools that one request offers and how they may be used."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """As the caller wrote them; what the chat template is told."""
+    """As the caller wrote them; the chat template gets them unchanged."""
     must_call: bool = False
     """The answer is a list of calls."""
     named: str = ""

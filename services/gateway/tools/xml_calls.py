@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-A model may leave the outer tags away. Arguments are handed out one whole argument at a time: only
-its end and the function's schema tell what a value is.
+A model may omit the outer tags. Arguments are emitted one complete argument at a time, because only
+its end and the schema of the function determine what a value is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _State(enum.Enum):
 
 
 class XmlReader:
-    """Splits one answer into text and calls; marks with no call behind them stay text."""
+    """Splits one answer into text and calls; marks without a call remain text."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: JSON Schema of the arguments of each function offered."""
@@ -53,7 +53,7 @@ class XmlReader:
         self._state = _State.TEXT
         self._buffer = ""
         self._doubtful = ""
-        """What was read of a call without a name yet: text if none follows."""
+        """The start of a call without a name yet, which is text if no name follows."""
         self._is_marked = False
         self._name = self._key = ""
         self._has_arguments = False
@@ -77,7 +77,7 @@ class XmlReader:
         return self._taken()
 
     def finish(self) -> Delta:
-        """The end of the text: what was held back. A call that breaks off stays broken off."""
+        """End the text and return what was held back; an incomplete call stays incomplete."""
         if self._state in (_State.TEXT, _State.OPENED, _State.NAME):
             self._delta.content += self._doubtful + self._buffer
         return self._taken()
@@ -153,9 +153,9 @@ class XmlReader:
         if not mark:
             return False
         value = value.removeprefix("\n").removesuffix("\n")
-        printed = json_value(value, self._key, self._schemas.get(self._name, {}))
+        json_text = json_value(value, self._key, self._schemas.get(self._name, {}))
         begin = ", " if self._has_arguments else "{"
-        self._argue(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {printed}")
+        self._argue(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {json_text}")
         self._has_arguments = True
         self._buffer, self._state = after, _State.BODY
         return True
@@ -182,7 +182,7 @@ class XmlReader:
         self._buffer = self._buffer[num_chars:]
 
     def _give_up(self) -> None:
-        """No call came of it: the mark was text, and what followed is looked at again."""
+        """There was no call: the mark was text, and what followed is parsed again."""
         mark = _OPENS if self._is_marked else _FUNCTION
         text, _, rest = self._doubtful.partition(mark)
         self._delta.content += text + mark

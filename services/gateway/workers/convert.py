@@ -109,7 +109,7 @@ def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.Wor
 
 
 def _first_token_left_s(job: WorkerJob, now_s: float) -> float:
-    """0 where the first token has come, or may come whenever the deadline allows."""
+    """0 if the first token was sent already, or if only the deadline limits it."""
     if job.first_token_due_s is None or job.output_ids:
         return 0.0
     return max(job.first_token_due_s - now_s, 0.001)

@@ -11,7 +11,7 @@ from services.registry.records import PUBLIC, SHARED, AdapterRecord
 ROOT = "root"
 """Scope of the first admin key and of callers without auth: every tenant is theirs."""
 SERVICE = "service"
-"""Scope of gateways and workers: they read for everybody."""
+"""Scope of gateways and workers, which read on behalf of all tenants."""
 
 _IMPLIED = {"reader": 0, "publisher": 1, "admin": 2}
 
@@ -26,7 +26,7 @@ class Access:
 
     @classmethod
     def of(cls, caller: Caller) -> Access:
-        """Without auth there is no key, and everything on this machine is the caller's."""
+        """The permissions of a caller; without auth a caller on this machine has all of them."""
         scopes = caller.scopes if caller.key_id else caller.scopes | {ROOT}
         return cls(caller.tenant, caller.key_id, scopes)
 

@@ -24,7 +24,7 @@ class Wanted:
     """PRIVATE, SHARED or PUBLIC; 0 keeps it."""
     shared_with: tuple[str, ...] = ()
     pullable: bool | None = None
-    """None keeps it; but what becomes private is no longer pullable."""
+    """None keeps the setting, except that a private adapter is not pullable."""
 
 
 class AdapterSharing:

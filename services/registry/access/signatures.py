@@ -54,7 +54,7 @@ class Signatures:
     async def accepted(
         self, tenant: str, files: Sequence[File], offered: Sequence[Offered], actor: str
     ) -> tuple[SignatureRecord, ...]:
-        """What comes with an upload, checked by itself and against the tenant's policy.
+        """Check the signatures of an upload, by themselves and against the tenant's policy.
 
         Raises:
             InvalidRequest: a signature is malformed, or over other files.
@@ -120,7 +120,7 @@ class Signatures:
         return {key_sha256(parse_public_key(pem.encode(), "", "")): pem for pem in pems}
 
     async def check_upload(self, tenant: str, signatures: Sequence[SignatureRecord]) -> None:
-        """What was accepted may have come before the policy. Raises PermissionDenied."""
+        """Check a version that may be older than the policy. Raises PermissionDenied."""
         policy = await self.policy(tenant)
         verified = {record.key_sha256 for record in signatures if record.public_key}
         self._demand(tenant, policy, verified, "the upload")

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class CatalogDown(Unavailable):
-    """Redis cannot be reached, or there is no index in it yet."""
+    """Redis cannot be reached, or holds no index yet."""
 
     reason = "INDEX_UNAVAILABLE"
 

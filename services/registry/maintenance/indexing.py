@@ -81,7 +81,7 @@ class Indexer:
                 logger.exception("index check failed")
 
     async def ensure(self) -> None:
-        """Rebuild where there is no index, or where it went back in time (a lost failover)."""
+        """Rebuild if there is no index, or if it went back in time after a failover."""
         epoch = None
         with contextlib.suppress(NoIndex):
             epoch, sequence = await self._catalog.position()

@@ -175,7 +175,7 @@ class _Packing:
 
 
 class _Copies:
-    """The documents of a snapshot, gone through once beside a listing."""
+    """The documents of a snapshot, read once in parallel with a listing."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._copies = _unpacked(file) if file is not None else iter(())

@@ -1,1 +1,1 @@
-"""How versions and tags come into being and go: uploads, checks, publishing, tags, deletion."""
+"""Creating and deleting versions and tags: uploads, checks, publishing, staged moves."""

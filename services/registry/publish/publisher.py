@@ -1,4 +1,4 @@
-"""Publishing: the only way a version comes into being.
+"""Publishing: the only way to create a version.
 
     session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags -> audit
             -> index and event -> acknowledgement
@@ -46,7 +46,7 @@ _MAX_TRIES = 5
 
 
 class Publisher:
-    """Turns finished uploads into versions."""
+    """Creates versions from finished uploads."""
 
     def __init__(
         self,

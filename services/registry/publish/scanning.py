@@ -56,7 +56,7 @@ class ArrivingScan:
             self._gave_up = True
 
     def finish(self) -> frozenset[str] | None:
-        """Names of the all-zero tensors once all bytes came; None where there is no answer."""
+        """Names of the all-zero tensors once all bytes have arrived; None without an answer."""
         if self._scan is None or self._gave_up:
             return None
         try:

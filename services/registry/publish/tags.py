@@ -230,5 +230,5 @@ def moved(
     time_s = now_s()
     move = Move(generation, targets, time_s, mover, move_id)
     moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
-    # Whatever was pending is no more: the last word counts.
+    # A direct move cancels a staged one: the last request wins.
     return TagRecord(address.tenant, address.name, address.tag, targets, generation, time_s, moves)

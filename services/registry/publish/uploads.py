@@ -258,7 +258,7 @@ class Uploads:
         await asyncio.gather(*map(self._store.delete, parts))
 
     async def refuse(self, session: UploadSession, violations: Sequence[Violation]) -> None:
-        """Note a refusal and drop the bytes, as nobody has a use for them. Sent again, they are
+        """Record a refusal and drop the bytes, which are of no further use. Sent again, they are
         looked at again: another base may be known by then."""
         refusal = Refusal(tuple(violations))
         await self._store.put(layout.upload_refused(session.upload_id), encode(refusal))
