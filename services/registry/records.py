@@ -101,7 +101,7 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TagTarget:
+class TargetRecord:
     """One side of a tag."""
 
     version: int
@@ -114,7 +114,7 @@ class Move:
     """One past move of a tag."""
 
     generation: int
-    targets: tuple[TagTarget, ...]
+    targets: tuple[TargetRecord, ...]
     moved_s: float
     mover: str
     move_id: str
@@ -128,12 +128,12 @@ class TagRecord:
     tenant: str
     name: str
     tag: str
-    targets: tuple[TagTarget, ...]
+    targets: tuple[TargetRecord, ...]
     generation: int
     updated_s: float
     moves: tuple[Move, ...] = ()
     """Oldest first, at most 32, the present state included."""
-    pending: tuple[TagTarget, ...] = ()
+    pending: tuple[TargetRecord, ...] = ()
     """Targets of a staged move: they wait until workers have them loaded."""
     pending_reason: str = ""
     """What it waits for, or why the last staged move failed."""

@@ -21,7 +21,7 @@ from services.registry.index import watch as watch_module
 from services.registry.index.catalog import Catalog
 from services.registry.index.watch import watch
 from services.registry.publish.tags import TagAddress
-from services.registry.records import TagTarget
+from services.registry.records import TargetRecord
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
 from tests.s3_servers import proven_store
@@ -86,7 +86,9 @@ class History:
             return
         version = rng.choice(list(self.digests))
         called = time.monotonic()
-        await house.tags.set(TagAddress("default", "sql", tag), [TagTarget(version, "")], None, "")
+        await house.tags.set(
+            TagAddress("default", "sql", tag), [TargetRecord(version, "")], None, ""
+        )
         self._note(tag, Operation("write", called, time.monotonic(), version))
 
     async def _swap(self, house: Registry, rng: random.Random, tag: str) -> None:
@@ -97,7 +99,7 @@ class History:
         called = time.monotonic()
         try:
             place = TagAddress("default", "sql", tag)
-            await house.tags.set(place, [TagTarget(version, "")], expect, "")
+            await house.tags.set(place, [TargetRecord(version, "")], expect, "")
             succeeded = True
         except Conflict:
             succeeded = False

@@ -31,7 +31,7 @@ from services.registry.records import (
     PUBLIC,
     AdapterRecord,
     TagRecord,
-    TagTarget,
+    TargetRecord,
     decode,
     encode,
 )
@@ -67,7 +67,7 @@ async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:
     first = await publish(house, "sql", 1, "prod")
     second = await publish(house, "sql", 2)
-    await house.tags.set(TagAddress("default", "sql", "prod"), [TagTarget(2, "")], None, "me")
+    await house.tags.set(TagAddress("default", "sql", "prod"), [TargetRecord(2, "")], None, "me")
     found = await house.lookup.resolve(parse_ref("sql:prod"), ROOT)
     assert found.version.digest == second.version.digest
     read = sum([len(chunk.data) async for chunk in chunks_of(house.store, found.version)])

@@ -50,10 +50,10 @@ class Audit:
     async def page(
         self, tenant: str, page_size: int, before: str = ""
     ) -> tuple[list[AuditRecord], str]:
-        """Entries, newest first, and the key to go on before; "" on the last page.
+        """Entries, newest first, and the key at which the next page begins; "" on the last page.
 
         Args:
-            tenant: whose entries; "" = everybody's.
+            tenant: tenant of the entries; "" = all tenants.
             before: key of the last entry of the previous page.
 
         Raises:
@@ -104,7 +104,7 @@ async def _first(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[ObjectInfo]:
 
 
 def _key_before(time_s: float) -> str:
-    """Sorts before the keys of all entries of this moment and later, after all earlier ones."""
+    """A key that sorts before all entries of this moment, and after all earlier ones."""
     time_s = max(0.0, time_s)
     return layout.audit(_date(time_s), first_ulid(time_s))
 

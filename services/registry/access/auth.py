@@ -23,8 +23,10 @@ SERVICE_CALLER = Caller("default", "service", frozenset({"reader", SERVICE}))
 
 
 class KeyAuth:
-    """Every call brings `authorization: Bearer <token>`, an API key or the service token; or it
-    comes by a connection on which a service showed its certificate."""
+    """Authenticates calls by API key, by the service token, or by a service's certificate.
+
+    Keys and the token come as `authorization: Bearer <token>`.
+    """
 
     def __init__(self, keys: Keys, service_token: str, service_names: Collection[str] = ()) -> None:
         self._check_key: Callable[[str], Awaitable[Caller]] = keys.check

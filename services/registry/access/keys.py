@@ -27,7 +27,7 @@ _FIRST = "first admin key"
 
 
 class Keys:
-    """Makes, checks, lists and revokes keys."""
+    """Creates, checks, lists and revokes keys."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class Keys:
         """The first admin key and its token; it may act for every tenant.
 
         Raises:
-            AlreadyExists: there is one, or was: a revoked one counts.
+            AlreadyExists: there is one already, even if it was revoked.
         """
         async with self._creating_first:
             if any(ROOT in record.scopes for record in await self.list("")):
@@ -107,7 +107,7 @@ class Keys:
         return record
 
     async def check(self, token: str) -> Caller:
-        """Who holds this token.
+        """The caller that holds a token.
 
         Raises:
             Unauthenticated: it is malformed, unknown, expired or revoked.

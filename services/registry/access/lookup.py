@@ -106,7 +106,7 @@ class Lookup:
     async def _scan(
         self, query: Query, access: Access, after: str, *, including: bool
     ) -> list[tuple[str, Found]]:
-        """Up to `_SCAN_ADAPTERS` scopes after one, in order, that this query may concern."""
+        """Up to `_SCAN_ADAPTERS` scopes after the given one that may match the query, in order."""
         bound = ("[" if including else "(") + after if after else "-"
         try:
             own = await self._range("names", query, access, bound)
@@ -133,7 +133,7 @@ class Lookup:
         return page
 
     async def _from_objects(self, tenant: str, name: str) -> Found:
-        """One adapter, read where the truth is."""
+        """One adapter, read from the objects."""
         versions = layout.versions_folder(tenant, name)
         tags = layout.tags_folder(tenant, name)
         tag_records = await documents.read_folder(self._store, tags, TagRecord)
@@ -182,7 +182,7 @@ def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
 
 
 def _current(found: Found, live: list[VersionRecord]) -> list[VersionRecord]:
-    """The version that `latest` points at, as in `page.lua`; the newest where it points at none."""
+    """The version that `latest` points at, as in `page.lua`; the newest if there is no such tag."""
     latest = next((tag for tag in found.tags if tag.tag == "latest"), None)
     if latest is not None and latest.targets:
         number = max(latest.targets, key=lambda target: target.weight).version

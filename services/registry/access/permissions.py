@@ -18,7 +18,7 @@ _IMPLIED = {"reader": 0, "publisher": 1, "admin": 2}
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one caller may see and change."""
+    """The permissions of one caller."""
 
     tenant: str
     actor: str

@@ -71,7 +71,7 @@ class Signatures:
         return records
 
     async def attach(self, version: VersionRecord, offered: Offered, actor: str) -> SignatureRecord:
-        """Keep a signature; a later one by the same key takes its place.
+        """Store a signature, replacing an earlier one by the same key.
 
         Raises:
             InvalidRequest: it is malformed, or over other files.
@@ -115,7 +115,7 @@ class Signatures:
         return tuple(sorted(kept | {*version.signers}))
 
     async def policy(self, tenant: str) -> dict[str, str]:
-        """The keys of which a tenant demands one: PEM by sha256. Empty = no demand."""
+        """The keys of which a tenant requires one, as PEM by sha256; empty = no requirement."""
         pems = (await self._tenants.get(tenant)).signature_keys
         return {key_sha256(parse_public_key(pem.encode(), "", "")): pem for pem in pems}
 
@@ -134,7 +134,7 @@ class Signatures:
             self._demand(version.tenant, policy, signed, what)
 
     async def unsigned(self, tenant: str, versions: Sequence[VersionRecord]) -> set[int]:
-        """The numbers of those versions that the tenant's policy keeps tags away from."""
+        """The numbers of the versions that no tag may point at under the tenant's policy."""
         policy = await self.policy(tenant)
         if not policy:
             return set()
@@ -163,7 +163,7 @@ class Signatures:
 
 
 def checked_keys(pems: Sequence[str]) -> tuple[str, ...]:
-    """The keys of a policy, each once and spelled alike. Raises InvalidRequest."""
+    """The keys of a policy, without duplicates and normalised. Raises InvalidRequest."""
     if len(pems) > MAX_KEYS:
         description = f"a tenant has at most {MAX_KEYS} keys"
         raise InvalidRequest.field("tenant.signature_keys", f"{len(pems)} keys", description)
@@ -177,7 +177,7 @@ def checked_keys(pems: Sequence[str]) -> tuple[str, ...]:
 def _checked(
     offered: Offered, files: Sequence[File], policy: Mapping[str, str], actor: str
 ) -> SignatureRecord:
-    """A record of a signature, verified where its key is known."""
+    """A record of a signature, verified if its key is known."""
     bundle = parse_bundle(offered.bundle)
     by_path = _by_path(files)
     check_files(bundle, by_path)

@@ -20,7 +20,7 @@ FIELDS = tuple(
 
 
 class Tenants:
-    """Reads and writes tenants; one that was never set has no limits."""
+    """Reads and writes tenants; a tenant that was never set has no limits."""
 
     def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Tenants:
         return stored or TenantRecord(tenant)
 
     async def set(self, record: TenantRecord, fields: Collection[str] = ()) -> TenantRecord:
-        """Create a tenant or change those of its `fields` that are named; none named = all.
+        """Create a tenant, or change the named `fields` of it; none named = all.
 
         Raises:
             InvalidRequest: a tenant has no such field.
@@ -58,7 +58,7 @@ class Tenants:
         return await documents.read_folder(self._store, layout.TENANTS, TenantRecord)
 
     async def check_quota(self, tenant: str, more_bytes: int) -> None:
-        """Raises ResourceExhausted where one more version of this size does not fit."""
+        """Raises ResourceExhausted if another version of this size exceeds the quota."""
         limits = await self.get(tenant)
         if not limits.max_bytes and not limits.max_versions:
             return

@@ -35,7 +35,7 @@ from services.registry.records import (
     Move,
     SignatureRecord,
     TagRecord,
-    TagTarget,
+    TargetRecord,
     TenantRecord,
     VersionRecord,
     build,
@@ -53,7 +53,7 @@ MAX_LABEL_VALUE_CHARS = 256
 
 
 def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
-    """What an upload becomes. Raises InvalidRequest naming the field."""
+    """What the client asked an upload to become. Raises InvalidRequest naming the field."""
     owner, name = parse_name(message.name, tenant, field="options.name")
     tags = [check_tag(tag, field="options.tags") for tag in message.tags]
     if not message.no_latest:
@@ -167,7 +167,7 @@ def resolved_to_proto(resolved: ResolvedVersion) -> pb.AdapterVersion:
     return version_to_proto(resolved.version, resolved.adapter, resolved.tags)
 
 
-def targets_to_proto(targets: Sequence[TagTarget]) -> list[pb.TagTarget]:
+def targets_to_proto(targets: Sequence[TargetRecord]) -> list[pb.TagTarget]:
     return [pb.TagTarget(version=t.version, digest=t.digest, weight=t.weight) for t in targets]
 
 

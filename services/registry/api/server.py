@@ -25,7 +25,7 @@ from services.registry.publish.inspection import check
 from services.registry.publish.metrics import WATCHERS, refusals_counted
 from services.registry.publish.tags import MAX_SIDES, TagAddress
 from services.registry.publish.uploads import UploadSession
-from services.registry.records import TagTarget
+from services.registry.records import TargetRecord
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
 
@@ -302,7 +302,7 @@ class RegistryService(AdminService):
 
     async def _targets(
         self, place: TagAddress, messages: Sequence[pb.TagTarget], access: Access
-    ) -> list[TagTarget]:
+    ) -> list[TargetRecord]:
         """Targets named by version or digest, weights of 0 meaning 1."""
         if not 1 <= len(messages) <= MAX_SIDES:
             description = f"give 1-{MAX_SIDES} versions to point at"
@@ -313,7 +313,7 @@ class RegistryService(AdminService):
             if not number:
                 ref = parse_ref(f"{place.scope}@{message.digest}", field="targets.digest")
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
-            targets.append(TagTarget(number, message.digest, message.weight or 1))
+            targets.append(TargetRecord(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", place.tag, "names a version twice")
         return targets

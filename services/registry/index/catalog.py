@@ -78,7 +78,7 @@ class Found:
 
 
 class Catalog:
-    """The index. Every method raises CatalogDown where Redis or the index is away."""
+    """The index. Every method raises CatalogDown if Redis or the index is unavailable."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self.make_index: Callable[[], Awaitable[None]] | None = None
@@ -126,10 +126,10 @@ class Catalog:
     async def apply(
         self, scope: str, items: Sequence[Item], *, operation: str = "", into_epoch: str = ""
     ) -> None:
-        """Bring documents in at once, with their events; older generations change nothing.
+        """Write documents and their events atomically; older generations change nothing.
 
         Args:
-            operation: pending note to remove with the same stroke.
+            operation: pending note to remove in the same transaction.
             into_epoch: an index under construction, which has no watchers yet.
         """
         change = arguments_of(operation, scope, items, with_events=not into_epoch)
@@ -155,7 +155,7 @@ class Catalog:
         return await self._lookups.ask((scope, kind, selector))
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
-        """`find` of several in one round trip."""
+        """Several `find` in one round trip."""
         _, answers = await self._run("resolve", [text for triple in wanted for text in triple])
         return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
 
@@ -170,7 +170,7 @@ class Catalog:
                               for scope, adapter, tags, versions in page]  # fmt: skip
 
     async def bases(self) -> list[BaseRecord]:
-        """Every base, without its modules, ordered by id."""
+        """All bases without their modules, ordered by id."""
         _, values = await self._run("read", ["HVALS", "bases"])
         return sorted((_record(BaseRecord, v) for v in values), key=lambda base: base.base_id)
 
@@ -181,7 +181,7 @@ class Catalog:
         return int(values[0] or 0), int(values[1] or 0)
 
     async def known_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[str]:
-        """Those of the files that this tenant refers to already from a live version."""
+        """The files that a live version of this tenant refers to already."""
         if not sha256s:
             return []
         question = ["HMGET", f"blobs:{tenant}", *sha256s]
@@ -189,7 +189,7 @@ class Catalog:
         return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
 
     async def staged_until(self, time_s: float) -> list[tuple[str, str]]:
-        """(scope, tag) of staged moves that were to end at this unix time or before."""
+        """(scope, tag) of staged moves that expired at this unix time or before."""
         _, values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
         return [(scope, tag) for tag, _, scope in (_text(v).partition(" ") for v in values)]
 
@@ -211,7 +211,7 @@ class Catalog:
         return [(int(_text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
 
     async def begin_rebuild(self) -> str | None:
-        """Take the rebuild lease; returns the new epoch, or None where another process rebuilds."""
+        """Take the rebuild lease; returns the new epoch, or None if another process rebuilds."""
         epoch = secrets.token_hex(8)
         async with _translated():
             taken = await self._redis.set(f"{PREFIX}rebuild", epoch, nx=True, px=_REBUILD_LEASE_MS)
@@ -220,7 +220,7 @@ class Catalog:
         return epoch if taken else None
 
     async def extend_rebuild(self) -> None:
-        """Keep the lease while reading goes on. `switch` notices one that was lost."""
+        """Extend the lease while documents are read. `switch` notices a lost lease."""
         async with _translated():
             await self._redis.pexpire(f"{PREFIX}rebuild", _REBUILD_LEASE_MS)
 
@@ -248,7 +248,7 @@ class Catalog:
                 await self._redis.unlink(*batch)
 
     async def release_rebuild(self, epoch: str) -> None:
-        """Give the lease back after a failure."""
+        """Release the lease after a failure."""
         async with _translated():
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
@@ -264,13 +264,13 @@ class Catalog:
             )
 
     async def claim_interval(self, work: str, interval_s: float) -> bool:
-        """Whether this process is the one to do some `work` of all in this interval."""
+        """Claim some periodic `work` for this interval; True for one process of all."""
         interval_ms = max(1, int(interval_s * 1000))
         async with _translated():
             return bool(await self._redis.set(f"{PREFIX}turn:{work}", 1, nx=True, px=interval_ms))
 
     async def changes_since_snapshot(self) -> int | None:
-        """Events since `note_snapshot`; None where that was never, or of another index."""
+        """Events since `note_snapshot`; None if there was none for this index."""
         epoch, sequence = await self.position()
         async with _translated():
             noted = await self._redis.get(f"{PREFIX}snapshot")
@@ -278,7 +278,7 @@ class Catalog:
         return sequence - int(then) if then_epoch == epoch else None
 
     async def note_snapshot(self, epoch: str, sequence: int) -> None:
-        """Note that the objects are copied as they were at this position."""
+        """Record that a snapshot covers the objects up to this position."""
         async with _translated():
             await self._redis.set(f"{PREFIX}snapshot", f"{epoch} {sequence}")
 
@@ -287,7 +287,8 @@ class Catalog:
         await self._redis.aclose()
 
     async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do `work`, making the index first where there is none: writers wait, readers need not."""
+        """Do `work`, building the index first if there is none: writers wait for it, readers do
+        not."""
         for _ in range(_MAX_TRIES):
             try:
                 return await work()

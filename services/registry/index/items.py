@@ -23,7 +23,7 @@ BASES_SCOPE = "bases"
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """One change as watchers see it; the index ignores old generations."""
+    """One change as watchers see it; the index ignores older generations."""
 
     generation: int
     kind: str
@@ -36,7 +36,7 @@ class IndexEvent:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One document on its way into the index."""
+    """One document for the index."""
 
     key: str
     field: str
@@ -71,12 +71,12 @@ def arguments_of(
 
 
 def scope_of(tenant: str, name: str) -> str:
-    """The unit that the index changes at once."""
+    """The unit that the index changes atomically."""
     return f"{tenant}/{name}"
 
 
 def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
-    """A version, and what it adds to the use of its tenant."""
+    """A version, and what it adds to the usage of its tenant."""
     use = {
         "tenant": record.tenant,
         "bytes": record.size_bytes,
@@ -140,7 +140,7 @@ def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) 
 
 
 def base_item(record: BaseRecord) -> Item:
-    """A base. Its modules stay in the object: they are large and seldom asked for."""
+    """A base without its modules, which are large and seldom needed."""
     geometry = dataclasses.replace(record.geometry, modules=())
     doc = to_fields(dataclasses.replace(record, geometry=geometry))
     return Item(

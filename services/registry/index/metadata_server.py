@@ -51,7 +51,7 @@ class MetadataServer:
         return f"unix://{self._socket}"
 
     async def start(self) -> None:
-        """Start it and wait until it answers. Raises Unavailable where it does not."""
+        """Start the server and wait until it answers. Raises Unavailable if it does not."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep())
 
@@ -120,7 +120,7 @@ def find_binary() -> Path:
 
 
 def _socket_path(state_dir: Path) -> Path:
-    """In the state folder, or in a private temporary one where that path is too long."""
+    """In the state folder, or in a private temporary folder if that path is too long."""
     path = state_dir.absolute() / "metadata.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path
@@ -133,7 +133,7 @@ def _socket_path(state_dir: Path) -> Path:
 
 
 def _launcher() -> list[str]:
-    """A command before the server's own that ties it to this process, however that ends.
+    """A command prefix that ends the server with this process, however that ends.
 
     Linux only. A separate program does it: running Python between fork and exec is not safe beside
     the threads of gRPC.

@@ -73,7 +73,7 @@ async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Bat
 
 
 async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
-    """Number of the last event, where the current index is this one and has come this far."""
+    """Number of the last event, if this index is current and contains the given number."""
     current, last = await catalog.position()
     if current != epoch or last < after:
         raise _SnapshotNeeded
@@ -81,7 +81,7 @@ async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
 
 
 async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
-    """Everything, ending at a number such that nothing before it is missing."""
+    """A complete snapshot, ending at a number before which nothing is missing."""
     epoch, begin = await catalog.position()
     newest: dict[str, int] = {}
     events = [event.to_doc() for base in await catalog.bases() for event in base_item(base).events]
@@ -104,7 +104,7 @@ async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
 async def _catch_up(
     catalog: Catalog, epoch: str, begin: int, newest: dict[str, int]
 ) -> AsyncIterator[Batch]:
-    """What changed while the pages were read, less what they showed already; ends the snapshot."""
+    """Changes made while the pages were read, without those already shown; ends the snapshot."""
     end = await _last_sequence(catalog, epoch, begin)
     while begin < end:
         entries = await catalog.read_events(epoch, begin, min(_EVENTS, end - begin), None)
@@ -117,7 +117,7 @@ async def _catch_up(
 
 
 def _events_of(found: Found) -> list[dict[str, Any]]:
-    """One adapter's present state: its live versions, then its tags."""
+    """The current state of one adapter: its live versions, then its tags."""
     items = [version_item(v, found.adapter) for v in found.versions if not v.deleted]
     docs = [event.to_doc() for item in items for event in item.events]
     for tag in found.tags:

@@ -27,7 +27,7 @@ RETENTION_S = 7 * 24 * 3600.0
 
 @dataclass(slots=True)
 class CollectionResult:
-    """What a collection did, or would do."""
+    """The result of a collection, or of a dry run."""
 
     deleted_objects: int = 0
     deleted_bytes: int = 0
@@ -65,7 +65,7 @@ class Collector:
     async def _collect_uploads(
         self, now_s: float, result: CollectionResult, *, dry_run: bool
     ) -> None:
-        """Sessions in which nothing was written for a day. Their session document goes last."""
+        """Delete sessions without a write for a day, the session document last."""
         sessions: dict[str, list[ObjectInfo]] = {}
         async for info in self.store.list_objects(layout.UPLOADS):
             upload_id = info.key.removeprefix(layout.UPLOADS).partition("/")[0]

@@ -59,7 +59,7 @@ class Indexer:
         self._seen: tuple[str, int] = ("", 0)
 
     async def start(self) -> None:
-        """Catch up once, before anybody reads: index there, dead publications rolled forward.
+        """Build the index if needed and complete interrupted publications, before the first read.
 
         Raises: CatalogDown, also where Redis may drop parts of an index.
         """
@@ -100,7 +100,7 @@ class Indexer:
             await self._rebuild()
 
     async def recover(self) -> int:
-        """Roll publications forward that died between becoming visible and being acknowledged."""
+        """Complete publications that died between becoming visible and being acknowledged."""
         count = 0
         for upload_id in await self._uploads.unfinished():
             count += await self._publisher.recover(upload_id)
@@ -109,7 +109,7 @@ class Indexer:
         return count
 
     async def repair(self, min_age_s: float) -> None:
-        """Read again what was noted to change and never reached the index."""
+        """Read scopes again whose noted changes never reached the index."""
         noted = await self._catalog.pending()
         INDEX_LAG_S.set(max((age_s for _, _, age_s in noted), default=0.0))
         pending = [entry for entry in noted if entry[2] >= min_age_s]
@@ -124,11 +124,11 @@ class Indexer:
         await self._catalog.forget_pending(dead)
 
     async def refresh(self, scope: str) -> None:
-        """Bring one scope up to its objects."""
+        """Update one scope from its objects."""
         await self._catalog.apply(scope, await self._items_of(scope))
 
     async def rebuild(self) -> tuple[str, int, int, int]:
-        """Make a new index from the objects and put it in the place of the old one.
+        """Build a new index from the objects and replace the old one.
 
         Returns (epoch, versions, tags, bases), deleted ones not counted. Where another process
         rebuilds already, waits for it instead and counts nothing.
@@ -169,7 +169,8 @@ class Indexer:
                 await self._catalog.apply(scope, items, into_epoch=epoch)
 
     async def _fill(self, epoch: str) -> tuple[int, int, int]:
-        """Read every document into the index under construction; returns how many are live."""
+        """Read every document into the index under construction; returns the number of live
+        ones."""
         bases = await self._items_of(BASES_SCOPE)
         await self._catalog.apply(BASES_SCOPE, bases, into_epoch=epoch)
         versions = tags = 0
@@ -230,7 +231,7 @@ class _Adapter:
         return [version for version in self.versions if not version.deleted]
 
     def items(self) -> list[Item]:
-        """As the index takes them: versions before the tags that name them."""
+        """Index entries, with versions before the tags that point at them."""
         items = [adapter_item(self.record, self.live)] if self.record is not None else []
         items += [version_item(version, self.record) for version in self.versions]
         return items + [tag_item(tag) for tag in self.tags]

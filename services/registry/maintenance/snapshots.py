@@ -51,7 +51,7 @@ class Snapshots:
         """(key, bytes) of everything under `adapters/`, whole adapters together, by key.
 
         Args:
-            folder: "versions" or "tags", to have only what lies in those.
+            folder: "versions" or "tags", to read only those.
         """
         with tempfile.TemporaryFile() as file:
             async for listed, copies in self._listed(await self._newest(file)):
@@ -62,7 +62,7 @@ class Snapshots:
                 yield [(info.key, copies[info.key]) for info in infos if info.key in copies]
 
     async def write(self) -> str:
-        """Copy everything, taking what the last copy has of it; returns the key."""
+        """Write a new snapshot, reusing the current parts of the last one; returns its key."""
         with tempfile.TemporaryFile() as last, tempfile.TemporaryFile() as file:
             packing = _Packing(file)
             async for infos, copies in self._listed(await self._newest(last)):
@@ -123,7 +123,7 @@ class Snapshots:
     async def _completed(
         self, infos: Sequence[ObjectInfo], copies: dict[str, bytes]
     ) -> list[Document]:
-        """Copies, and what has none read anew, each under the tag that it was read with."""
+        """Current copies, and the other documents read anew, each with its entity tag."""
 
         async def document(info: ObjectInfo) -> Document | None:
             copy = copies.get(info.key)
@@ -182,7 +182,8 @@ class _Copies:
         self._next = next(self._copies, None)
 
     def of(self, infos: Sequence[ObjectInfo]) -> dict[str, bytes]:
-        """Those of the listed documents that are as they were copied, by key; both go by key."""
+        """The listed documents that are unchanged since the snapshot, by key; both are sorted by
+        key."""
         etags = {info.key: info.etag for info in infos}
         current: dict[str, bytes] = {}
         while self._next is not None and self._next[0] <= infos[-1].key:

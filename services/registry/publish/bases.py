@@ -33,8 +33,8 @@ class Bases:
         """Record a base; the same id with another geometry is refused unless `replace`.
 
         Raises:
-            InvalidRequest: an id that cannot be one.
-            AlreadyExists: the id is another base's, or an adapter's.
+            InvalidRequest: the id is malformed.
+            AlreadyExists: the id belongs to another base or to an adapter.
         """
         _check_id(base.base_id)
         await self._check_no_adapter(base.base_id)
@@ -80,14 +80,14 @@ class Bases:
             return await self.all()
 
     async def check_adapter_name(self, tenant: str, name: str) -> None:
-        """An adapter may not take a base's id. Raises AlreadyExists."""
+        """Check that an adapter does not take a base's id. Raises AlreadyExists."""
         ids = {base.base_id for base in await self.summaries()}
         for taken in (name, f"{tenant}/{name}"):
             if taken in ids:
                 raise AlreadyExists(f"{taken!r} is the id of a base; choose another adapter name")
 
     async def check_known(self, wanted: str) -> None:
-        """Refuse an upload before its bytes are sent, where its base is unknown.
+        """Refuse an upload with an unknown base before its bytes are sent.
 
         Raises:
             Unavailable: no base is known yet.
@@ -102,7 +102,7 @@ class Bases:
     async def choose(
         self, wanted: str, config: AdapterConfig
     ) -> tuple[BaseRecord, list[Violation]]:
-        """The base that an adapter is for, and warnings about how it was found.
+        """Choose the base of an adapter; returns it with warnings about the choice.
 
         `wanted`, else the base that the config names, else the only one known.
 

@@ -26,10 +26,10 @@ class Blobs:
         self._uploads = uploads
 
     async def sources(self, session: UploadSession) -> list[Source]:
-        """Where the bytes of each file are.
+        """The stored bytes of each file.
 
         Raises:
-            InvalidAdapter: they are gone because they were refused.
+            InvalidAdapter: they were refused and deleted.
             Blocked: some are missing.
         """
         states = await self._uploads.state(session)
@@ -56,7 +56,7 @@ class Blobs:
         return sources
 
     async def known_files(self, session: UploadSession, files: Sequence[File]) -> set[File]:
-        """Files whose bytes this tenant has already: they need not be sent again."""
+        """Files whose bytes this tenant has already, so that they need not be sent."""
         usable = {*session.known} - {*session.damaged}
         candidates = [file for file in files if file.sha256 in usable]
         known = set()
@@ -69,10 +69,10 @@ class Blobs:
     async def keep(
         self, sources: Sequence[Source], inspected: Inspected, damaged: Sequence[str]
     ) -> None:
-        """Make every byte durable under its content's name, then look once more that it is.
+        """Store all bytes as content-addressed blobs, then check that they are there.
 
-        The files go together: what costs is waiting for the disk. Those of `damaged` sha256 are
-        written over.
+        Files are stored concurrently, because the cost is waiting for the disk. Blobs with a sha256
+        in `damaged` are overwritten.
         """
         now = await self._store.clock_s()
         await asyncio.gather(

@@ -17,11 +17,11 @@ from services.registry.index.items import Item, scope_of, version_item
 from services.registry.index.versions import Versions
 from services.registry.publish.failpoint import failpoint
 from services.registry.publish.tags import TagAddress, Tags
-from services.registry.records import AdapterRecord, TagRecord, TagTarget, VersionRecord, now_s
+from services.registry.records import AdapterRecord, TagRecord, TargetRecord, VersionRecord, now_s
 
 
 class Deletion:
-    """Tombstones versions and takes their tags along."""
+    """Deletes versions, and the tags that point at them."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class Deletion:
         return record
 
     async def _release(self, tag: TagRecord, mover: str) -> TagRecord | None:
-        """Take dead versions out of a tag: latest falls back, others go."""
+        """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         if all(target.version in live for target in tag.targets):
             return None
-        fallback: list[TagTarget] = []
+        fallback: list[TargetRecord] = []
         unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
         if tag.tag == LATEST and live.keys() - unsigned:
             newest = live[max(live.keys() - unsigned)]
-            fallback = [TagTarget(newest.version, newest.digest)]
+            fallback = [TargetRecord(newest.version, newest.digest)]
 
-        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
             held = current.targets if current is not None else ()
             return None if all(target.version in live for target in held) else fallback
 
@@ -127,7 +127,7 @@ class Deletion:
         return await self._tags.move(address, choose, mover, secrets.token_hex(8))
 
     async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
-        """Live versions by the objects: the index may not know of the newest tombstone yet."""
+        """Live versions by the objects, because the index may lack the newest tombstone."""
         folder = layout.versions_folder(tenant, name)
         records = await documents.read_folder(self._store, folder, VersionRecord)
         return [record for record in records if not record.deleted]

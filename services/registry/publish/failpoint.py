@@ -1,4 +1,4 @@
-"""Named steps at which a test can make the process die, as if power were lost.
+"""Named steps at which a test can kill the process, as if power were lost.
 
 `LORAPLEX_FAILPOINTS=publish.version` arms a step for the first time it is reached;
 `publish.version:2` for the second. Unarmed steps cost one dictionary look-up.
@@ -21,7 +21,7 @@ def arm(text: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Die here, at once and without any clean-up, if a test armed this step."""
+    """End the process at once and without clean-up if a test armed this step."""
     if name not in _armed:
         return
     _armed[name] -= 1

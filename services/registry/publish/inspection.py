@@ -1,4 +1,4 @@
-"""Checking the content of an upload: config, header and every tensor value, in constant memory."""
+"""Checks the content of an upload: config, header and every tensor value, in constant memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Inspected:
 
 
 class DamagedFile(DataLoss):
-    """The bytes that arrived are not those that were declared."""
+    """The received bytes differ from the declared ones."""
 
     def __init__(self, file: File) -> None:
         super().__init__(
@@ -195,7 +195,7 @@ async def _whole(store: ObjectStore, source: Source) -> bytes:
 
 
 async def _read(store: ObjectStore, source: Source, offset: int, length: int) -> bytes:
-    """A run of bytes of a file, across its segments."""
+    """A range of bytes of a file, across its segments."""
     data = bytearray()
     for segment in source.segments:
         if offset < segment.length and len(data) < length:

@@ -1,4 +1,4 @@
-"""What the registry counts. Labels are bounded: outcomes, never names of adapters or tenants."""
+"""The metrics of the registry. Labels are bounded: outcomes, never adapters or tenants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REBUILDS = Counter(
 
 @contextlib.contextmanager
 def refusals_counted() -> Iterator[None]:
-    """Count an upload that fails in here, by its reason."""
+    """Count an upload that fails inside the block, by its reason."""
     try:
         yield
     except LoraplexError as error:

@@ -1,4 +1,4 @@
-"""Writing the bytes of one stream into the object store as parts of an upload."""
+"""Writes the bytes of one stream into the object store as parts of an upload."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PartWriter:
             await self._pass_on()
 
     async def finish(self) -> None:
-        """Commit what was good, if anything. Raises DataLoss where something was not."""
+        """Commit the undamaged chunks. Raises DataLoss if one was damaged."""
         damage = None
         try:
             try:
@@ -86,7 +86,7 @@ class PartWriter:
             failpoint("upload.part")
 
     async def _pass_on(self) -> None:
-        """Have the batch worked on while the next one gathers."""
+        """Process the batch while the next one is collected."""
         await self._worked()
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         self._working = asyncio.ensure_future(self._work(batch))
@@ -116,7 +116,7 @@ class PartWriter:
 
 
 def damaged() -> DataLoss:
-    """A chunk is not what its sender summed up."""
+    """A chunk does not match its checksum."""
     return DataLoss(
         "a chunk does not match its crc32: the file changed while it was read, or was damaged on "
         "the way; send it again"

@@ -37,7 +37,7 @@ from services.registry.records import (
     PRIVATE,
     AdapterRecord,
     TagRecord,
-    TagTarget,
+    TargetRecord,
     VersionRecord,
     now_s,
 )
@@ -120,7 +120,7 @@ class Publisher:
     async def _send_again(
         self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
     ) -> None:
-        """Let go of bytes that are not what was declared. Raises Blocked where they had not to be
+        """Drop bytes that differ from the declared ones. Raises Blocked where they had not to be
         sent, so that clients open the session again and send them."""
         [source] = [source for source in sources if source.file.path == damage.path]
         sha256 = source.file.sha256
@@ -266,9 +266,9 @@ class Publisher:
         created: bool,
         recovering: Intent | None,
     ) -> TagRecord | None:
-        target = TagTarget(version.version, version.digest)
+        target = TargetRecord(version.version, version.digest)
 
-        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
             generation = current.generation if current is not None else 0
             if recovering and recovering.tag_generations.get(tag, 0) != generation:
                 return None
@@ -283,14 +283,14 @@ class Publisher:
     async def _stage_tag(
         self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
     ) -> None:
-        """Let a tag wait until workers have the version loaded. A deleted one is not waited for."""
+        """Stage a tag until workers have loaded the version, unless the tag is deleted."""
         address = TagAddress(version.tenant, version.name, tag)
         if recovering is not None:
             current = await self._tags.read(address)
             generation = current.generation if current is not None else 0
             if recovering.tag_generations.get(tag, 0) != generation:
                 return
-        target = TagTarget(version.version, version.digest)
+        target = TargetRecord(version.version, version.digest)
         with contextlib.suppress(AdapterNotFound):
             await self._staging.begin(
                 address, [target], None, session.creator, session.options.when_loaded_s

@@ -1,4 +1,4 @@
-"""Looking at tensor values while they arrive, so that publishing need not read them again.
+"""Scans tensor values while they arrive, so that publishing need not read them again.
 
 Whether all values of a file are finite depends on its bytes alone, so an answer is kept under the
 sha256 of the file. It is only a shortcut: without an answer (another replica received the parts, a
@@ -28,14 +28,14 @@ class Scans:
         return self._zeros.get(sha256)
 
     def remember(self, sha256: str, zero_tensors: frozenset[str]) -> None:
-        """Keep an answer; the oldest is forgotten."""
+        """Keep a result; the oldest one is forgotten."""
         self._zeros[sha256] = zero_tensors
         if len(self._zeros) > _MAX_KEPT:
             self._zeros.popitem(last=False)
 
 
 class ArrivingScan:
-    """The scan of one tensor file, fed from its first byte on. Gives up on a bad one in silence."""
+    """The scan of one tensor file from its first byte. Silently gives up on a malformed file."""
 
     def __init__(self, file_size: int) -> None:
         self._file_size = file_size

@@ -19,7 +19,7 @@ from services.registry.access.audit import Audit
 from services.registry.index.catalog import Catalog
 from services.registry.index.versions import Versions
 from services.registry.publish.tags import TagAddress, Tags, check_expected, describe, moved
-from services.registry.records import TagRecord, TagTarget, now_s
+from services.registry.records import TagRecord, TargetRecord, now_s
 
 WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"
@@ -45,12 +45,12 @@ class Staging:
     async def begin(
         self,
         address: TagAddress,
-        targets: Sequence[TagTarget],
+        targets: Sequence[TargetRecord],
         expect: str | None,
         mover: str,
         within_s: float,
     ) -> TagRecord:
-        """Note targets as pending; the last word counts, also on how long it may take. A tag that
+        """Make targets pending; a later call replaces them and their time limit. A tag that
         points there already stays as it is.
 
         Raises:
@@ -116,7 +116,7 @@ class Staging:
         return count
 
     async def _first_gone(self, address: TagAddress) -> str:
-        """Why what is pending can no longer be moved to; "" when it can."""
+        """Why the pending targets are no longer valid; "" if they are."""
         seen = await self._tags.read(address)
         try:
             await self._tags.resolved(address, seen.pending if seen is not None else ())

@@ -14,7 +14,7 @@ from services.registry.access.signatures import Signatures
 from services.registry.index.catalog import Catalog
 from services.registry.index.items import scope_of
 from services.registry.index.versions import Versions
-from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TagTarget, now_s
+from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
 
 MAX_SIDES = 16
 NONE = "none"
@@ -64,7 +64,7 @@ class Tags:
     async def move(
         self,
         address: TagAddress,
-        choose: Callable[[TagRecord | None], Sequence[TagTarget] | None],
+        choose: Callable[[TagRecord | None], Sequence[TargetRecord] | None],
         mover: str,
         move_id: str,
     ) -> TagRecord | None:
@@ -84,9 +84,9 @@ class Tags:
         return await documents.change(self._store, address.key, TagRecord, step)
 
     async def set(
-        self, address: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
+        self, address: TagAddress, targets: Sequence[TargetRecord], expect: str | None, mover: str
     ) -> TagRecord:
-        """Point a tag at versions; no targets delete it.
+        """Point a tag at versions; without targets it is deleted.
 
         Raises:
             Conflict: the tag differs from `expect` (a digest, or "none").
@@ -94,7 +94,7 @@ class Tags:
         """
         wanted = [await self._resolved(address, target) for target in targets]
 
-        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
             check_expected(address, current, expect)
             if not wanted and (current is None or not current.targets):
                 raise AdapterNotFound(str(address), "there is no such tag to delete")
@@ -107,17 +107,17 @@ class Tags:
     async def rollback(
         self, address: TagAddress, version: int, expect: str | None, mover: str
     ) -> TagRecord:
-        """Move a tag back to its previous targets, or to `version` where that is not 0.
+        """Move a tag back to its previous targets, or to `version` if that is not 0.
 
-        Targets are passed over of which a version was deleted meanwhile, or lacks a signature that
+        Skips targets with a version that was deleted since, or that lacks a signature which
         its tenant demands by now.
         """
-        target = await self._resolved(address, TagTarget(version, "")) if version else None
+        target = await self._resolved(address, TargetRecord(version, "")) if version else None
         versions = await self._versions.of(address.tenant, address.name)
         unsigned = await self._signatures.unsigned(address.tenant, versions)
         live = {r.version for r in versions if not r.deleted} - unsigned
 
-        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
             check_expected(address, current, expect)
             return [target] if target is not None else _previous(address, current, live)
 
@@ -126,7 +126,7 @@ class Tags:
     async def _move_and_index(
         self,
         address: TagAddress,
-        choose: Callable[[TagRecord | None], Sequence[TagTarget]],
+        choose: Callable[[TagRecord | None], Sequence[TargetRecord]],
         mover: str,
         action: str,
     ) -> TagRecord:
@@ -165,7 +165,7 @@ class Tags:
         if all(version is not None and not version.deleted for version in versions):
             return record
 
-        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
             return () if current is not None and current.targets == record.targets else None
 
         settled = await self.move(address, choose, mover, secrets.token_hex(8))
@@ -173,12 +173,12 @@ class Tags:
         return settled
 
     async def resolved(
-        self, address: TagAddress, targets: Sequence[TagTarget]
-    ) -> tuple[TagTarget, ...]:
+        self, address: TagAddress, targets: Sequence[TargetRecord]
+    ) -> tuple[TargetRecord, ...]:
         """Targets with version and digest. Raises AdapterNotFound where one is not live."""
         return tuple([await self._resolved(address, target) for target in targets])
 
-    async def _resolved(self, address: TagAddress, target: TagTarget) -> TagTarget:
+    async def _resolved(self, address: TagAddress, target: TargetRecord) -> TargetRecord:
         """A target with version and digest, checked to be live and signed as its tenant demands."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
@@ -186,7 +186,7 @@ class Tags:
         if record is None or record.deleted:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
         await self._signatures.check(record)
-        return TagTarget(record.version, record.digest, target.weight)
+        return TargetRecord(record.version, record.digest, target.weight)
 
 
 def check_expected(address: TagAddress, current: TagRecord | None, expect: str | None) -> None:
@@ -200,8 +200,8 @@ def check_expected(address: TagAddress, current: TagRecord | None, expect: str |
         raise Conflict(f"{address} is {found}, expected {expect}; read it again, then decide")
 
 
-def describe(targets: Sequence[TagTarget]) -> str:
-    """Such as `v3=90 v4=10`, or a digest where the tag is not split."""
+def describe(targets: Sequence[TargetRecord]) -> str:
+    """A description such as `v3=90 v4=10`, or a digest if the tag is not split."""
     if len(targets) == 1:
         return f"v{targets[0].version} {targets[0].digest}"
     return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
@@ -209,7 +209,7 @@ def describe(targets: Sequence[TagTarget]) -> str:
 
 def _previous(
     address: TagAddress, current: TagRecord | None, live: Set[int]
-) -> Sequence[TagTarget]:
+) -> Sequence[TargetRecord]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
         for move in reversed(current.moves):
@@ -222,7 +222,7 @@ def _previous(
 def moved(
     address: TagAddress,
     current: TagRecord | None,
-    targets: tuple[TagTarget, ...],
+    targets: tuple[TargetRecord, ...],
     mover: str,
     move_id: str,
 ) -> TagRecord:

@@ -1,4 +1,4 @@
-"""Upload sessions: bytes on their way, kept in the object store so that any replica continues.
+"""Upload sessions, kept in the object store so that any replica can continue them.
 
 A file arrives as parts. A part is named by its offset, size and sha256, so listing the parts of a
 session shows how far it is. The run of bytes from 0 that parts cover without a gap is committed.
@@ -29,7 +29,7 @@ _REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an upload becomes."""
+    """What the client asked an upload to become."""
 
     tenant: str
     name: str
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class UploadSession:
-    """An upload: what was declared, and by whom."""
+    """An upload: the declared files and options, and the caller."""
 
     upload_id: str
     options: Options
@@ -92,7 +92,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """A stored run of bytes of one file."""
+    """A stored range of bytes of one file."""
 
     key: str
     offset: int
@@ -114,7 +114,7 @@ class FileState:
         return self.committed_bytes == self.file.size
 
     def segments(self) -> list[Segment]:
-        """The committed bytes as runs of parts."""
+        """The committed bytes as segments of parts."""
         segments, position = [], 0
         for part in self.parts:
             skip = position - part.offset
@@ -124,7 +124,7 @@ class FileState:
 
     @property
     def known_sha256(self) -> str:
-        """The content's sha256 where one part holds all of it; else ""."""
+        """The sha256 of the content if one part holds all of it; else ""."""
         single = len(self.parts) == 1 and self.parts[0].size == self.file.size
         return self.parts[0].sha256 if single else ""
 
@@ -139,7 +139,7 @@ class Uploads:
     async def open(
         self, options: Options, files: Sequence[File], creator: str, known: Sequence[str] = ()
     ) -> UploadSession:
-        """Open a session, or find the open one for the same files and options.
+        """Open a session, or return the open one for the same files and options.
 
         Args:
             known: sha256 of the files that the tenant refers to already.
@@ -168,7 +168,7 @@ class Uploads:
         return session
 
     async def state(self, session: UploadSession) -> list[FileState]:
-        """How far each file is."""
+        """The committed bytes of each file."""
         prefix = layout.upload_parts(session.upload_id)
         parts: dict[int, list[UploadPart]] = {}
         async for info in self._store.list_objects(prefix):
@@ -186,9 +186,9 @@ class Uploads:
         offset: int,
         chunks: AsyncIterator[tuple[bytes, int]],
     ) -> FileState:
-        """Store the bytes of one file that follow `offset`; returns how far the file is then.
+        """Store the bytes of one file from `offset` on; returns the state of the file.
 
-        What arrived before a stream broke is kept. Bytes that are committed already are skipped.
+        Bytes that arrived before a stream broke are kept. Bytes already committed are skipped.
 
         Args:
             chunks: (data, crc32 of data) in order.
@@ -241,15 +241,15 @@ class Uploads:
         return await documents.read(self._store, layout.upload_finished(upload_id), Finished)
 
     async def intent(self, upload_id: str) -> Intent | None:
-        """What the session was about to make visible when it was last worked on."""
+        """The last intent of the session, if there is one."""
         return await documents.read(self._store, layout.upload_intent(upload_id), Intent)
 
     async def intend(self, upload_id: str, intent: Intent) -> None:
-        """Note what is about to become visible. A later try replaces the note of an earlier one."""
+        """Record what is about to become visible, replacing an earlier intent."""
         await self._store.put(layout.upload_intent(upload_id), encode(intent))
 
     async def finish(self, upload_id: str, finished: Finished) -> None:
-        """Note the acknowledgement and let go of the parts."""
+        """Record the acknowledgement and delete the parts."""
         await documents.create(self._store, layout.upload_finished(upload_id), finished)
         failpoint("publish.finished")
         parts = [
@@ -276,7 +276,7 @@ class Uploads:
             await self._store.delete(info.key)
 
     async def want_in_place_of(self, session: UploadSession, sha256: str) -> None:
-        """Have a file sent although the store has one of its name, whose bytes are damaged."""
+        """Require a file whose blob in the store is damaged to be sent again."""
         wanting = replace(session, damaged=(*session.damaged, sha256))
         await self._store.put(layout.upload_session(session.upload_id), encode(wanting))
 
@@ -324,7 +324,7 @@ def _covered(file: File, parts: list[UploadPart]) -> FileState:
 
 
 def _fingerprint(options: Options, files: tuple[File, ...], creator: str) -> str:
-    """Equal for equal uploads by one caller; labels and tags count too."""
+    """A hash that is equal for equal uploads by one caller, including labels and tags."""
     text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
                  options.visibility, sorted((options.labels or {}).items()), options.strict,
                  options.parent, options.when_loaded_s, files, creator,

@@ -16,7 +16,7 @@ from services.registry.index import watch as watch_module
 from services.registry.index.catalog import PREFIX
 from services.registry.index.watch import Batch, watch
 from services.registry.publish.tags import TagAddress
-from services.registry.records import PUBLIC, TagTarget
+from services.registry.records import PUBLIC, TargetRecord
 from tests.registry.house import publish
 
 PROD = TagAddress("default", "sql", "prod")
@@ -86,7 +86,7 @@ async def test_changes_arrive_in_order_and_none_is_left_out(registry: Registry) 
     for seed in (1, 2):
         await publish(registry, "sql", seed)
     for version in (1, 2, 1):
-        await registry.tags.set(PROD, [TagTarget(version, "")], None, "me")
+        await registry.tags.set(PROD, [TargetRecord(version, "")], None, "me")
     await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
     await mirror.until("sql:v2", "deleted")
     assert mirror.events == [
@@ -103,7 +103,7 @@ async def test_a_token_resumes_after_exactly_what_was_handled(registry: Registry
     await publish(registry, "sql", 1)
     await mirror.until("sql:latest", [1])
     for version in (1, 1, 1):
-        await registry.tags.set(PROD, [TagTarget(version, "", 1)], None, "me")
+        await registry.tags.set(PROD, [TargetRecord(version, "", 1)], None, "me")
     await publish(registry, "sql", 2)
     resumed = Mirror(watch(registry.catalog, mirror.token))
     await resumed.until("sql:latest", [2])
@@ -118,9 +118,9 @@ async def test_moves_that_the_index_missed_are_told_in_order(registry: Registry)
     await mirror.snapshot()
     mirror.events.clear()
     for number in (1, 2):
-        target = TagTarget(number, "sha256:x")
+        target = TargetRecord(number, "sha256:x")
         await registry.tags.move(PROD, lambda _, t=target: [t], "dead", f"m{number}")
-    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
+    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
     await mirror.until("sql:prod", [1])
     while "sql:prod 3" not in mirror.events:
         await mirror.step()

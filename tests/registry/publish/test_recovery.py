@@ -14,7 +14,7 @@ from services.registry.assembly import Registry, assemble
 from services.registry.index.catalog import Catalog
 from services.registry.publish import failpoint
 from services.registry.publish.tags import TagAddress
-from services.registry.records import PUBLIC, AdapterRecord, TagRecord, TagTarget
+from services.registry.records import PUBLIC, AdapterRecord, TagRecord, TargetRecord
 from tests.registry.house import adapter_files, opened, publish
 from tests.s3_servers import proven_store
 
@@ -88,7 +88,7 @@ async def test_a_stage_that_somebody_overruled_meanwhile_is_not_brought_back(
     die_at("publish.version")
     with pytest.raises(Died):
         await registry.publisher.finish(session)
-    await successor.tags.set(PROD, [TagTarget(1, "")], None, "somebody")
+    await successor.tags.set(PROD, [TargetRecord(1, "")], None, "somebody")
     await successor.indexer.recover()
     record = await _tag(successor, "prod")
     assert [target.version for target in record.targets] == [1]
