@@ -37,8 +37,10 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _calm_collector() -> None:
-    """What is here now stays: modules and tables are never walked again, which would stop all
-    streams for tens of milliseconds."""
+    """Exclude the objects that exist now from garbage collection.
+
+    Walking all modules and tables would stop all streams for tens of milliseconds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 50)

@@ -33,7 +33,7 @@ class GatewayConfig:
     drain_s: float
     allowed_hosts: tuple[str, ...]
     insecure: bool
-    """True allows other machines in without auth."""
+    """True if other machines may connect without auth."""
     admission: AdmissionLimits
     wants_keys: bool = False
     """True if every call needs an API key."""

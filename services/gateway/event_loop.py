@@ -16,14 +16,14 @@ def now_s() -> float:
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop whose clock is exact."""
+    """An event loop with an exact clock."""
     try:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
 
     class ExactLoop(uvloop.Loop):
-        """uvloop's own clock counts whole milliseconds and stands while callbacks run."""
+        """uvloop's own clock has a resolution of one millisecond and stops while callbacks run."""
 
         def time(self) -> float:
             return time.monotonic()

@@ -248,7 +248,7 @@ def decode(cls: type[R], data: bytes | str) -> R:
 
 
 def build(cls: type[R], fields: Any) -> R:
-    """A record from parsed JSON. Raises ValueError where it is none."""
+    """A record from parsed JSON. Raises ValueError if it is none."""
     return msgspec.convert(fields, cls)
 
 

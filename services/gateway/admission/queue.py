@@ -123,7 +123,7 @@ class AdmissionQueue:
     def offer(self, request: AdmissionRequest, now_s: float) -> Decision:
         """Run it, queue it or refuse it. A full queue drops the newest of the tenant with most.
 
-        Raises: ResourceExhausted when the queue is full, DeadlineExceeded when it would start too
+        Raises: ResourceExhausted when the queue is full, DeadlineExceeded if it would start too
         late.
         """
         runs = self._fits(request) and not self._is_preceded(request)

@@ -89,7 +89,7 @@ class ConsoleEndpoints:
         return JSONResponse(shown, headers={"cache-control": "no-store"})
 
     async def adapters(self, request: Request) -> Response:
-        """Names that the caller may run, with versions and tags; `?search=` narrows them."""
+        """Adapters that the caller may run, with versions and tags; `?search=` filters them."""
         caller = await self._caller(request)
         listings = self._resolver.snapshot.listings(caller.tenant)
         page, total = state.found(listings, request.query_params.get("search", ""), MAX_LISTED)

@@ -22,7 +22,7 @@ def base_state(base: ServedModel) -> dict[str, Any]:
 
 
 def worker_state(view: WorkerView, labels: Mapping[str, str]) -> dict[str, Any]:
-    """One worker and what it holds, nearest to the device first; `labels` are names by digest."""
+    """One worker and its adapters, those on the device first; `labels` are names by digest."""
     load = view.load
     held = sorted(view.adapters.values(), key=lambda r: (-r.tier, labels.get(r.digest, r.digest)))
     return {
@@ -122,7 +122,7 @@ def _buckets(histogram: Histogram) -> list[tuple[float | None, float]]:
 
 
 def found(listings: Iterable[Listing], search: str, limit: int) -> tuple[list[Listing], int]:
-    """The first `limit` listings whose name or tenant holds the text, and how many do."""
+    """The first `limit` listings whose name or tenant contains the text, and their total number."""
     needle = search.strip().lower()
     matching = [one for one in listings if needle in f"{one.tenant}/{one.name}"]
     return matching[:limit], len(matching)

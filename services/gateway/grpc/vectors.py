@@ -25,7 +25,7 @@ Request = inference_pb2.EmbedRequest | inference_pb2.ScoreRequest
 
 
 def field_names(request: Request) -> Mapping[str, str]:
-    """Our field names as the caller of this request spells them."""
+    """Names that the caller of this request uses for our fields."""
     return {"prompt": "prompts" if request.prompts else "inputs"}
 
 

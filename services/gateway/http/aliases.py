@@ -87,7 +87,7 @@ class AliasEndpoints:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _inside(self, folder: str) -> Path:
-        """The folder, links followed. Raises: InvalidRequest where it is not below the root."""
+        """The folder with links resolved. Raises: InvalidRequest unless it is below the root."""
         try:
             path = (self._root / folder).resolve()
             is_there = bool(folder) and path.is_relative_to(self._root) and path.is_dir()
@@ -105,5 +105,5 @@ def _name(body: Body) -> str:
 
 
 def _key(request: Request) -> str:
-    """The caller's own key: the registry decides what it may do."""
+    """The registry authorises these calls by the caller's own key."""
     return request.headers.get("authorization", "").partition(" ")[2].strip()

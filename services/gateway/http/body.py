@@ -17,7 +17,7 @@ from loraplex.errors import InvalidRequest, Unsupported
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 )
-"""Accepted and without effect (user and prompt_cache_key choose the side of a split)."""
+"""Accepted without effect, except that user and prompt_cache_key choose the side of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-"""Values of fields this build does not serve that ask for nothing."""
+"""Values of unsupported fields that have no effect, and are therefore accepted."""
 
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -132,7 +132,7 @@ class Body:
         return tuple((int(key), _float(self._prefix + name, bias)) for key, bias in value.items())
 
     def raw(self, name: str) -> Any:
-        """A field of any type; None when absent."""
+        """A field of any type; None if absent."""
         return self._left.pop(name, None)
 
     def finish(self) -> None:

@@ -25,7 +25,7 @@ from services.gateway.tools.tool_use import ToolUse
 MAX_PROMPTS = 1024
 COMPLETION_FIELDS = {"scale": "lora_scale"}
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
-"""Our field names as the caller spells them."""
+"""Names that callers use for our fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class OpenAICall:
     field_names: dict[str, str]
     tool_use: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None
-    """What the whole answer was asked to belong to, calls aside."""
+    """The grammar for the complete answer, apart from tool calls."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
 
@@ -291,7 +291,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
 
 
 def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:
-    """Header, else prompt_cache_key or user, else a hash of how the conversation begins."""
+    """The header, else prompt_cache_key or user, else a hash of the start of the conversation."""
     for value in (origin.split_key, fields.get("prompt_cache_key"), fields.get("user")):
         if isinstance(value, str) and value:
             return value

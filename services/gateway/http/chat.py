@@ -18,7 +18,7 @@ from services.gateway.tools.readers import reader_of
 
 _CHUNK = "chat.completion.chunk"
 _TAIL_TOKENS = 8
-"""Enough of a prompt's end to see whether it ends inside a thought."""
+"""Enough of the end of a prompt to see whether it ends inside a thought."""
 
 
 class ChatFormatter:
@@ -27,7 +27,7 @@ class ChatFormatter:
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
         self._begun: set[int] = set()
-        """Indices of choices whose role is out."""
+        """Indices of choices whose role has been sent."""
         self._answers: dict[int, AnswerParser] = {}
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class ChatFormatter:
         return body | prompt_id_fields(self._info)
 
     def _read(self, text_delta: TextDelta) -> Delta:
-        """What is new in a choice's answer, by kind."""
+        """The new parts of a choice's answer, by kind."""
         if text_delta.index not in self._answers:
             prepared = self._info.of_choice(text_delta.index)
             self._answers[text_delta.index] = answer_parser(prepared, self._info.call)
@@ -132,7 +132,7 @@ class ChatFormatter:
 
 
 def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
-    """How to read one answer. Under a grammar all of it is content or calls, never a thought,
+    """The parser of one answer. Under a grammar all of it is content or calls, never a thought,
     unless it is a grammar of calls within free text."""
     style = prepared.style
     if call.grammar is not None:
@@ -147,7 +147,7 @@ def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
-    """A stream's delta object; empty when there is nothing to say."""
+    """The delta object of a stream; empty if there is nothing new."""
     formatted: dict[str, Any] = {}
     if delta.reasoning and include_reasoning:
         formatted["reasoning_content"] = delta.reasoning

@@ -15,7 +15,7 @@ from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from services.gateway.request import GenerateCall, Pooling, Prompt
 
 FIELD_NAMES = {"prompt": "input"}
-"""Our field names as the caller spells them."""
+"""Names that callers use for our fields."""
 POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
 
 

@@ -31,7 +31,7 @@ def error_body(error: LoraplexError) -> bytes:
 
 
 def error_headers(error: LoraplexError) -> dict[str, str]:
-    """`retry-after`, in whole seconds, where waiting helps."""
+    """`retry-after` in seconds, if a retry can help."""
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}

@@ -13,7 +13,7 @@ from services.gateway.request import Target, TextDelta
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What every object of one response repeats."""
+    """The fields that all objects of one response share."""
 
     completion_id: str
     created_unix_s: int
@@ -59,7 +59,7 @@ class ResponseInfo:
 
 
 def headers_of(target: Target) -> dict[str, str]:
-    """Headers that say what ran; none for the base alone."""
+    """Headers that name the adapters that ran; none for the base alone."""
     adapters = target.adapters
     if not adapters:
         return {}

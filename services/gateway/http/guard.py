@@ -83,7 +83,7 @@ class _Intake:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.is_over = False
-        """True once the server has nothing more of the body to give."""
+        """True after the last part of the body."""
 
     async def __call__(self) -> Message:
         message = await self._receive()
@@ -91,7 +91,7 @@ class _Intake:
         return message
 
     async def discard(self) -> None:
-        """Drop the rest, up to a bound of bytes, or until nothing comes any more."""
+        """Discard the rest, up to a limit, or until no more data arrives."""
         num_bytes = 0
         with contextlib.suppress(TimeoutError):
             while not self.is_over and num_bytes < _MAX_DISCARDED_BYTES:
@@ -100,7 +100,7 @@ class _Intake:
 
 
 def request_id_of(given: str) -> str:
-    """The client's id where it is harmless in logs, else a new one."""
+    """The client's id if it is safe in logs, else a new one."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
 
 
@@ -115,7 +115,7 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def _read_capped(request: Request) -> bytes:
-    """The body. Raises: InvalidRequest when it is too large."""
+    """The body. Raises: InvalidRequest if it is too large."""
     too_large = InvalidRequest(
         f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
     )

@@ -16,7 +16,7 @@ Reader = Callable[[str, Any], Grammar | None]
 
 
 def read_grammar(body: Body) -> tuple[Grammar | None, str]:
-    """The grammar of a body, and the field that brought it.
+    """The grammar of a body, and the field that contains it.
 
     Raises: InvalidRequest for two of them or a wrong type, Unsupported for a kind not served.
     """

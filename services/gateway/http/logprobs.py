@@ -73,7 +73,7 @@ def _chat_token(tokens: TokenBytes, token_id: int, logprob: float) -> dict[str, 
 
 
 def _top(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, float]:
-    """Best first; the token itself is always among them; of equal texts the likelier counts."""
+    """Best first, always including the token itself; of equal texts the most likely one counts."""
     top: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         top.setdefault(token_text(tokens, token_id)[0], _finite(logprob))

@@ -33,7 +33,7 @@ class HttpServer:
     """One listening socket and the server behind it."""
 
     def __init__(self, app: ASGIApp, listen: str, *, setting: str, tls: TlsFiles = PLAIN) -> None:
-        """Binds at once. Raises: InvalidRequest naming `setting` when the address is taken."""
+        """Binds at once. Raises: InvalidRequest naming `setting` if the address is in use."""
         self._socket = _bound(listen, setting)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -62,7 +62,7 @@ class HttpServer:
         logger.info("http listening", extra={"port": self.port})
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, let running responses end for `grace_s`, then cut them."""
+        """Refuse new connections, wait up to `grace_s` for running responses, then cut them."""
         if self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
@@ -72,7 +72,7 @@ class HttpServer:
 
 
 def _renew(context: ssl.SSLContext | None, cert: Path, key: Path) -> None:
-    """Let every handshake look whether the files were replaced. Mutates: context."""
+    """Check at every handshake whether the files were replaced. Mutates: context."""
     assert context is not None, "a certificate was given"
     rotation = Rotation(pair=(cert, key))
 

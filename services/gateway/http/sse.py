@@ -43,7 +43,7 @@ class EventStream:
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything; ends early when the client goes away."""
+        """Send all events; ends early if the client disconnects."""
         comments = asyncio.create_task(self._comment(send))
         try:
             await until_gone(receive, self._stream(send))

@@ -15,7 +15,7 @@ from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
 
 NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
-"""Only a request that echoes may generate nothing; the echo itself is never asked for."""
+"""Only a request with echo may generate no tokens; the echo itself is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Finish:
     """How a pooled vector is post-processed."""
 
     normalize: bool | None = None
-    """None = as the adapter says, else to length 1."""
+    """None = as the adapter specifies, else to length 1."""
     dimensions: int = 0
     """How many first values are kept, before normalising; 0 = all."""
 
@@ -108,7 +108,7 @@ async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tupl
 
 
 def finished(vector: Sequence[float], finish: Finish, *, is_unit: bool) -> tuple[float, ...]:
-    """The vector, shortened and normalised as asked, or as `is_unit` says."""
+    """The vector, truncated and normalised as requested; by default normalised if `is_unit`."""
     if finish.dimensions > len(vector):
         why = f"must be at most {len(vector)}, the model's hidden size"
         raise InvalidRequest.field("dimensions", finish.dimensions, why)

@@ -18,7 +18,7 @@ _EMBEDS = "it was trained for vectors (task_type {task}): ask Embed, or POST /v1
 def choose_pooling(call: GenerateCall, adapters: Sequence[RunningAdapter]) -> Pooling:
     """How the hidden states of the call's prompt are pooled.
 
-    Raises: InvalidRequest naming the model where an adapter was not trained for the call.
+    Raises: InvalidRequest naming the model if an adapter was not trained for the call.
     """
     if call.pooling is Pooling.NONE:
         for adapter in adapters:

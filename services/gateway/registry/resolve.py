@@ -30,7 +30,7 @@ class RegistryLookup(Protocol):
     """The part of the registry that resolution needs."""
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
-        """Raises: NotFound, or Unavailable when it cannot be asked."""
+        """Raises: NotFound, or Unavailable if it cannot be asked."""
 
 
 class Resolver:

@@ -207,7 +207,7 @@ class Relay:
 
         Closing the iterator cancels the job at its worker.
 
-        Raises: Unavailable when no worker is ready, DeadlineExceeded, or the worker's own error.
+        Raises: Unavailable if no worker is ready, DeadlineExceeded, or the worker's own error.
         """
         key = _replica_key(job)
         num_workers = len(self._workers.views(job.base_id))

@@ -61,7 +61,7 @@ class AdapterText:
     async def tokenizer(self, served: ServedBase, target: Target) -> BaseTokenizer | IdsOnly:
         """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
 
-        Raises: Unavailable with reason TOKENIZER_UNAVAILABLE where files could not be fetched.
+        Raises: Unavailable with reason TOKENIZER_UNAVAILABLE if files could not be fetched.
         """
         base = served.tokenizer
         if len(target.adapters) != 1 or not isinstance(base, BaseTokenizer):

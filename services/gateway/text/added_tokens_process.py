@@ -27,7 +27,7 @@ async def read_added_tokens(
 ) -> tuple[AddedToken, ...] | str:
     """`added_tokens` in a process of its own; a text says why the files cannot be used.
 
-    Raises: OSError, TimeoutError, EOFError where the process could not be run to its end.
+    Raises: OSError, TimeoutError, EOFError if the process could not be run to its end.
     """
     parts = {"": base_tokenizer, **files}
     head = json.dumps({name: len(content) for name, content in parts.items()}).encode()

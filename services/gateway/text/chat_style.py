@@ -36,7 +36,7 @@ class ChatStyle:
 
     @property
     def marks_are_special(self) -> bool:
-        """True where calls begin with a special token, which plain text leaves out."""
+        """True if calls begin with a special token, which plain text leaves out."""
         special = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.PHI4_MINI
         return self.tool_format in special
 

@@ -122,7 +122,7 @@ class TokenBytes:
 
     @property
     def is_exact(self) -> bool:
-        """True when each token has bytes of its own."""
+        """True if each token has bytes of its own."""
         return self._steps.is_per_token
 
     def of(self, token_id: int, is_first: bool = False) -> bytes:
@@ -143,7 +143,7 @@ class TokenBytes:
         return self._added_ids.get(text)
 
     def counts_as_first(self, token_id: int) -> bool:
-        """True when the id ends the start of a text although it added nothing to it."""
+        """True if the id ends the start of a text although it added nothing to it."""
         if self._steps.first_drops:
             return self._tokenizer.id_to_token(token_id) is not None
         return bool(self.of(token_id))

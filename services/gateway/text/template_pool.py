@@ -20,7 +20,7 @@ class _Renderer:
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, frame: bytes) -> dict[str, str]:
-        """Send a job and await its answer. Raises: EOFError, OSError when the process died."""
+        """Send a job and await its answer. Raises: EOFError, OSError if the process died."""
         process = await self._running()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(FRAME.pack(len(frame)) + frame)

@@ -31,7 +31,7 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant turns for training; here it only passes its body on."""
+    """`{% generation %}` marks assistant messages for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -60,7 +60,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers' filter: unlike jinja2's own it escapes nothing for HTML."""
+    """Like the filter of transformers, which unlike jinja2's does not escape HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

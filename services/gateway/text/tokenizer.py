@@ -27,7 +27,7 @@ from services.gateway.text.template_pool import TemplatePool
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread."""
 _TOKEN_BYTES = 1024
-"""About what an added token takes."""
+"""Approximate size of an added token."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -50,7 +50,7 @@ class BaseTokenizer:
         self.source = files["tokenizer.json"]
         """Content of tokenizer.json."""
         self.num_own_bytes = len(self.source)
-        """About what it takes besides what it shares with the one it was made from."""
+        """Approximate size, without the parts shared with the tokenizer it was made from."""
         self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         self.tokens = TokenBytes(self._tokenizer)
         self.added: tuple[AddedToken, ...] = ()
@@ -58,9 +58,9 @@ class BaseTokenizer:
         self.style = detected(self._chat.template if self._chat else "")
 
     def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
-        """The same with more tokens, whose ids follow its last; both share all that is large.
+        """A tokenizer with more tokens, whose ids follow the last one; both share large data.
 
-        Raises: ValueError where the library numbers them otherwise, as in a base with gaps.
+        Raises: ValueError if the library numbers them otherwise, as in a base with gaps.
         """
         known = self._tokenizer.get_added_tokens_decoder()
         tokens = known | {token.token_id: _for_library(token) for token in added}
@@ -73,7 +73,7 @@ class BaseTokenizer:
         return made
 
     def with_chat(self, chat: ChatFormat) -> BaseTokenizer:
-        """The same with another chat template; special tokens that it does not name stay."""
+        """A tokenizer with another chat template; special tokens that it does not name are kept."""
         made = copy.copy(self)
         known = self._chat.special_tokens if self._chat else {}
         made._chat = ChatFormat(chat.template, {**known, **chat.special_tokens})
@@ -133,7 +133,7 @@ class BaseTokenizer:
 
 
 class IdsOnly:
-    """Stands for the tokenizer of a base that has none this gateway can read: ids in, ids out."""
+    """Used for a base without a readable tokenizer: accepts and returns token ids only."""
 
     def __init__(self) -> None:
         empty = Tokenizer(models.WordLevel({}, unk_token=""))
@@ -157,7 +157,7 @@ def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The same ids. Raises: InvalidRequest when there are none or one is no row of the model."""
+    """The same ids. Raises: InvalidRequest if there are none or one is out of range."""
     if not ids:
         raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
     if min(ids) < 0 or max(ids) >= vocab_size:
@@ -185,7 +185,7 @@ def _load(source: bytes) -> Tokenizer:
 
 
 def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Another tokenizer on the same model, without its added tokens; nothing large is copied."""
+    """Another tokenizer on the same model without its added tokens, sharing large data."""
     made = Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (value := getattr(tokenizer, part)) is not None:
@@ -194,7 +194,7 @@ def _sharing(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _add(tokenizer: Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> None:
-    """Add tokens, ordered by id. Raises: ValueError where the library gave one another id."""
+    """Add tokens, ordered by id. Raises: ValueError if the library gave one another id."""
     for special, group in itertools.groupby(tokens.values(), key=lambda token: token.special):
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add(list(group))

@@ -13,7 +13,7 @@ class _State(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
     THOUGHT = enum.auto()
-    """Behind the closing mark, before the content."""
+    """After the closing mark, before the content."""
     CONTENT = enum.auto()
 
 
@@ -28,14 +28,14 @@ class AnswerParser:
         Args:
             thinks: the answer may begin with a thought between marks.
             is_thinking: the prompt ended inside a thought.
-            tools: finds calls in what is no thought; None where no tools were offered.
+            tools: finds calls in what is no thought; None if no tools were offered.
         """
         self._state = _State.START if thinks or is_thinking else _State.CONTENT
         self._is_thinking = is_thinking
         self._tools = tools
         self._buffer = ""
         self._has_thought = False
-        """Something other than white space was thought."""
+        """True if the thought contains more than white space."""
 
     @property
     def num_calls(self) -> int:
@@ -76,7 +76,7 @@ class AnswerParser:
         return delta
 
     def _begin(self) -> bool:
-        """Is there a thought? False while that is open. Mutates: state, buffer."""
+        """Detect whether there is a thought; False while undecided. Mutates: state, buffer."""
         shown = self._buffer.lstrip()
         if not shown or (_OPENS.startswith(shown) and shown != _OPENS):
             return False
@@ -88,7 +88,7 @@ class AnswerParser:
         return True
 
     def _thought(self) -> str:
-        """What is new in the thought. Mutates: state, buffer."""
+        """The new part of the thought. Mutates: state, buffer."""
         if not self._has_thought:
             self._buffer = self._buffer.lstrip()
             self._has_thought = bool(self._buffer)

@@ -35,7 +35,7 @@ _TEXT_TOKENS = ("<think>", "</think>")
 def call_grammar(
     tool_format: ToolFormat, use: ToolUse, answer: Grammar | None, find_token: FindToken
 ) -> Grammar | None:
-    """What an answer may be when calls are up to the model; None where anything is allowed.
+    """The grammar of an answer in which calls are optional; None if anything is allowed.
 
     Args:
         answer: JSON Schema of answers that are no calls; None = free text.
@@ -50,7 +50,7 @@ def call_grammar(
 
 
 class _Writer:
-    """One grammar in the making."""
+    """Builds one grammar."""
 
     def __init__(self, tool_format: ToolFormat, use: ToolUse, find_token: FindToken) -> None:
         self._format = tool_format
@@ -102,7 +102,7 @@ class _Writer:
         }[self._format]
 
     def _outer_marks(self) -> tuple[str, ...]:
-        """Marks around calls that count for nothing."""
+        """Optional marks around calls."""
         is_coder = self._format is ToolFormat.QWEN3_CODER
         return ("<tool_call>", "</tool_call>") if is_coder else ()
 
@@ -164,7 +164,8 @@ class _Writer:
         return f'"[" python{more} "]"'
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:
-        """Arguments by name: what is required first, then what is not, in the schema's order."""
+        """Arguments by name: required ones first, then optional ones, in the order of the
+        schema."""
         required: list[str] = []
         optional: list[str] = []
         for number, key in enumerate(schema.get("properties", {})):
@@ -182,13 +183,13 @@ class _Writer:
         return f"({' | '.join(starts)})?" if starts else ""
 
     def _either(self, mark: str) -> str:
-        """A mark, as a token of its own or spelled."""
+        """A mark, as a single token or as characters."""
         token = self._tokens(mark)
         spelled = json.dumps(mark)
         return f"({token} | {spelled})" if token else spelled
 
     def _tokens(self, *texts: str) -> str:
-        """Those that are tokens of their own, as alternatives; "" = none is."""
+        """The marks that are single tokens, as alternatives; "" if none is."""
         ids = (self._find_token(text) for text in texts)
         return " | ".join(f"<[{token_id}]>" for token_id in ids if token_id is not None)
 

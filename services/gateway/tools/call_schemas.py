@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
-"""llguidance's own word in a schema: models write calls on one line, with single blanks."""
+"""An extension of llguidance: models write calls on one line with single spaces."""
 _ROOT = "root"
 
 
@@ -40,14 +40,14 @@ def list_of_calls(
 
 
 def argument(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """Schema of one argument of a function, standing for itself."""
+    """Schema of one argument of a function, complete with its definitions."""
     pointer = name.replace("~", "~0").replace("/", "~1")
     reference = f"#/$defs/{_ROOT}/properties/{pointer}"
     return {"$ref": reference, "$defs": {_ROOT: _moved(schema, _ROOT)}, **SPACING}
 
 
 def _moved(schema: Any, definition: str) -> Any:
-    """A schema whose references hold although it became a definition of another."""
+    """A schema with references adjusted to its new position as a definition of another schema."""
     if isinstance(schema, list):
         return [_moved(item, definition) for item in schema]
     if not isinstance(schema, dict):

@@ -32,7 +32,8 @@ class GlmReader:
         self._schemas = schemas
         self._buffer = ""
         self._opening = ""
-        """The mark of a call that is open, and the white space before it: text if none follows."""
+        """The mark of an open call and the white space before it, which are text if no call
+        follows."""
         self._num_searched = 0
         """Characters of an open call that hold no closing mark."""
         self.num_calls = 0
@@ -58,7 +59,7 @@ class GlmReader:
         return bool(self._opening)
 
     def _close(self, delta: Delta) -> bool:
-        """One call up to its closing mark; False where that is not there yet. Mutates: delta."""
+        """Read one call up to its closing mark; False if that has not arrived. Mutates: delta."""
         end = self._buffer.find(_CLOSES, self._num_searched)
         if end < 0:
             self._num_searched = max(0, len(self._buffer) - len(_CLOSES) + 1)

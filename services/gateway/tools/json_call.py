@@ -29,7 +29,7 @@ class ObjectReader:
         self._key: str | None = None
         """The key whose value is being read."""
         self._text: list[str] = []
-        """Characters of a key, or of a value that were not handed out yet."""
+        """Characters of a key, or of a value, that were not returned yet."""
         self._is_value = False
         self._has_value = False
         self._is_value_over = False
@@ -206,13 +206,14 @@ class BareCall:
         return self._object.is_done
 
     def push(self, char: str) -> bool:
-        """The next character, the opening brace first; all of them are of the call."""
+        """Add the next character, starting with the opening brace; the call consumes all of
+        them."""
         self._object.push(char)
         self._grown.append(char)
         return True
 
     def new_arguments(self) -> str:
-        """What was added since the last call."""
+        """What was added since the last time."""
         grown = "".join(self._grown)
         self._grown.clear()
         return grown

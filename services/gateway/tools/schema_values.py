@@ -21,7 +21,7 @@ _TYPES: dict[type, frozenset[str]] = {
 
 
 def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
-    """JSON of one argument. What does not fit its schema, or has none, stays a string.
+    """JSON of one argument. A value that does not match its schema, or has none, is a string.
 
     Args:
         text: as written.

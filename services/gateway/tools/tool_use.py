@@ -21,11 +21,11 @@ class ToolUse:
     named: str = ""
     """The answer is the arguments of this function."""
     is_strict: bool = False
-    """Calls that the model makes by itself are kept to the schemas."""
+    """Optional calls are constrained to the schemas."""
     is_parallel: bool = True
-    """The model may make several by itself."""
+    """The model may make several calls."""
     grammar: Grammar | None = None
-    """What keeps the answer to `must_call` or `named`."""
+    """The grammar that enforces `must_call` or `named`."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -39,5 +39,5 @@ class ToolUse:
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema of a function's arguments; one that names none takes none."""
+    """JSON Schema of a function's arguments; by default it takes none."""
     return tool["function"].get("parameters") or _NO_PARAMETERS

@@ -33,7 +33,7 @@ _MAX_NAME_CHARS = 160
 class _State(enum.Enum):
     TEXT = enum.auto()
     OPENED = enum.auto()
-    """Behind the outer mark."""
+    """After the outer mark."""
     NAME = enum.auto()
     """Behind `<function=`."""
     BODY = enum.auto()
@@ -41,7 +41,7 @@ class _State(enum.Enum):
     """Behind `<parameter=`."""
     VALUE = enum.auto()
     CLOSED = enum.auto()
-    """Behind a call."""
+    """After a call."""
 
 
 class XmlReader:
@@ -123,7 +123,7 @@ class XmlReader:
         return True
 
     def _body(self) -> bool:
-        """Arguments, and between them nothing that counts."""
+        """Read arguments; other text between them is ignored."""
         _, mark, after = self._buffer.partition("<")
         if not mark:
             self._buffer = ""

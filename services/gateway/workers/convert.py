@@ -36,7 +36,7 @@ _POOLINGS = {
 
 
 def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> ServedModel:
-    """A worker's account of its model."""
+    """The model of a worker."""
     return ServedModel(
         base_id=message.base_id,
         vocab_size=message.vocab_size,

@@ -27,7 +27,7 @@ BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
 
 
 class Fleet:
-    """Owns one `WorkerLink` per address. A base stays known when its workers are away."""
+    """Owns one `WorkerLink` per address. A base stays known while its workers are unavailable."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Fleet:
             self._announce()
 
     async def _looked_up(self) -> list[str]:
-        """Addresses behind the names; a failed look-up keeps what the name gave before."""
+        """Addresses of the DNS names; a failed look-up keeps the previous addresses."""
         lookups: list[Awaitable[list[str]]] = [self._resolve(name) for name in self._names]
         return [address for found in await asyncio.gather(*lookups) for address in found]
 

@@ -78,7 +78,7 @@ class WorkerLink:
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def view(self) -> WorkerView:
-        """The worker now, with our own requests counted."""
+        """The current view, with our own requests counted."""
         session = self._session
         if session is None:
             return self._view
@@ -105,7 +105,7 @@ class WorkerLink:
         return known.view
 
     def submit(self, job: WorkerJob) -> TokenStream:
-        """Start a job there. Raises: Unavailable when it is not connected."""
+        """Start a job. Raises: Unavailable if the worker is not connected."""
         if self._session is None:
             raise Unavailable(f"worker {self._view.worker_id} is not connected")
         return self._session.submit(job)
@@ -241,9 +241,9 @@ def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> Worker
 
 
 async def _first_failure(*runs: Awaitable[None]) -> None:
-    """Run all until one ends; cancel the others and raise what it raised.
+    """Run all until one ends, cancel the others, and raise what it raised.
 
-    Raises: Unavailable where it was cancelled from within, which is how calls end that were cut off
+    Raises: Unavailable if it was cancelled from within, which is how calls end that were cut off
     on this side: `FIRST_EXCEPTION` would wait on, and the worker look connected without a session.
     """
     tasks = [asyncio.ensure_future(run) for run in runs]

@@ -100,7 +100,7 @@ class WorkerSession:
         return stream
 
     async def run(self, heard: Callable[[], None]) -> None:
-        """Carry messages until the stream ends, then fail what is left. Calls `heard` per message.
+        """Exchange messages until the stream ends, then fail the rest. Calls `heard` per message.
 
         Raises: WorkerLost always, or the error that ended the stream; CancelledError where nothing
         could be written any more.

@@ -209,7 +209,7 @@ def base_to_proto(record: BaseRecord) -> pb.Base:
 
 
 def base_from_proto(message: pb.Base) -> BaseRecord:
-    """Raises InvalidRequest where the geometry cannot be used."""
+    """Raises InvalidRequest if the geometry cannot be used."""
     return BaseRecord(
         base_id=message.base_id,
         geometry=geometry_from_proto(message.geometry),

@@ -61,7 +61,7 @@ class Indexer:
     async def start(self) -> None:
         """Build the index if needed and complete interrupted publications, before the first read.
 
-        Raises: CatalogDown, also where Redis may drop parts of an index.
+        Raises: CatalogDown, also if Redis may drop parts of an index.
         """
         await self._catalog.check_keeps_keys()
         await self.ensure()

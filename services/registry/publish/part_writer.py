@@ -51,7 +51,7 @@ class PartWriter:
         self._working: asyncio.Future[None] | None = None
 
     async def write(self, data: bytes, crc32: int) -> None:
-        """Take a chunk. Raises DataLoss where one is damaged, at once or later; those before it
+        """Take a chunk. Raises DataLoss if one is damaged, at once or later; those before it
         are kept."""
         if self.end - self._begin >= MAX_PART_BYTES:
             await self.finish()

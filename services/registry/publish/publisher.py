@@ -120,7 +120,7 @@ class Publisher:
     async def _send_again(
         self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
     ) -> None:
-        """Drop bytes that differ from the declared ones. Raises Blocked where they had not to be
+        """Drop bytes that differ from the declared ones. Raises Blocked if they had not to be
         sent, so that clients open the session again and send them."""
         [source] = [source for source in sources if source.file.path == damage.path]
         sha256 = source.file.sha256

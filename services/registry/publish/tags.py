@@ -175,7 +175,7 @@ class Tags:
     async def resolved(
         self, address: TagAddress, targets: Sequence[TargetRecord]
     ) -> tuple[TargetRecord, ...]:
-        """Targets with version and digest. Raises AdapterNotFound where one is not live."""
+        """Targets with version and digest. Raises AdapterNotFound if one is not live."""
         return tuple([await self._resolved(address, target) for target in targets])
 
     async def _resolved(self, address: TagAddress, target: TargetRecord) -> TargetRecord:
