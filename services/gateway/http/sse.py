@@ -48,7 +48,7 @@ class EventStream:
         try:
             await until_gone(receive, self._stream(send))
         except ClientDisconnect:
-            logger.debug("client went away")
+            logger.debug("client disconnected")
         finally:
             comments.cancel()
 

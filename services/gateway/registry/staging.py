@@ -83,12 +83,14 @@ class Stager:
         while True:
             try:
                 await self._moves.finish_staged_move(tag, failure)
-                logger.info("staged move", extra=_fields(tag, failure or "moved"))
+                logger.info("staged move finished", extra=_fields(tag, failure or "moved"))
                 return
             except Conflict:
                 return
             except LoraplexError as error:
-                logger.warning("staged move", extra=_fields(tag, error.reason))
+                logger.warning(
+                    "staged move not finished; retrying", extra=_fields(tag, error.reason)
+                )
                 await asyncio.sleep(_RETRY_S)
 
     async def _loaded(self, tag: TagState) -> str:

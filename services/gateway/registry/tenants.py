@@ -66,7 +66,9 @@ class TenantDirectory:
         try:
             limits = await self._ask(tenant)
         except LoraplexError as error:
-            logger.info("limits not refreshed", extra={"tenant": tenant, "reason": error.reason})
+            logger.info(
+                "tenant limits not refreshed", extra={"tenant": tenant, "reason": error.reason}
+            )
         finally:
             del self._asking[tenant]
         if len(self._known) >= MAX_REMEMBERED:

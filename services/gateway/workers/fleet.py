@@ -132,7 +132,7 @@ class Fleet:
                 host, int(port), type=socket.SOCK_STREAM
             )
         except OSError as error:
-            logger.warning("look-up failed", extra={"name": name, "error": str(error)})
+            logger.warning("DNS look-up failed", extra={"name": name, "error": str(error)})
             return [address for address in self._links if address not in self._static]
         return sorted({_address(info[4][0], int(port)) for info in infos})
 
@@ -147,7 +147,9 @@ class Fleet:
         tokenizer = await asyncio.to_thread(_tokenizer, message, self._pool)
         self._bases[model.base_id] = ServedBase(model, tokenizer)
         self._base_seen(message)
-        logger.info("base", extra={"base": model.base_id, "max_model_len": model.max_model_len})
+        logger.info(
+            "base available", extra={"base": model.base_id, "max_model_len": model.max_model_len}
+        )
         return True
 
     def _announce(self) -> None:

@@ -134,7 +134,7 @@ class WorkerLink:
                 elif failures == 0:
                     logger.info("worker not reachable yet", extra=self._log_fields(error))
             except Exception:
-                logger.exception("connection failed", extra=self._log_fields(None))
+                logger.exception("worker connection failed", extra=self._log_fields(None))
             self._disconnect()
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1

@@ -60,7 +60,7 @@ class Audit:
             InvalidRequest: `before` is no such key.
         """
         if before and not _KEY.fullmatch(before):
-            description = "is not a token of this list; begin again without one"
+            description = "is not a page token of this list; start again without one"
             raise InvalidRequest.field("page_token", before, description)
         entries: list[AuditRecord] = []
         async for keys in self._backwards(before or _END):

@@ -64,8 +64,8 @@ def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
             raise InvalidRequest.field(
                 "LORAPLEX_REGISTRY_LISTEN",
                 address,
-                "others could reach it: set LORAPLEX_AUTH=keys, or LORAPLEX_INSECURE=1 if you "
-                "really want no auth",
+                "other machines could reach it without auth: set LORAPLEX_AUTH=keys, or "
+                "LORAPLEX_INSECURE=1 to allow that",
             )
     return None
 

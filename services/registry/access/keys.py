@@ -52,8 +52,8 @@ class Keys:
         async with self._creating_first:
             if any(ROOT in record.scopes for record in await self.list("")):
                 raise AlreadyExists(
-                    "there is a first admin key; make others with it, or name a file with a new "
-                    "one in LORAPLEX_ADMIN_KEY_FILE and start the registry again",
+                    "the first admin key exists already; create others with it, or put a new one "
+                    "into the file LORAPLEX_ADMIN_KEY_FILE and restart the registry",
                     reason="ADMIN_KEY_EXISTS",
                 )
             return await self._created(DEFAULT_TENANT, _FIRST_SCOPES, 0.0, _FIRST)
@@ -138,7 +138,9 @@ class Keys:
             ) from None
         match = TOKEN.fullmatch(token)
         if match is None:
-            description = "holds no key of the form lpx_<id>_<secret>, secret of 16 characters up"
+            description = (
+                "must contain a key lpx_<id>_<secret> with a secret of at least 16 characters"
+            )
             raise InvalidRequest.field("LORAPLEX_ADMIN_KEY_FILE", str(path), description)
 
         def step(current: KeyRecord | None) -> KeyRecord | None:
@@ -168,7 +170,7 @@ def _check_scopes(scopes: Sequence[str]) -> None:
         raise InvalidRequest.field("scopes", "[]", f"give one or more of {', '.join(SCOPES)}")
     for scope in scopes:
         if scope not in SCOPES:
-            raise InvalidRequest.field("scopes", scope, f"is not one of {', '.join(SCOPES)}")
+            raise InvalidRequest.field("scopes", scope, f"must be one of {', '.join(SCOPES)}")
 
 
 def _hash(secret: str) -> str:

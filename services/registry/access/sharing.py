@@ -74,7 +74,7 @@ class AdapterSharing:
 
 def _check(wanted: Wanted) -> None:
     if bool(wanted.shared_with) != (wanted.visibility == SHARED):
-        description = "lists tenants exactly where the visibility is 'shared'"
+        description = "needs tenants if and only if the visibility is 'shared'"
         raise InvalidRequest.field("shared_with", list(wanted.shared_with), description)
     if len(wanted.shared_with) > MAX_SHARED_WITH:
         description = f"at most {MAX_SHARED_WITH} tenants; make it public"

@@ -185,7 +185,7 @@ def _checked(
     if pem:
         public = parse_public_key(pem.encode(), "public_key", pem[:64])
         if key_sha256(public) != bundle.key_sha256:
-            description = f"is another key than the bundle names, {bundle.key_sha256}"
+            description = f"differs from the key that the bundle names, {bundle.key_sha256}"
             raise InvalidRequest.field("public_key", key_sha256(public), description)
         verify(offered.bundle, by_path, public)
         pem = public_pem(public)

@@ -39,7 +39,7 @@ class Tenants:
         """
         for field in fields:
             if field not in FIELDS:
-                raise InvalidRequest.field("fields", field, f"is not one of {', '.join(FIELDS)}")
+                raise InvalidRequest.field("fields", field, f"must be one of {', '.join(FIELDS)}")
         wanted = {field: getattr(record, field) for field in fields or FIELDS}
 
         def step(current: TenantRecord | None) -> TenantRecord:

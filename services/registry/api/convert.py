@@ -322,5 +322,5 @@ def cursor_of(token: str) -> Cursor:
         scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
         return Cursor(str(scope), int(version))
     except ValueError:
-        description = "is not a token of this list; begin again without one"
+        description = "is not a page token of this list; start again without one"
         raise InvalidRequest.field("page_token", token, description) from None

@@ -48,7 +48,7 @@ async def chunks_of(
             continue
         stored = await store.head(layout.blob(file.sha256))
         if stored is None:
-            raise DataLoss(f"{file.path} of {version.digest} is gone from the store")
+            raise DataLoss(f"{file.path} of {version.digest} is missing from the store")
         if stored.size != file.size:
             raise DataLoss(f"{file.path} of {version.digest} is damaged in the store")
         offset = 0

@@ -315,7 +315,7 @@ class RegistryService(AdminService):
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
             targets.append(TargetRecord(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
-            raise InvalidRequest.field("targets", place.tag, "names a version twice")
+            raise InvalidRequest.field("targets", place.tag, "must not name a version twice")
         return targets
 
 
@@ -327,7 +327,7 @@ async def _chunks(
     offset = first.offset + len(data)
     async for part in rest:
         if part.offset != offset:
-            description = f"chunks must follow each other: {offset} comes next"
+            description = f"chunks must be contiguous: the next offset is {offset}"
             raise InvalidRequest.field("offset", part.offset, description)
         data = part.data  # Each look at it is a copy.
         offset += len(data)

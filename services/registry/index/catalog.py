@@ -259,7 +259,7 @@ class Catalog:
         policy = info.get("maxmemory_policy", "")
         if info.get("maxmemory") and policy.startswith("allkeys"):
             raise CatalogDown(
-                f"metadata server: its maxmemory-policy {policy} drops parts of the index; "
+                f"metadata server: its maxmemory-policy {policy} may evict parts of the index; "
                 "set noeviction"
             )
 

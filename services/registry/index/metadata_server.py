@@ -100,7 +100,7 @@ class MetadataServer:
             try:
                 await self._spawn()
             except Unavailable as error:
-                logger.error("metadata server", extra={"problem": error.message})
+                logger.error("metadata server not restarted", extra={"problem": error.message})
 
 
 def find_binary() -> Path:

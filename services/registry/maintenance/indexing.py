@@ -105,7 +105,7 @@ class Indexer:
         for upload_id in await self._uploads.unfinished():
             count += await self._publisher.recover(upload_id)
         if count:
-            logger.info("publications rolled forward", extra={"count": count})
+            logger.info("interrupted publications completed", extra={"count": count})
         return count
 
     async def repair(self, min_age_s: float) -> None:

@@ -174,7 +174,7 @@ def _id_of(named: str) -> str:
 
 def _no_base() -> Unavailable:
     return Unavailable(
-        "no base is known yet: start a worker and a gateway, or run 'registry base add'",
+        "no base is registered yet: start a worker and a gateway, or run 'registry base add'",
         reason="NO_BASE",
         retry_after_s=2.0,
     )
@@ -182,7 +182,7 @@ def _no_base() -> Unavailable:
 
 def _unknown(field: str, value: str, bases: list[BaseRecord]) -> InvalidAdapter:
     known = ", ".join(repr(base.base_id) for base in bases)
-    description = f"is not one of the known bases {known}; name one with --base"
+    description = f"is not registered; registered bases: {known}; choose one with --base"
     return InvalidAdapter.of([Violation.of(field, value, description)])
 
 

@@ -146,7 +146,7 @@ async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
     with pytest.raises(DataLoss, match="damaged in the store"):
         await door.client.pull("sql", tmp_path / "pulled")
     path.unlink()
-    with pytest.raises(DataLoss, match="gone from the store"):
+    with pytest.raises(DataLoss, match="missing from the store"):
         await door.client.pull("sql", tmp_path / "pulled")
     config = next(file for file in published.version.files if file.path == CONFIG)
     (objects_folder / layout.blob(config.sha256)).write_bytes(b" " * config.size_bytes)

@@ -186,7 +186,7 @@ async def test_what_was_refused_is_looked_at_again_once_its_bytes_are_sent_again
     registry: Registry,
 ) -> None:
     session = await opened(registry, "sql", adapter_files(1), base_id="another")
-    with pytest.raises(InvalidAdapter, match="known bases"):
+    with pytest.raises(InvalidAdapter, match="registered bases"):
         await registry.publisher.finish(session)
     await registry.bases.register(tiny_base("another"), replace=False)
     again = await opened(registry, "sql", adapter_files(1), base_id="another")
@@ -210,7 +210,7 @@ async def test_without_any_base_an_upload_waits_for_one(tmp_path: Path, metadata
     catalog = Catalog(connect_redis(metadata_url))
     empty = assemble(open_store(f"file://{tmp_path}/empty"), catalog)
     await empty.indexer.start()
-    with pytest.raises(Unavailable, match="no base is known"):
+    with pytest.raises(Unavailable, match="no base is registered"):
         await empty.bases.check_known("")
     await catalog.close()
 
