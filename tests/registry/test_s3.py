@@ -179,7 +179,7 @@ async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once
     assert record is not None and record.generation == len(record.moves) == 4
 
 
-async def test_a_failed_write_that_others_may_have_followed_is_told_as_uncertain(
+async def test_a_failed_write_that_others_may_have_followed_is_reported_as_uncertain(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = layout.adapter("default", "sql")

@@ -98,7 +98,7 @@ async def test_killed_amid_uploads_it_serves_all_that_was_acknowledged_from_a_ne
 
 
 @pytest.mark.skipif(not CHECKS_SIGNATURES, reason="needs scripts/s3_server.sh ceph")
-async def test_wrong_secret_is_told_and_nothing_is_ready(
+async def test_wrong_secret_is_reported_and_nothing_is_ready(
     process: RegistryProcess,
 ) -> None:
     await process.start(wait=False, AWS_SECRET_ACCESS_KEY="wrong")

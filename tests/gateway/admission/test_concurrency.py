@@ -1,4 +1,4 @@
-"""Places of one tenant at several gateways: never more than its limit, and fairly divided."""
+"""Sequences of one tenant at several gateways: never more than its limit, fairly divided."""
 
 from __future__ import annotations
 

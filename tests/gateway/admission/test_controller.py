@@ -1,4 +1,4 @@
-"""Waiting for admission: turns come, clients leave, deadlines pass."""
+"""Waiting for admission: requests start, clients leave, deadlines pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _hold(
         await release.wait()
 
 
-async def test_places_pass_on_in_order() -> None:
+async def test_permits_pass_on_in_order() -> None:
     controller, release, log = (
         AdmissionController(AdmissionLimits(max_running=1)),
         asyncio.Event(),
@@ -58,7 +58,7 @@ async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
     assert controller.num_running == 0
 
 
-async def test_client_that_leaves_the_moment_its_turn_comes_gives_its_place_back() -> None:
+async def test_client_that_leaves_at_the_moment_of_its_admission_frees_its_permit() -> None:
     controller, release, log = (
         AdmissionController(AdmissionLimits(max_running=1)),
         asyncio.Event(),
@@ -106,7 +106,7 @@ async def test_deadline_passes_in_the_queue() -> None:
     await running
 
 
-async def test_waiting_request_that_makes_room_for_another_tenant_is_refused_with_a_hint() -> None:
+async def test_waiting_request_dropped_for_another_tenant_is_refused_with_a_hint() -> None:
     controller, release, log = (
         AdmissionController(AdmissionLimits(max_running=1, max_waiting=2)),
         asyncio.Event(),

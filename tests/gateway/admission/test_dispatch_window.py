@@ -1,4 +1,4 @@
-"""Room ahead of the first token: free places, few steps of work, a bit for who has nothing."""
+"""The dispatch window: free batch slots, a few steps of work, a part for every tenant."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def _settled(tokens_per_step: float, step_s: float, num_workers: int = 1) -> flo
     return window.window(workers).num_tokens
 
 
-def test_at_first_there_is_room_for_what_finds_a_place_and_little_more() -> None:
+def test_at_first_the_window_admits_what_fits_the_batches_and_little_more() -> None:
     window = DispatchWindow().window(ReadyWorkers(2, batch_capacity=64))
     most = 2 * MAX_TOKENS_PER_WORKER
     assert window == Window(2 * MIN_TOKENS_PER_WORKER, 64, most, most)
 
 
-def test_places_are_filled_as_fast_as_prompts_can_be_computed() -> None:
+def test_batches_are_filled_as_fast_as_prompts_can_be_computed() -> None:
     slow, quick = (ReadyWorkers(1, 0.1, 32, per_s) for per_s in (2000.0, 50_000.0))
     assert DispatchWindow().window(slow).max_tokens == pytest.approx(600)
     assert DispatchWindow().window(quick).max_tokens == MAX_TOKENS_PER_WORKER
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.02, 0.5, 3.0])
-def test_room_holds_what_few_steps_start(step_s: float) -> None:
+def test_window_holds_what_few_steps_start(step_s: float) -> None:
     """It follows the workers and does not shrink on its own account where steps are long."""
     assert 2000 <= _settled(1000.0, step_s) <= 12_000
     assert _settled(3000.0, step_s) >= 6000
@@ -53,7 +53,7 @@ def test_workers_that_start_little_get_the_least() -> None:
     assert _settled(1.0, 0.02, num_workers=3) == 3 * MIN_TOKENS_PER_WORKER
 
 
-def test_who_finds_a_place_goes_ahead_whatever_else_is() -> None:
+def test_request_that_fits_the_batch_is_sent_whatever_is_in_flight() -> None:
     ahead, window = InFlightTokens(), Window(256.0, 32, 8192.0)
     ahead.add(1, "a", 256)
     assert not ahead.fit("a", 128, window, fits_batch=False)
@@ -62,7 +62,7 @@ def test_who_finds_a_place_goes_ahead_whatever_else_is() -> None:
     assert not ahead.fit("a", 128, window, fits_batch=True)
 
 
-def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> None:
+def test_a_tenant_passes_those_who_filled_the_window_and_may_fill_one_itself() -> None:
     ahead, window = InFlightTokens(), Window(256.0)
     ahead.add(1, "greedy", 256)
     assert not ahead.fit("greedy", 128, window, fits_batch=False)
@@ -80,7 +80,7 @@ def test_a_tenant_passes_those_who_filled_the_room_and_may_fill_one_itself() -> 
     window=st.integers(1, 3000),
     moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2000)), max_size=80),
 )
-def test_all_tenants_together_have_at_most_three_rooms_ahead(
+def test_all_tenants_together_fill_at_most_three_windows(
     seed: int, window: int, moves: list[tuple[str, int]]
 ) -> None:
     """But for one request that is larger by itself."""

@@ -1,4 +1,4 @@
-"""Admission: bounds hold, nobody overtakes, a tenant's limit is its own."""
+"""The admission queue: bounds hold, order is kept, a tenant's limit affects no other."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert queue.offer(AdmissionRequest("a", deadline_s=25.0), now_s=10.0) is Decision.WAIT
 
 
-def test_until_anything_has_ended_waits_are_told_by_what_a_request_should_take() -> None:
+def test_until_a_request_has_ended_waits_are_estimated_from_run_times() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1))
     assert queue.offer(AdmissionRequest("a", run_s=2.0), 0.0) is Decision.RUN
     assert queue.offer(AdmissionRequest("a", deadline_s=4.5, run_s=2.0), 0.0) is Decision.WAIT
@@ -120,7 +120,7 @@ def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
     moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans())),
     per_tenant=st.integers(0, 3),
 )
-def test_bounds_hold_and_everybody_gets_a_turn(
+def test_bounds_hold_and_every_request_starts(
     moves: list[tuple[str, int, bool]], per_tenant: int
 ) -> None:
     limits = AdmissionLimits(max_running=4, max_running_per_tenant=per_tenant)

@@ -123,7 +123,7 @@ async def test_two_gateways_on_one_server_keep_one_rate(owners: list[RedisRateLi
     assert paid >= RATE * 1.5
 
 
-async def test_places_of_a_tenant_are_leased_by_the_server(
+async def test_sequences_of_a_tenant_are_leased_by_the_server(
     owners: list[RedisRateLimitStore],
 ) -> None:
     first, second = owners

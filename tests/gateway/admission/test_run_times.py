@@ -16,7 +16,7 @@ def test_before_anything_was_seen_only_what_a_request_insists_on_is_counted() ->
     assert times.run_s(24, 24, step_s=0.1) == pytest.approx(1.15 * 2.4)
 
 
-def test_answers_that_are_all_alike_are_foretold_as_they_are() -> None:
+def test_times_of_equal_answers_are_predicted_exactly() -> None:
     times = RunTimeEstimator()
     for _ in range(300):
         times.observe_latency(RequestLatency(0.2, 0.1), 24, times.latency)
@@ -26,7 +26,7 @@ def test_answers_that_are_all_alike_are_foretold_as_they_are() -> None:
     assert times.run_s(40, 4000, step_s=9.0) == pytest.approx(4.2, rel=0.01)
 
 
-def test_most_answers_of_uneven_length_and_pace_are_done_in_the_time_foretold() -> None:
+def test_most_answers_of_uneven_length_and_speed_end_within_the_predicted_time() -> None:
     rng, times = random.Random(0), RunTimeEstimator()
     done, paced = [], []
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""The gRPC doors, asked as any client would."""
+"""The gRPC API, called as any client would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the official client does not show: bytes of streams, headers, refusals at the door."""
+"""What the official client does not show: bytes of streams, headers, refusals."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_other_encodings_and_values_are_no_body(raw: bytes) -> None:
     ("item", "field"),
     [({"ref": 1}, "ref"), ({"ref": "a", "weight": "x"}, "weight"), ({"ref": "a", "x": 1}, "x")],
 )
-def test_errors_in_a_list_of_adapters_name_the_place(item: object, field: str) -> None:
+def test_errors_in_a_list_of_adapters_name_the_index(item: object, field: str) -> None:
     with pytest.raises(LoraplexError) as caught:
         parse_completion({"model": "base", "prompt": "a", "adapters": [{"ref": "b"}, item]}, ORIGIN)
     assert caught.value.violations[0].field == f"adapters[1].{field}"

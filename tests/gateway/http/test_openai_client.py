@@ -1,4 +1,4 @@
-"""The official client, unchanged, against the HTTP door."""
+"""The official client, unchanged, against the HTTP API."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ async def test_fields_without_meaning_here_are_ignored(stack: Stack) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_the_door_speaks_tls_with_a_certificate_of_its_own(stack: Stack) -> None:
+async def test_the_http_api_speaks_tls_with_its_own_certificate(stack: Stack) -> None:
     house = Authority(stack.folder / "ca")
     pair = house.issue("gateway")
     files = {"LORAPLEX_HTTP_CERT": str(pair.cert), "LORAPLEX_HTTP_KEY": str(pair.key)}

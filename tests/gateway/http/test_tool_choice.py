@@ -1,4 +1,4 @@
-"""Tools through the HTTP door, by the official client: template in, calls out."""
+"""Tools through the HTTP API, by the official client: template in, calls out."""
 
 from __future__ import annotations
 

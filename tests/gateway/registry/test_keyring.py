@@ -112,7 +112,7 @@ async def test_tenants_see_and_run_their_own(stack: Stack) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
-async def test_operators_doors_are_for_admins(stack: Stack) -> None:
+async def test_operator_apis_are_for_admins(stack: Stack) -> None:
     _with_keys(stack)
     await stack.start(ready=False)
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:

@@ -1,4 +1,5 @@
-"""Limits of tenants: remembered, refreshed beside, kept while the registry is away."""
+"""Limits of tenants: remembered, refreshed in the background, kept while the registry is
+unavailable."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Clock:
         return self.now_s
 
 
-async def test_known_limits_are_asked_for_once_and_refreshed_beside() -> None:
+async def test_known_limits_are_requested_once_and_refreshed_in_the_background() -> None:
     registry, clock = RegistryLookup(), Clock()
     directory = TenantDirectory(registry.ask, clock)
     both = await asyncio.gather(directory.limits("t"), directory.limits("t"))

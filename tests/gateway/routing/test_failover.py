@@ -49,7 +49,9 @@ async def test_stream_goes_on_exactly_where_a_dead_worker_stopped(stack: Stack) 
     assert undisturbed.endswith("é€😀")
 
 
-async def test_failed_placement_before_the_first_token_is_tried_elsewhere(stack: Stack) -> None:
+async def test_failed_attempt_before_the_first_token_is_repeated_on_another_worker(
+    stack: Stack,
+) -> None:
     stack.workers = [ScriptedWorker("w0"), ScriptedWorker("w1")]
     await stack.start()
     undisturbed = await _text(stack)

@@ -127,13 +127,13 @@ async def test_tokens_sent_twice_are_dropped() -> None:
     assert await _ids(workers) == OUTPUT
 
 
-def test_gap_means_another_placement() -> None:
+def test_gap_means_another_attempt() -> None:
     workers = WorkerPool(_send(3, 6), _send(0, 10))
     assert run_virtually(_ids(workers)) == OUTPUT
     assert workers.num_cancelled == 2
 
 
-async def test_request_that_the_worker_gives_up_is_placed_again() -> None:
+async def test_request_that_the_worker_cancels_is_sent_again() -> None:
     def give_up(stream: TokenStream, job: WorkerJob) -> None:
         stream.put(Tokens((), 4, finish_reason=FinishReason.CANCELLED))
 

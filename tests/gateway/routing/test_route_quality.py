@@ -34,7 +34,7 @@ def test_twice_as_many_adapters_as_slots(exponent: float) -> None:
 
 
 @pytest.mark.parametrize("exponent", [1.0, 1.2])
-def test_tail_of_first_tokens_is_half_of_that_of_turns(exponent: float) -> None:
+def test_tail_of_first_tokens_is_half_of_that_of_round_robin(exponent: float) -> None:
     weights = popularity(64, exponent)
     routed = simulate(by_router, weights, NUM_REQUESTS, seed=1)
     turns = simulate(in_turn(), weights, NUM_REQUESTS, seed=1)

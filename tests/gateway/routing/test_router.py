@@ -1,4 +1,4 @@
-"""Placement: little moves, nobody is overloaded, every gateway says the same."""
+"""Routing: few adapters move, no worker is overloaded, all gateways choose alike."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_forgotten_adapters_leave_no_trace() -> None:
     assert sizes.start("x", 4) == 1
 
 
-def test_cap_counts_the_request_to_be_placed() -> None:
+def test_cap_counts_the_request_to_be_routed() -> None:
     assert load_cap([_view("a", 19), _view("b", 20)]) == 25
 
 

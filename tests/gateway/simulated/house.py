@@ -1,4 +1,4 @@
-"""Gateways and workers in one virtual world: real rooms of the gateway on simulated neighbours."""
+"""Gateways and workers under a virtual clock: the real gateway with simulated workers."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_text_equals_the_librarys_where_bytes_are_whole(kind: str, data: st.Data
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_pieces_never_hold_half_a_character(kind: str, data: st.DataObject) -> None:
+def test_text_deltas_never_hold_half_a_character(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     text = data.draw(st.text(alphabet="abc é日😀the", max_size=12))
     ids = tokenizer.encode(text, add_special_tokens=False).ids

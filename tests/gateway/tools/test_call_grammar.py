@@ -128,7 +128,7 @@ def test_a_strict_call_fits_its_schema_and_text_is_free(
 
 @pytest.mark.parametrize("kind", ["bytes", "tokens"])
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_beside_an_answer_format_an_answer_is_calls_or_that(
+def test_with_an_answer_format_an_answer_is_calls_or_that(
     tokenizers: Mapping[str, Path], tool_format: ToolFormat, kind: str
 ) -> None:
     fits = Judge(tokenizers[kind], tool_format, ToolUse((WEATHER, NOW)), ANSWER)
@@ -155,7 +155,7 @@ def test_what_the_grammar_allows_is_read_as_the_same_call(tool_format: ToolForma
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_without_parallel_calls_there_is_room_for_one(
+def test_without_parallel_calls_only_one_is_allowed(
     tokenizers: Mapping[str, Path], tool_format: ToolFormat
 ) -> None:
     call = written(tool_format)

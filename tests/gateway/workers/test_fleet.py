@@ -44,7 +44,7 @@ def test_deltas_change_what_they_name_and_snapshots_replace_all() -> None:
     assert not view.adapters
 
 
-def test_places_are_those_that_other_gateways_leave_and_none_is_free_at_a_full_worker() -> None:
+def test_batch_capacity_is_what_other_gateways_leave_and_a_full_worker_has_none() -> None:
     load = WorkerLoad(running_requests=20, waiting_requests=4, max_running_requests=32)
     view = WorkerView("w", "a", "base", load=load, in_flight=10)
     assert view.batch_capacity == 32 - 14
@@ -114,7 +114,7 @@ async def test_tokenizer_is_fetched_once_for_all_workers(stack: Stack) -> None:
     assert sum(worker.num_tokenizers_sent for worker in stack.workers) <= 2
 
 
-async def test_worker_is_told_how_far_the_gateway_has_read(stack: Stack) -> None:
+async def test_gateway_acknowledges_the_steps_that_it_has_read(stack: Stack) -> None:
     await stack.start()
     await stack.openai().completions.create(model="base", prompt="x", max_tokens=20)
     await eventually(lambda: stack.workers[0].is_all_acked)

@@ -1,4 +1,4 @@
-"""The line to one worker comes back whatever broke it."""
+"""The connection to one worker comes back whatever broke it."""
 
 from __future__ import annotations
 

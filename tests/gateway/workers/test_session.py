@@ -1,4 +1,4 @@
-"""Clients read of the fields that they sent, not of those that the gateway made of them."""
+"""Errors name the fields that clients sent, not those that the gateway made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Services know each other by certificates: a registry with a door for people and one for them."""
+"""Services know each other by certificates: a registry with one API for people and one for
+services."""
 
 from __future__ import annotations
 
@@ -76,20 +77,20 @@ async def test_people_come_with_keys_over_tls(doors: Doors, house: Authority) ->
         await _bases(doors.people, Credentials(doors.admin_token))
 
 
-async def test_a_certificate_is_no_key_at_the_door_for_people(
+async def test_a_certificate_is_no_key_at_the_api_for_people(
     doors: Doors, house: Authority
 ) -> None:
     with pytest.raises(Unauthenticated):
         await _bases(doors.people, _shown(house, house.issue("gateway")))
 
 
-async def test_a_service_enters_its_door_by_its_certificate_alone(
+async def test_a_service_is_authenticated_by_its_certificate_alone(
     doors: Doors, house: Authority
 ) -> None:
     assert await _bases(doors.services, _shown(house, house.issue("gateway"))) == 1
 
 
-async def test_nobody_else_enters_the_door_for_services(
+async def test_no_other_caller_reaches_the_api_for_services(
     doors: Doors, house: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path / "elsewhere").issue("gateway")
@@ -139,7 +140,7 @@ async def test_a_gateway_shows_the_certificate_that_lies_there_now(
         await link.close()
 
 
-async def test_a_service_door_takes_the_token_or_the_certificate(
+async def test_the_api_for_services_takes_the_token_or_the_certificate(
     registry: Registry, house: Authority
 ) -> None:
     """What workers do: everybody shows a certificate, and only services' names open."""
@@ -160,7 +161,7 @@ async def test_a_service_door_takes_the_token_or_the_certificate(
         await running.stop(0)
 
 
-def test_half_a_certificate_and_a_door_without_a_ca_are_refused_by_name(
+def test_half_a_certificate_and_a_service_api_without_a_ca_are_refused_by_name(
     house: Authority, tmp_path: Path
 ) -> None:
     own = house.issue("registry")

@@ -1,4 +1,4 @@
-"""The gRPC door, through the SDK: statuses, paging, and who may do what."""
+"""The gRPC API, through the SDK: statuses, paging, and who may do what."""
 
 from __future__ import annotations
 

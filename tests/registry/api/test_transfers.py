@@ -1,4 +1,4 @@
-"""Bytes through the gRPC door: whole, resumed, damaged on the way or in the store."""
+"""Bytes through the gRPC API: whole, resumed, damaged on the way or in the store."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ async def test_a_token_resumes_after_exactly_what_was_handled(registry: Registry
     assert resumed.events == ["sql:prod 1", "sql:v2 1", "sql:latest 2"]
 
 
-async def test_moves_that_the_index_missed_are_told_in_order(registry: Registry) -> None:
+async def test_moves_that_the_index_missed_are_reported_in_order(registry: Registry) -> None:
     await publish(registry, "sql", 1)
     await publish(registry, "sql", 2)
     mirror = Mirror(watch(registry.catalog, ""))

@@ -22,7 +22,7 @@ def _eager(registry: Registry) -> Collector:
     return Collector(registry.store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
 
 
-async def test_of_many_registries_one_takes_its_turn_in_an_interval(
+async def test_of_many_registries_one_claims_an_interval(
     registry: Registry, metadata_url: str
 ) -> None:
     other = Catalog(connect_redis(metadata_url))
