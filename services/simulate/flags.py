@@ -135,7 +135,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
     fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
     if args.direct:
         return fleet
-    # One gate stands for as many gateways as such a fleet has.
+    # One admission controller stands for all gateways of such a fleet.
     batch_capacity = max(AdmissionLimits().max_running, args.workers * engine.max_running)
     return dataclasses.replace(fleet, admission=AdmissionLimits(batch_capacity, batch_capacity))
 

@@ -22,7 +22,7 @@ from services.worker.messages import EngineConfig, StepOutput, Submit
 from services.worker.request import AdapterSet, SamplingParams
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
-"""Shares of the time outside, as stamps showed; what is left is the way from gate to client."""
+"""Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class _Flight:
     """A request at a worker."""
 
     ended: asyncio.Future[str]
-    """When the gate hears of it; with the reason why it did not finish, if it did not."""
+    """When the gateway learns of it; with the reason why it did not finish, if it did not."""
     permit: Permit | None
-    """At the gate."""
+    """Its permit at the gateway."""
     back_s: float
-    """Of tokens, from the worker to the gate."""
+    """Of tokens, from the worker to the gateway."""
     first_token_s: float | None = None
     end_s: float = 0.0
     num_output: int = 0
     num_told: int = 0
-    """Tokens that the gate knows of."""
+    """Tokens that the gateway knows of."""
 
     def take(self, num_tokens: int, now_s: float) -> None:
         """Tokens leave the worker."""
@@ -159,7 +159,7 @@ class Simulation:
     async def _placed(
         self, number: int, request: TracedRequest, flight: _Flight, to_worker_s: float
     ) -> str:
-        """From the gate to the last token; returns why it did not finish, if it did not.
+        """From the gateway to the last token; returns why it did not finish, if it did not.
 
         Raises: ResourceExhausted, DeadlineExceeded.
         """
