@@ -22,8 +22,8 @@ from services.common.objects.probe import probe
 from services.common.redis_url import connect_redis
 from services.registry import layout
 from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
-from services.registry.metadata_server import MetadataServer
+from services.registry.index.catalog import Catalog
+from services.registry.index.metadata_server import MetadataServer
 
 _RESOLVES = 3000
 _IN_FLIGHT = 32

@@ -11,7 +11,14 @@ from pathlib import Path
 from loraplex.adapter_format import File, Geometry, Module
 from services.common.objects import ObjectStore
 from services.registry import layout
-from services.registry.records import BaseRecord, Move, TagRecord, Target, VersionRecord, encode
+from services.registry.records import (
+    BaseRecord,
+    Move,
+    TagRecord,
+    TargetRecord,
+    VersionRecord,
+    encode,
+)
 
 BASE_ID = "bench/eight-billion"
 TENANT = "default"
@@ -135,7 +142,7 @@ def _documents(number: int) -> tuple[VersionRecord, TagRecord]:
         peft_version="0.18.0",
         upload_id=f"{number:049x}",
     )
-    targets = (Target(1, digest),)
+    targets = (TargetRecord(1, digest),)
     move = Move(1, targets, 1.7e9 + number, "", f"{version.upload_id}:v1")
     return version, TagRecord(TENANT, version.name, "latest", targets, 1, move.moved_s, (move,))
 

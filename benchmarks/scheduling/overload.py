@@ -19,7 +19,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import write_results
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen
@@ -115,7 +115,9 @@ async def overload(
     await house.close()
     whole = [each for each in seen if each.is_whole]
     # A request that failed with tokens or late was given to a worker.
-    accepted = [s for s in seen if s.is_whole or s.pieces or s.ended_s - s.began_s >= DEADLINE_S]
+    accepted = [
+        s for s in seen if s.is_whole or s.text_deltas or s.ended_s - s.began_s >= DEADLINE_S
+    ]
     in_time = [each for each in whole if each.ended_s - each.began_s <= DEADLINE_S]
     refused = len(seen) - len(accepted)
     return Overload(

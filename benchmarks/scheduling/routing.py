@@ -23,8 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.routing import HomeSizes, Placement, choose
-from services.gateway.view import Load, Residency, Tier, WorkerView
+from services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
 
 NUM_WORKERS, NUM_SLOTS, NUM_ADAPTERS = 4, 8, 64
 EXPONENTS = (1.0, 1.2, 1.5, 2.0)
@@ -61,10 +61,10 @@ class Worker:
     def view(self, now_s: float) -> WorkerView:
         """What a gateway is told."""
         held = {
-            name: Residency(name, Tier.DEVICE if loaded_s <= now_s else Tier.LOADING)
+            name: AdapterResidency(name, Tier.DEVICE if loaded_s <= now_s else Tier.LOADING)
             for name, loaded_s in self.slots.items()
         }
-        load = Load(prefill_tokens_per_s=PREFILL_TOKENS_PER_S, step_s=STEP_S)
+        load = WorkerLoad(prefill_tokens_per_s=PREFILL_TOKENS_PER_S, step_s=STEP_S)
         return WorkerView(
             self.name,
             self.name,
@@ -106,9 +106,11 @@ Route = Callable[[list[WorkerView], Request, int], str]
 """Views, request, home set size -> worker name."""
 
 
-def by_router(views: list[WorkerView], request: Request, homes: int) -> str:
+def by_router(views: list[WorkerView], request: Request, num_replicas: int) -> str:
     """The real thing."""
-    chosen = choose(views, Placement(request.adapter, (request.adapter,), PROMPT_TOKENS, homes))
+    chosen = choose(
+        views, RoutingRequest(request.adapter, (request.adapter,), PROMPT_TOKENS, num_replicas)
+    )
     assert chosen is not None, "all workers take requests"
     return chosen.worker_id
 
@@ -116,13 +118,13 @@ def by_router(views: list[WorkerView], request: Request, homes: int) -> str:
 def at_random(seed: int) -> Route:
     """Any worker."""
     rng = random.Random(seed)
-    return lambda views, request, homes: rng.choice(views).worker_id
+    return lambda views, request, num_replicas: rng.choice(views).worker_id
 
 
 def in_turn() -> Route:
     """One after the other."""
     turns = itertools.count()
-    return lambda views, request, homes: views[next(turns) % len(views)].worker_id
+    return lambda views, request, num_replicas: views[next(turns) % len(views)].worker_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +188,17 @@ def simulate(
     rng = random.Random(seed)
     names = [f"sha256:{number:064x}" for number in range(len(weights))]
     workers = {f"w{n}": Worker(f"w{n}", keeps_popular) for n in range(NUM_WORKERS)}
-    homes, now_s = HomeSizes(), 0.0
+    replica_counts, now_s = ReplicaCounts(), 0.0
     running: list[tuple[float, str]] = []
     hits: list[bool] = []
     waits: list[float] = []
     for _ in range(num_requests):
         now_s += rng.expovariate(ARRIVALS_PER_S)
         while running and running[0][0] <= now_s:
-            homes.end(heapq.heappop(running)[1])
+            replica_counts.end(heapq.heappop(running)[1])
         request = Request(rng.choices(names, weights)[0], now_s)
         views = [worker.view(now_s) for worker in workers.values()]
-        name = route(views, request, homes.start(request.adapter, NUM_WORKERS))
+        name = route(views, request, replica_counts.start(request.adapter, NUM_WORKERS))
         hits.append(request.adapter in workers[name].slots)
         first_s = workers[name].first_token_at(request)
         waits.append(first_s - now_s)
