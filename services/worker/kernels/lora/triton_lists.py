@@ -96,17 +96,27 @@ def list_groups(
     for t in range(num_tiles):
         in_tiles = tl.sum(tl.where(begin < (t + 1) * TILE_ROWS, count, 0), axis=0)
         tl.store(tile_ends + part * max_tiles + t, in_tiles)
-    first = tl.load(place + 2, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(place + 3, mask=is_run, other=0)
+    tl.store(done + part, 0)
+    num_vectors = _list_vectors(
+        vectors + part * max_vectors * WORDS, records, place + 2, is_run, rows, coef
+    )
+    tl.store(counts + part * 2 + 1, num_vectors)
+
+
+@triton.jit
+def _list_vectors(vectors, records, place, is_run, rows, coef):
+    """List the vectors of a part for the runs, with their token rows and coefficients; returns
+    their number. `place` is where each run's (first vector, number) is."""
+    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(place + 1, mask=is_run, other=0)
     offset = tl.cumsum(count, axis=0) - count
-    tl.store(counts + part * 2 + 1, tl.sum(count, axis=0))
     for v in range(tl.max(count, axis=0)):
         is_vector = v < count
         record = records + (first + v) * WORDS
-        vector = vectors + (part * max_vectors + offset + v) * WORDS
+        vector = vectors + (offset + v) * WORDS
         tl.store(vector, rows, mask=is_vector)
         for word in tl.static_range(1, 5):
             tl.store(vector + word, tl.load(record + word, mask=is_vector, other=0), mask=is_vector)
         bits = coef.to(tl.int32, bitcast=True).to(tl.int64)
         tl.store(vector + 5, bits, mask=is_vector)
-    tl.store(done + part, 0)
+    return tl.sum(count, axis=0)
