@@ -217,7 +217,7 @@ def _split_keys(
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
     end = tl.where(place >= 0, position + 1, begin)
     num_keys = end - begin
-    count = (num_keys + SPLIT_KEYS // 2) // SPLIT_KEYS
+    count = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
     count = tl.minimum(tl.maximum(count, 1), max_splits)
     span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
     span = tl.maximum(span, KEY_STEP)
