@@ -55,6 +55,8 @@ class Variant:
     num_stages: int = 3
     divisible: Sequence[str] = field(default=())
     """Integer arguments that are multiples of 16."""
+    max_registers: int | None = None
+    """Of each thread; None = the compiler's choice."""
 
     def compile(self, capability: int) -> Any:
         """Triton's compiled kernel for sm_`capability`; `asm["ptx"]`, `asm["cubin"]`."""
@@ -67,6 +69,8 @@ class Variant:
         }
         source = ASTSource(self.function, signature, dict(self.constants), attrs)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         return triton.compile(
             source, target=GPUTarget("cuda", capability, WARP_THREADS), options=options
         )
@@ -186,6 +190,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
                 tiling.num_warps,
                 tiling.num_stages,
                 strides,
+                tiling.max_registers,
             )
     yield Variant(
         f"attention.append.{name}",

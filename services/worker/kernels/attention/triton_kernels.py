@@ -153,7 +153,11 @@ def _attend_keys(
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
             if HAS_WINDOW:
                 is_seen = is_seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(is_seen, scores, NO_SCORE)
+            # Scaled before the mask: a row that has seen no key yet subtracts NO_SCORE from itself
+            # below. A product there would be fused with the difference, which then is the rounding
+            # error of the product, of any sign and about 1e22: exp2 of that is infinite.
+            scores = tl.where(is_seen, scores * factor, NO_SCORE)
+            factor = 1.0
         new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
         weights = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -213,7 +217,7 @@ def _split_keys(
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
     end = tl.where(place >= 0, position + 1, begin)
     num_keys = end - begin
-    count = (num_keys + SPLIT_KEYS // 2) // SPLIT_KEYS
+    count = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
     count = tl.minimum(tl.maximum(count, 1), max_splits)
     span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
     span = tl.maximum(span, KEY_STEP)
