@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -182,10 +182,9 @@ class GpuPath:
         if num_rows is None or not runs:
             return LoraBatch(runs, self._table, None, self.lora.tables, landings=landings)
         dense = dense_runs(runs)
-        others = [run for run in runs if run not in dense]
-        work = self.lora.begin(others, num_rows)
         touched = self.lora.sites_of(runs)
-        return LoraBatch(runs, self._table, None, self.lora.tables, work, touched, dense, landings)
+        lora = LoraBatch(runs, self._table, None, self.lora.tables, None, touched, dense, landings)
+        return replace(lora, work=self.lora.begin(lora.tiled, num_rows)) if lora.tiled else lora
 
     def _landings_of(self, runs: Sequence[RowRun]) -> list[Landing]:
         """What a step of these runs has to wait for as it comes to each site. Adapters that do more

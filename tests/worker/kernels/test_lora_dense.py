@@ -7,8 +7,8 @@ import torch
 
 from services.worker.kernels.lora import naive
 from services.worker.kernels.lora.dense import add_dense
-from services.worker.kernels.lora.plan import is_dense
-from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
+from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
 from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
 
@@ -32,15 +32,39 @@ def test_a_dense_run_equals_the_naive_truth(dtype, int8):
     assert y[[0, 6]].equal(expected[[0, 6]]), "rows outside of the run"
 
 
-@pytest.mark.parametrize(
-    ("run_rows", "num_rows", "rank", "expected"),
-    [
-        (2048, 2048, 192, True),
-        (2048, 2100, 128, True),
-        (2048, 2048, 48, False),  # bytes rule
-        (512, 512, 192, False),  # too few rows for a library to win
-        (1024, 2048, 192, False),  # other adapters have as much
-    ],
-)
-def test_one_adapter_of_a_high_rank_over_a_long_step_is_dense(run_rows, num_rows, rank, expected):
-    assert is_dense(run_rows, num_rows, rank) is expected
+def test_a_slice_whose_tiles_lie_next_to_each_other_is_one_product():
+    torch.manual_seed(7)
+    rank, num_inputs, num_outputs = 32, 24, 16
+    arena = torch.randn(2 * rank * (num_inputs + num_outputs))
+    matrices = {}
+    begin = 0
+    for name, width in (("a", num_inputs), ("b", num_outputs)):
+        tiles = []
+        for row in (0, 16):
+            view = arena[begin : begin + 16 * width].view(16, width)
+            tiles.append(Tile(row, row + 16, 0, width, view))
+            begin += 16 * width
+        matrices[name] = tuple(tiles)
+    scales = torch.full((rank,), 0.5)
+    delta = SiteDelta((Slice(0, rank, 0, num_outputs, 0.5),), **matrices, scales=scales)
+    run = RowRun(1, 2.0, 0, 5)
+    x, y = torch.randn(5, num_inputs), torch.randn(5, num_outputs)
+    expected = y.clone()
+    naive.add_lora(expected, x, SITE, LoraBatch((run,), {(1, SITE): delta}))
+    with torch.profiler.profile() as profile:
+        add_dense(y, x, delta, run)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm_")]
+    assert len(products) == 2, [event.name for event in products]
+
+
+def test_long_runs_are_dense_unless_rows_combine_adapters():
+    long, short = RowRun(0, 1.0, 0, DENSE_MIN_ROWS), RowRun(1, 1.0, DENSE_MIN_ROWS, 300)
+    assert dense_runs((long, short)) == (long,)
+    assert dense_runs((long, RowRun(1, 1.0, 3, 5))) == ()
+
+
+def test_a_batch_whose_runs_are_all_dense_has_no_tiled_runs():
+    run = RowRun(0, 1.0, 0, DENSE_MIN_ROWS)
+    assert LoraBatch((run,), {}, dense=(run,)).tiled == ()
+    assert LoraBatch((run,), {}).tiled == (run,)

@@ -80,14 +80,16 @@ class DeviceLora:
         return y
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """As `torch.add_lora`; a batch without work of its own (chosen rows) gets it here."""
+        """As `torch.add_lora`; a batch without work of its own (chosen rows) gets it here, unless
+        all its runs are dense."""
         if not self.touches(lora, site_id):
             return
-        work = lora.work
-        if work is None:
-            work = self.begin(lora.runs, len(x))
         self._add_dense(y, x, site_id, lora)
-        add_lora(y, x, site_id, work)
+        work = lora.work
+        if work is None and lora.tiled:
+            work = self.begin(lora.tiled, len(x))
+        if work is not None:
+            add_lora(y, x, site_id, work)
 
     def _add_dense(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         for run in lora.dense:

@@ -42,11 +42,12 @@ class LoraBatch:
     tables: DeviceTables | None = None
     """The table as Triton reads it; None elsewhere."""
     work: StepWork | None = None
-    """The runs on the device, with their groups listed; None = to be made where it is needed."""
+    """The `tiled` runs on the device, with their groups listed; None = there are none, or it is
+    to be made where it is needed."""
     sites: Set[int] | None = None
     """Sites where kernels have anything to add; None = it is seen at the site."""
     dense: tuple[RowRun, ...] = ()
-    """Runs that are not in `work`: library products compute them."""
+    """Runs that library products compute."""
     landings: tuple[Arriving, ...] = ()
     """Adapters whose bytes are not all on the device yet."""
 
@@ -54,6 +55,11 @@ class LoraBatch:
         """Let what is launched next read the adapters at a site."""
         for landing in self.landings:
             landing.wait(site_id)
+
+    @cached_property
+    def tiled(self) -> tuple[RowRun, ...]:
+        """Runs that kernels for any mix of adapters compute: all but the dense ones."""
+        return tuple(run for run in self.runs if run not in self.dense)
 
     @cached_property
     def packed_runs(self) -> Tensor:
