@@ -112,13 +112,13 @@ def generation_tilings(default: Tiling) -> Iterator[Tiling]:
         yield Tiling(default.block_queries, keys, warps, stages, programs, registers)
 
 
-def quick_settings(default: Tiling) -> Iterator[tuple[Tiling, int]]:
-    """Generations: the default, sizes of items with it, and tiles with two buffers or with more
+def quick_settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
+    """Generations: the default, other sizes of items, and tiles with two buffers or with more
     registers."""
-    for split in (512, 256, 1024, 2048):
-        yield default, split
+    yield default, limit
+    yield from ((default, split) for split in (128, 512, 2048) if split != limit)
     for keys, stages, programs, registers in ((64, 3, 3, None), (64, 2, 4, 128), (32, 3, 5, 96)):
-        yield Tiling(default.block_queries, keys, 4, stages, programs, registers), 512
+        yield Tiling(default.block_queries, keys, 4, stages, programs, registers), limit
 
 
 class Bench:
@@ -244,7 +244,9 @@ def main() -> None:
         if not case.is_decode:
             default = context_tiling(shape, 2, shared_bytes(device))
         is_quick = args.quick and args.tune and case.is_decode
-        chosen = quick_settings(default) if is_quick else settings(case, default, args.tune)
+        heads = shape.num_kv_heads
+        limit = work_items.split_limit(len(case.pieces), heads, device)
+        chosen = (quick_settings if is_quick else settings_of(case, args.tune))(default, limit)
         for tiling, split in chosen:
             try:
                 rows.append(measure(bench, tiling, split, bytes_per_s))
@@ -264,16 +266,18 @@ def num_layers(case: Case, args: argparse.Namespace) -> int:
     return 8 if args.quick and len(case.pieces) > 64 else 32
 
 
-def settings(case: Case, default: Tiling, tunes: bool) -> Iterator[tuple[Tiling, int]]:
-    """The default, then alternatives of one thing at a time."""
-    yield default, work_items.SPLIT_KEYS
-    if not tunes:
-        return
-    for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
-        yield tiling, work_items.SPLIT_KEYS
-    for split in SPLITS if case.is_decode else ():
-        if split != work_items.SPLIT_KEYS:
-            yield default, split
+def settings_of(case: Case, tunes: bool) -> Callable[[Tiling, int], Iterator[tuple[Tiling, int]]]:
+    """From the default to the settings to time: itself, then one thing changed at a time."""
+
+    def settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
+        yield default, limit
+        if not tunes:
+            return
+        for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
+            yield tiling, limit
+        yield from ((default, n) for n in SPLITS if case.is_decode and n != limit)
+
+    return settings
 
 
 def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dict[str, Any]:
