@@ -20,6 +20,10 @@ from services.worker.adapters.slab import ImageSlab
 from services.worker.memory.buffer import ArenaBuffer
 
 MAX_DEFAULT_BYTES = 4 << 30
+EVENT_BLOCKS = 8
+"""Blocks between two events. With one after each block, 84 MB took 2.3 ms on an H200, where a plain
+pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a layer may wait more.
+"""
 
 
 def default_bytes() -> int:
@@ -122,12 +126,14 @@ class HostTier:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self._arena.is_cuda)
 
     def _enqueue(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
-        """Copies in the current stream, with an event after each."""
+        """Copies in the current stream; for each, the event after its group of EVENT_BLOCKS."""
         begin = _now()
-        events = []
-        for block, row in zip(blocks, rows, strict=True):
-            self._arena[block, : len(row)].copy_(row, non_blocking=True)
-            events.append(_now())
+        events: list[torch.cuda.Event] = []
+        for first in range(0, len(blocks), EVENT_BLOCKS):
+            group = slice(first, first + EVENT_BLOCKS)
+            for block, row in zip(blocks[group], rows[group], strict=True):
+                self._arena[block, : len(row)].copy_(row, non_blocking=True)
+            events += [_now()] * len(rows[group])
         if events:
             self._last = begin, events[-1], sum(map(len, rows))
         return events
