@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+"""Where results are written: the published ones, unless the environment names another folder."""
 
 _ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni")
 
@@ -42,9 +43,19 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     facts = cpu_facts()
     path = RESULTS / machine_kind(facts) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"measured_on": datetime.now(UTC).date().isoformat(), "machine": facts, **results}
+    today = datetime.now(UTC).date().isoformat()
+    document = {"measured_on": today, "machine": facts, **rounded(results)}
     path.write_text(json.dumps(document, indent=2) + "\n")
     return path
+
+
+def rounded(value: Any) -> Any:
+    """The same document with floats rounded to six significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read_results(name: str) -> dict[str, Any]:

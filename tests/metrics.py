@@ -10,12 +10,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway import metrics as gateway_metrics
-from services.gateway.admission import AdmissionLimits
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.scaling import ScalingSignals
-from services.gateway.template_pool import TemplatePool
-from services.registry import metrics as registry_metrics
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.admission.queue import AdmissionLimits
+from services.gateway.admission.scaling import ScalingSignals
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.fleet import Fleet
+from services.registry.publish import metrics as registry_metrics
 from services.worker import metrics as worker_metrics
 from services.worker.status import StatusBoard
 
@@ -46,7 +46,7 @@ def _declared() -> Iterator[Exported]:
 
 def _collected() -> Iterator[GaugeMetricFamily]:
     fleet = Fleet((), "gateway", TemplatePool(), base_seen=lambda base: None)
-    yield from ScalingSignals(fleet, Gate(AdmissionLimits())).collect()
+    yield from ScalingSignals(fleet, AdmissionController(AdmissionLimits())).collect()
     yield from worker_metrics.AdapterCollector(StatusBoard(), 1).collect()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import summaries
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
 from services.common import env
@@ -24,6 +25,7 @@ DOCUMENTS = [
 ]
 PACKAGES = "benchmarks|demo|loraplex|scripts|services|tests"
 VARIABLES = {knob.name for knob in env.ALL_KNOBS} | {"AWS_ENDPOINT_URL_S3"}
+BENCHMARKS = summaries()
 PARSERS = {
     "registry": registry.make_parser,
     "loraplex": loraplex.make_parser,
@@ -57,6 +59,8 @@ def test_modules_and_targets_are_there(document: Path) -> None:
     for module in re.findall(rf"python -m ((?:{PACKAGES})\.[\w.]*\w)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    named = re.findall(r"python -m benchmarks run ([\w.]*\w)", text)
+    assert [name for name in named if name not in BENCHMARKS] == []
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"(?:`|^|\s\s)make ([a-z][\w-]*)", text, re.M):
         assert target in targets, target
@@ -115,7 +119,8 @@ def test_the_examples_in_help_are_accepted(name: str) -> None:
 def test_reasons_of_errors_are_explained_and_no_others() -> None:
     packages = [path for top in ("loraplex", "services") for path in (ROOT / top).rglob("*.py")]
     source = "\n".join(path.read_text() for path in packages)
-    document = (ROOT / "docs" / "operating.md").read_text().partition("## Errors by reason")[2]
+    runbooks = (ROOT / "docs" / "operate" / "runbooks.md").read_text()
+    document = runbooks.partition("## Errors by reason")[2]
     explained = {name for name in re.findall(r"`([A-Z_]{4,})`", document) if name not in VARIABLES}
     assert set(re.findall(r"\breason ?= ?\"([A-Z_]+)\"", source)) <= explained
     assert [name for name in explained if f'"{name}"' not in source] == []
@@ -123,12 +128,15 @@ def test_reasons_of_errors_are_explained_and_no_others() -> None:
 
 def test_every_metric_is_in_the_reference_and_no_others() -> None:
     served = {metric.name + "_total" * (metric.kind == "counter") for metric in exported()}
-    document = (ROOT / "docs" / "reference.md").read_text()
+    document = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert served == set(re.findall(r"`((?:vllm:|loraplex_[a-z]+_)[a-z0-9_]+)`", document))
 
 
 def test_every_decision_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "architecture.md").read_text()
-    for record in (ROOT / "docs" / "adr").glob("*.md"):
+    folder = ROOT / "docs" / "internals" / "adr"
+    index = (folder / "README.md").read_text()
+    records = list(folder.glob("[0-9]*.md"))
+    assert records
+    for record in records:
         title = record.read_text().partition("\n")[0].partition(". ")[2]
-        assert f"[{title}](adr/{record.name})" in index
+        assert f"[{title}]({record.name})" in index

@@ -100,6 +100,20 @@ def device_median_s(run: Callable[[], object], repetitions: int) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
 
 
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """`run` as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     """Bytes read and written a second by a copy on the device."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

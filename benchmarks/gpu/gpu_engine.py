@@ -29,7 +29,7 @@ from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import Shape, write_adapter
-from benchmarks.many_adapters import Bench, Counting, digest_of
+from benchmarks.serving.many_adapters import Bench, Counting, digest_of
 from services.worker.building import build_runner
 from services.worker.engine import Engine
 from services.worker.messages import EngineConfig, Unload, Want

@@ -1,10 +1,14 @@
-"""Shrink and expand of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
+"""The low-rank update of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
 
     python -m benchmarks.gpu.gpu_lora_ops [--tune] [--vllm DIR] [--sglang DIR]
                                           [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Sites with weights of their own are captured one after the other in a graph until they exceed the
-L2 cache, so that every byte comes from memory. `--tune` times alternatives of each family's plan.
+L2 cache, so that every byte comes from memory. `shrink_us` and `expand_us` time the two launches
+apart and `microseconds` both, one after the other. `base_us` is the library's base product, and
+`product_us` the base product with its update as the worker computes them, which overlap or share a
+launch. `--tune` times other sizes of both launches.
+
 `distinct-int8` has adapters of half the bytes. The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded`
 gives all of them 64 rows. `--vllm` and `--sglang` name folders that hold the package `vllm` or
 `sglang`, whose own kernels then run on the same weights, in graphs too; `speedup` is their time
@@ -15,26 +19,26 @@ where it differs by more than 2e-2 there is no ratio but a message.
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import subprocess
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from services.worker.kernels.lora.tuned import capability_of, tuned_plan, write_plans
 from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult, compare, relative_difference
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora import triton as lora
-from services.worker.kernels.lora.device_tables import DeviceTables
-from services.worker.kernels.lora.plan import LoraPlan, family_of
+from services.worker.kernels.lora.device_records import Part
+from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
+from services.worker.kernels.lora.plan import SitePlan, expand_plan
 from services.worker.kernels.lora.runs import RowRun
+from services.worker.kernels.lora.side_stream import SideStream
 from services.worker.kernels.lora.step_work import StepWork
 from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
 from services.worker.kernels.lora.worklist import LoraBatch
@@ -62,8 +66,6 @@ SITES = (
 )
 TINY_SITES = (OpSite("tiny", 64, (32, 16)),)
 BATCHES = (1, 8, 32, 64, 256)
-Ratios = defaultdict[str, defaultdict[LoraPlan, list[float]]]
-"""By family and plan: its time over the default's, one for each row of the table."""
 
 
 class OpBench:
@@ -87,9 +89,11 @@ class OpBench:
             arena.random_()
         else:
             arena.view(self.dtype).normal_(std=0.02)
-        widths_of_sites = [site.num_inputs] * self.num_sites
-        aligned = [True] * self.num_sites
-        self.tables = DeviceTables(arena, widths_of_sites, aligned, len(ranks), 1 << 20, int8)
+        edges = itertools.pairwise(itertools.accumulate(site.outputs, initial=0))
+        parts = tuple(Part(0, begin, end - begin) for begin, end in edges)
+        shape = SiteShape(site.num_inputs, parts, is_aligned=True, may_be_cut=False)
+        shapes = [shape] * self.num_sites
+        self.tables = DeviceTables(arena, self._stored, shapes, len(ranks), 1 << 20)
         self._position = 0
         self.deltas: list[dict[int, SiteDelta]] = []
         """By adapter, then by site."""
@@ -97,8 +101,9 @@ class OpBench:
             deltas = {site_id: self._delta(rank) for site_id in range(self.num_sites)}
             self.tables.enter(slot, deltas, set())
             self.deltas.append(deltas)
-        self.planes = lora.Planes(4096, max(ranks) * len(site.outputs), device)
-        self.lora = lora.DeviceLora(self.tables, self.planes, site.num_inputs)
+        side = SideStream(device) if device.type == "cuda" else None
+        self.lora = lora.DeviceLora(self.tables, side)
+        self._weights: list[Tensor] = []
 
     def _delta(self, rank: int) -> SiteDelta:
         slices, a, b, begin = [], [], [], 0
@@ -107,7 +112,7 @@ class OpBench:
             a.append(self._tile(i * rank, rank, 0, self.site.num_inputs))
             b.append(self._tile(i * rank, rank, begin, width))
             begin += width
-        scale = SCALE * (INT8_FACTOR if self.tables.int8 else 1.0)
+        scale = SCALE * (INT8_FACTOR if self.tables.is_int8 else 1.0)
         scales = torch.full((rank * len(slices),), scale, device=self.tables.arena.device)
         return SiteDelta(tuple(slices), tuple(a), tuple(b), scales)
 
@@ -122,26 +127,47 @@ class OpBench:
         device = self.tables.arena.device
         generator = torch.Generator(device).manual_seed(num_rows)
         x = torch.randn(num_rows, self.site.num_inputs, device=device, generator=generator)
-        y = torch.zeros(num_rows, self.num_outputs, dtype=self.dtype, device=device)
+        y = x.new_zeros(num_rows, self.num_outputs, dtype=self.dtype)
         return y, x.to(self.dtype)
 
     def run_of(
         self,
-        runs: Sequence[RowRun],
+        work: StepWork,
         y: Tensor,
         x: Tensor,
-        plan: LoraPlan,
+        *,
+        shrinks: bool = True,
+        expands: bool = True,
+        plan: SitePlan | None = None,
         num_sites: int | None = None,
     ) -> Callable[[], None]:
-        """One pass over the first `num_sites` sites; None = all."""
-        ranks = self.lora.rank_stride(runs)
-        work = StepWork(self.tables, len(runs), self.lora.fit(plan, len(x), ranks), ranks)
-        work.fill(runs)
-        work.count()
+        """One pass of the two launches over the first `num_sites` sites; None = all."""
 
         def all_sites() -> None:
             for site_id in range(num_sites or self.num_sites):
-                lora.add_lora(y, x, site_id, work, self.planes)
+                for first, second in ((shrinks, False), (False, expands)):
+                    if first or second:
+                        lora.launch(y, x, site_id, work, None, first, second, plan)
+
+        return all_sites
+
+    def weights(self) -> list[Tensor]:
+        """A base weight for each site."""
+        while len(self._weights) < self.num_sites:
+            shape = self.num_outputs, self.site.num_inputs
+            empty = torch.empty(shape, dtype=self.dtype, device=self.tables.arena.device)
+            self._weights.append(empty.normal_(std=0.02))
+        return self._weights
+
+    def product_of(self, runs: Sequence[RowRun], x: Tensor, work: StepWork) -> Callable[[], None]:
+        """One pass of base products with their updates; a step lists its groups once."""
+        weights = self.weights()
+        batch = LoraBatch(tuple(runs), {}, None, self.tables, work)
+
+        def all_sites() -> None:
+            work.list_groups(len(x))
+            for site_id, weight in enumerate(weights):
+                self.lora.product(weight, x, site_id, batch)
 
         return all_sites
 
@@ -170,49 +196,22 @@ class OpBench:
         return all_sites
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """`run` as a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def even_runs(num_rows: int, num_adapters: int) -> list[RowRun]:
     """Rows dealt to adapters in equal parts, in order."""
     edges = [i * num_rows // num_adapters for i in range(num_adapters + 1)]
     return [RowRun(i, 1.0, edges[i], edges[i + 1]) for i in range(num_adapters)]
 
 
-def alternatives(plan: LoraPlan) -> Iterator[LoraPlan]:
-    """Neighbours of a plan: one number changed at a time, since each of them has to be compiled."""
-    for name, sizes in (("split_inputs", (512, 2048, 4096)), ("block_outputs", (128, 512, 1024))):
-        for size in sizes:
-            tilings = {n: replace(getattr(plan, n), **{name: size}) for n in ("short", "long")}
-            yield replace(plan, **tilings)
-    for name, numbers in (
-        ("programs_per_processor", (1, 2, 4, 8, 16)),
-        ("num_stages", (2, 3, 4)),
-        ("num_warps", (2, 4, 8)),
-    ):
-        yield from (replace(plan, **{name: n}) for n in numbers if n != getattr(plan, name))
-
-
-def best_plans(ratios: Mapping[str, Mapping[LoraPlan, Sequence[float]]]) -> dict[str, LoraPlan]:
-    """By family: the plan with the least mean time over the default's, of those that were timed
-    wherever the default was."""
-    best = {}
-    for family, found in ratios.items():
-        count = max(map(len, found.values()))
-        means = {p: statistics.fmean(r) for p, r in found.items() if len(r) == count}
-        best[family] = min(means, key=means.__getitem__)
-    return best
+def alternatives(plan: SitePlan) -> Iterator[tuple[bool, SitePlan]]:
+    """(whether they are of the first launch, other sizes worth timing)."""
+    for block_shrink, stages in ((128, 4), (256, 3), (512, 2), (1024, 1)):
+        for num_warps in (2, 4):
+            sizes = {"block_shrink": block_shrink, "shrink_stages": stages}
+            yield True, replace(plan, **sizes, num_warps=num_warps)
+    for outputs, ranks, num_warps in itertools.product((64, 128, 256), (16, 32, 64), (4, 8)):
+        if outputs * ranks <= 8192:
+            sizes = {"block_outputs": outputs, "block_ranks": ranks}
+            yield False, replace(plan, **sizes, num_warps=num_warps)
 
 
 def main() -> int:
@@ -222,27 +221,21 @@ def main() -> int:
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
     rows = []
-    ratios: Ratios = defaultdict(lambda: defaultdict(list))
     end_s = time.monotonic() + args.tune_s if args.tune_s else float("inf")
     for site in TINY_SITES if args.tiny else SITES:
         for mix, num_rows, ranks in mixes(args.tiny, args.tune):
             if time.monotonic() > end_s:
                 break
             try:
-                row = measure(site, mix, num_rows, ranks, device, bandwidth, args, ratios)
+                row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
             except WrongResult as error:
                 row, num_wrong = {"site": site.name, "mix": mix, "error": str(error)}, num_wrong + 1
-            print({k: v for k, v in row.items() if k != "plan"}, flush=True)
+            print({k: v for k, v in row.items() if k != "tuning"}, flush=True)
             rows.append(row)
             results = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args), "rows": rows}
             name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
-            path = common.write_results(name, device, results, args.out)
-    common.print_table([{k: v for k, v in row.items() if k != "plan"} for row in rows])
-    print(f"wrote {path}")
-    if args.tune:
-        tuned = path.with_name(f"sm_{capability_of(device)}.json")
-        write_plans(tuned, best_plans(ratios))
-        print(f"wrote {tuned}")
+            common.write_results(name, device, results, args.out)
+    common.print_table([{k: v for k, v in row.items() if k != "tuning"} for row in rows])
     return num_wrong
 
 
@@ -273,33 +266,48 @@ def measure(
     device: torch.device,
     bandwidth: float,
     args: argparse.Namespace,
-    ratios: Ratios,
 ) -> dict[str, Any]:
-    """One row of the table. Mutates: ratios. Raises WrongResult."""
+    """One row of the table. Raises WrongResult."""
     bench = OpBench(site, ranks, device, args.tiny, mix.endswith("int8"))
     runs = even_runs(num_rows, len(ranks))
-    longest = max(run.end - run.begin for run in runs)
-    plan = tuned_plan(longest, num_rows, bench.dtype.itemsize, device)
-    plans = [plan, *alternatives(plan)] if args.tune else [plan]
     y, x = bench.rows(num_rows)
-    check_values(bench, runs, y, x, plan)
-    timed = [(time_s(bench.run_of(runs, y, x, p), device, args), p) for p in plans]
-    for seconds, p in timed:
-        ratios[family_of(longest, num_rows)][p].append(seconds / timed[0][0])
-    best_s, best = min(timed, key=lambda pair: pair[0])
-    site_s = best_s / bench.num_sites
-    row = {
+    work = bench.lora.begin(runs, num_rows)
+    check_values(bench, runs, y, x, work)
+
+    def microseconds(run: Callable[[], None]) -> float:
+        return time_s(run, device, args) / bench.num_sites * 1e6
+
+    both = microseconds(bench.run_of(work, y, x))
+    row: dict[str, Any] = {
         "site": site.name,
         "mix": mix,
         "rows": num_rows,
         "adapters": len(ranks),
-        "microseconds": site_s * 1e6,
-        "default_microseconds": timed[0][0] / bench.num_sites * 1e6,
-        "share_of_bandwidth": bench.adapter_bytes / site_s / bandwidth,
-        "plan": asdict(best),
+        "microseconds": both,
+        "share_of_bandwidth": bench.adapter_bytes / (both / 1e6) / bandwidth,
+        "shrink_us": microseconds(bench.run_of(work, y, x, expands=False)),
+        "expand_us": microseconds(bench.run_of(work, y, x, shrinks=False)),
     }
-    if len(set(ranks)) == 1 and not bench.tables.int8:
-        row |= against_peers(bench, runs, num_rows, plan, device, args)
+    if args.tune:
+        default = expand_plan(num_rows, bench.num_outputs, bench.dtype.itemsize)
+        row["tuning"] = []
+        for is_shrink, plan in alternatives(default):
+            flags = {"shrinks": is_shrink, "expands": not is_shrink}
+            run = bench.run_of(work, y, x, **flags, plan=plan)
+            row["tuning"].append([is_shrink, repr(plan), microseconds(run)])
+        return row
+    if device.type == "cuda":
+        weights = bench.weights()
+
+        def base() -> None:
+            for weight in weights:
+                torch.nn.functional.linear(x, weight)
+
+        row["base_us"] = microseconds(base)
+        row["product_us"] = microseconds(bench.product_of(runs, x, work))
+        row["share_of_base"] = row["base_us"] / row["product_us"]
+    if len(set(ranks)) == 1 and not bench.tables.is_int8:
+        row |= against_peers(bench, runs, num_rows, work, device, args)
     return row
 
 
@@ -307,7 +315,7 @@ def against_peers(
     bench: OpBench,
     runs: Sequence[RowRun],
     num_rows: int,
-    plan: LoraPlan,
+    work: StepWork,
     device: torch.device,
     args: argparse.Namespace,
 ) -> dict[str, float | str]:
@@ -320,7 +328,7 @@ def against_peers(
         if (path := getattr(args, package)) is None:
             continue
         (y, x), (own, _) = bench.rows(num_rows), bench.rows(num_rows)
-        bench.run_of(runs, own, x, plan, num_sites=1)()
+        bench.run_of(work, own, x, num_sites=1)()
         try:
             bench.run_of_peer(engine, path, runs, y, x, num_sites=1)()
             compare(y, own, f"{engine}'s result and ours")
@@ -332,18 +340,18 @@ def against_peers(
         except Exception as error:  # their code, against versions of Triton that they do not know
             found[f"{engine}_error"] = f"{type(error).__name__}: {error}"[:300]
             continue
-        ours, theirs_s = bench.run_of(runs, own, x, plan), time_s(run, device, args)
+        ours, theirs_s = bench.run_of(work, own, x), time_s(run, device, args)
         found[f"{engine}_microseconds"] = theirs_s / bench.num_sites * 1e6
         found[f"{engine}_speedup"] = theirs_s / time_s(ours, device, args)
     return found
 
 
 def check_values(
-    bench: OpBench, runs: Sequence[RowRun], y: Tensor, x: Tensor, plan: LoraPlan
+    bench: OpBench, runs: Sequence[RowRun], y: Tensor, x: Tensor, work: StepWork
 ) -> None:
     """Compare the first site with plain torch. Raises WrongResult."""
     own, expected = torch.zeros_like(y), torch.zeros_like(y)
-    bench.run_of(runs, own, x, plan, num_sites=1)()
+    bench.run_of(work, own, x, num_sites=1)()
     table = {(slot, 0): deltas[0] for slot, deltas in enumerate(bench.deltas)}
     portable.add_lora(expected, x, 0, LoraBatch(tuple(runs), table))
     compare(own, expected, f"our kernels at {bench.site.name} and plain torch")
@@ -364,7 +372,7 @@ def peer_revisions(args: argparse.Namespace) -> dict[str, str]:
 def time_s(run: Callable[[], None], device: torch.device, args: argparse.Namespace) -> float:
     """Median seconds of a pass, from a graph where there is a GPU."""
     if device.type == "cuda":
-        return common.device_median_s(captured(run), args.repetitions)
+        return common.device_median_s(common.captured(run), args.repetitions)
     return common.median_s(run, device, 1)
 
 

@@ -37,7 +37,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def markdown_table() -> str:
-    """The table of the README, which a test compares with this one."""
+    """The table of docs/reference/settings.md, which a test compares with this one."""
     rows = ["| variable | default | read by | meaning |", "|---|---|---|---|"]
     for knob in env.ALL_KNOBS:
         name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")

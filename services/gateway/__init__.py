@@ -1,1 +1,1 @@
-"""The gateway: resolves names, speaks text, admits, routes and relays streams that survive."""
+"""The gateway: resolves models, tokenizes, admits, routes, and relays streams to clients."""

@@ -10,8 +10,8 @@ from services.common import grpc_server
 from services.common.process import run_service
 from services.common.signals import stop_event
 from services.gateway.config import GatewayConfig, from_env
+from services.gateway.event_loop import new_loop
 from services.gateway.gateway import Gateway
-from services.gateway.loop import new_loop
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -32,13 +32,15 @@ async def serve(config: GatewayConfig) -> None:
         )
     finally:
         await gateway.close()
-    if gateway.hopeless is not None:
-        raise gateway.hopeless
+    if gateway.start_error is not None:
+        raise gateway.start_error
 
 
 def _calm_collector() -> None:
-    """What is here now stays: modules and tables are never walked again, which would stop all
-    streams for tens of milliseconds."""
+    """Exclude the objects that exist now from garbage collection.
+
+    Walking all modules and tables would stop all streams for tens of milliseconds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 50)

@@ -13,7 +13,7 @@ from services.common import env
 from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class GatewayConfig:
     """Settings of one gateway process."""
 
     grpc_listen: str
-    """HOST:PORT or unix:/path of the gRPC door."""
+    """HOST:PORT or unix:/path of the gRPC API."""
     http_listen: str
-    """HOST:PORT of the HTTP door."""
+    """HOST:PORT of the HTTP API."""
     metrics_listen: str
-    """HOST:PORT of a second place for /metrics and probes; "" = none."""
+    """HOST:PORT of a separate server for /metrics and probes; "" = none."""
     registry_address: str
     workers: tuple[str, ...]
     """HOST:PORT, unix:/path, or dns:NAME:PORT."""
@@ -33,32 +33,32 @@ class GatewayConfig:
     drain_s: float
     allowed_hosts: tuple[str, ...]
     insecure: bool
-    """True allows other machines in without auth."""
+    """True if other machines may connect without auth."""
     admission: AdmissionLimits
     wants_keys: bool = False
-    """True checks an API key on every call."""
+    """True if every call needs an API key."""
     service_token: str = ""
     tls: TlsFiles = PLAIN
-    """Of the gRPC door, and for calls to registry and workers."""
+    """For the gRPC API, and for calls to the registry and workers."""
     http_tls: TlsFiles = PLAIN
-    """Of the HTTP door."""
+    """For the HTTP API."""
     tls_server_name: str = ""
-    """Name in the certificates of workers, where it is not their address."""
+    """Name in the certificates of workers, if it is not their address."""
     gateway_id: str = ""
     tool_format: str = "auto"
-    """"auto", or how every base writes tool calls."""
+    """"auto", or the format in which every base writes tool calls."""
     reasoning: str = "auto"
     """"auto", "think" or "none"."""
     replaces_bases: bool = False
-    """True registers a base in place of one of another geometry that had its id."""
+    """True if a base replaces a registered one with the same id and another geometry."""
     lora_root: Path | None = None
-    """Folder that callers may publish from by vLLM's call; None = they may not."""
+    """Folder from which `/v1/load_lora_adapter` may publish; None = the call is not served."""
     metadata_url: str = ""
-    """Redis that several gateways share; "" = this gateway is alone."""
+    """Redis that several gateways share; "" = this is the only gateway."""
 
     @property
     def is_local(self) -> bool:
-        """True when both doors are for this machine only."""
+        """True if only this machine can reach the APIs."""
         return all(is_local(listen) for listen in (self.grpc_listen, self.http_listen))
 
 
@@ -106,15 +106,15 @@ def _check(config: GatewayConfig) -> None:
         raise InvalidRequest.field(
             env.SERVICE_TOKEN_FILE.name,
             "",
-            f"{env.AUTH.name}=keys needs the token that the registry knows its services by, or a "
+            f"{env.AUTH.name}=keys needs the service token that the registry accepts, or a "
             f"certificate ({env.CA.name}, {env.CERT.name}, {env.KEY.name})",
         )
     if not (config.is_local or config.wants_keys or config.insecure):
         raise InvalidRequest.field(
             env.HTTP_LISTEN.name,
             f"{config.http_listen}, {config.grpc_listen}",
-            f"others could reach it: set {env.AUTH.name}=keys, or {env.INSECURE.name}=true if you "
-            "really want no auth",
+            f"other machines could reach it without auth: set {env.AUTH.name}=keys, or "
+            f"{env.INSECURE.name}=true to allow that",
         )
 
 
@@ -129,5 +129,5 @@ def _check_worker(worker: str) -> None:
 
 
 def _shared_url(metadata: str) -> str:
-    """An embedded server belongs to the registry beside us: there is one gateway only."""
+    """An embedded server belongs to the registry on this machine: there is only one gateway."""
     return "" if metadata == "embedded" else metadata

@@ -1,59 +1,91 @@
-"""One gateway, put together: rooms, doors, and the tasks that keep them informed."""
+"""Composition of one gateway: its parts, its servers and its background tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
 from loraplex.errors import LoraplexError
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from loraplex.v1 import admin_pb2_grpc, inference_pb2_grpc
 from services.common import grpc_server
 from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
+from services.common.grpc_channels import channel_opener
 from services.common.metrics import MetricsServer
 from services.common.redis_url import connect_redis
-from services.gateway import admin, server
-from services.gateway.adapter_text import AdapterText
-from services.gateway.channels import channel_opener
-from services.gateway.concurrency import Concurrency
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.admission.dispatch_window import ready_workers
+from services.gateway.admission.rate_limit_store import LocalRateLimitStore, RedisRateLimitStore
+from services.gateway.admission.rates import TenantRates
+from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.config import GatewayConfig
-from services.gateway.console.door import ConsoleDoor
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.generation import Generation
-from services.gateway.http_server import HttpServer
-from services.gateway.keyring import KeyRing
-from services.gateway.openai.aliases import AliasDoor
-from services.gateway.openai.app import OpenAIDoor, Surroundings
-from services.gateway.openai.guard import HostRule
-from services.gateway.openai.tokenize import TokenizeDoor
-from services.gateway.rates import Rates
-from services.gateway.readiness import Readiness
-from services.gateway.registrar import BaseRegistrar
-from services.gateway.registry_link import RegistryLink
-from services.gateway.relay import Relay
-from services.gateway.reservoir import LocalReservoir, RedisReservoir
-from services.gateway.resolve import Resolver
-from services.gateway.scaling import ScalingSignals
-from services.gateway.staging import Stager
-from services.gateway.template_pool import TemplatePool
-from services.gateway.tenants import TenantDirectory
+from services.gateway.console.app import ConsoleEndpoints
+from services.gateway.grpc import admin, server
+from services.gateway.http.aliases import AliasEndpoints
+from services.gateway.http.app import AppContext, OpenAIEndpoints
+from services.gateway.http.guard import HostRule
+from services.gateway.http.server import HttpServer
+from services.gateway.http.tokenize import TokenizeEndpoints
+from services.gateway.pipeline.generation import Generation
+from services.gateway.registry.keyring import KeyRing
+from services.gateway.registry.link import RegistryLink
+from services.gateway.registry.registrar import BaseRegistrar
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.staging import Stager
+from services.gateway.registry.tenants import TenantDirectory
+from services.gateway.routing.relay import Relay
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+_READY_POLL_S = 0.05
+
+
+class Readiness:
+    """Latches: once ready, the gateway stays ready and refuses single requests instead."""
+
+    def __init__(self, first_missing: Callable[[], str]) -> None:
+        """`first_missing()` returns what the gateway still waits for; "" if nothing."""
+        self._first_missing = first_missing
+        self._was_ready = False
+        self._is_draining = False
+
+    def missing(self) -> str:
+        """Why the gateway is not ready; "" if it is."""
+        if self._is_draining:
+            return "draining"
+        return "" if self._was_ready else self._first_missing()
+
+    def end(self) -> None:
+        """Start draining: the gateway is never ready again."""
+        self._is_draining = True
+
+    async def wait(self) -> None:
+        """Return when ready."""
+        while self._first_missing():
+            await asyncio.sleep(_READY_POLL_S)
+        self._was_ready = True
+        logger.info("ready")
 
 
 class Gateway:
-    """Starts, becomes ready, drains."""
+    """One gateway process: starts, becomes ready, drains."""
 
     def __init__(self, config: GatewayConfig, give_up: asyncio.Event | None = None) -> None:
-        """Binds the HTTP address. Raises: InvalidRequest when it is taken.
+        """Binds the HTTP address. Raises: InvalidRequest if it is in use.
 
         Args:
-            give_up: set when it can never become ready; `hopeless` says why.
+            give_up: set if the gateway can never become ready; `start_error` is the reason.
         """
         self._config = config
         self._give_up = give_up or asyncio.Event()
-        self.hopeless: LoraplexError | None = None
+        self.start_error: LoraplexError | None = None
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
         self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
@@ -70,10 +102,12 @@ class Gateway:
             channel=channel_opener(config.tls, config.tls_server_name),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
-        self._gate = Gate(config.admission, self._fleet.ready)
-        self._reservoir = _reservoir(config)
-        self._scaling = ScalingSignals(self._fleet, self._gate)
-        self._concurrency = Concurrency(self._reservoir, self._gate)
+        self._controller = AdmissionController(
+            config.admission, lambda: ready_workers(self._fleet.views())
+        )
+        self._rate_limit_store = _rate_limit_store(config)
+        self._scaling = ScalingSignals(self._fleet, self._controller)
+        self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
         self._generation = Generation(
@@ -81,8 +115,8 @@ class Gateway:
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
-            self._gate,
-            Rates(self._reservoir),
+            self._controller,
+            TenantRates(self._rate_limit_store),
             self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
@@ -97,17 +131,17 @@ class Gateway:
 
     @property
     def http_port(self) -> int:
-        """Port of the HTTP door."""
+        """Port of the HTTP server."""
         return self._http.port
 
     @property
     def grpc(self) -> grpc_server.RunningServer:
-        """The gRPC door, after `start`."""
+        """The gRPC server; only after `start`."""
         assert self._grpc is not None, "start first"
         return self._grpc
 
     async def start(self) -> None:
-        """Open all doors. Raises: InvalidRequest naming the setting of an address that is taken."""
+        """Start all servers. Raises: InvalidRequest naming the setting of an address in use."""
         self._grpc = await self._started_grpc()
         await self._http.start()
         if self._config.metrics_listen:
@@ -118,18 +152,22 @@ class Gateway:
             self._registry.follow(self._resolver),
             self._registrar.run(),
             self._become_ready(),
-            self._follow_room(),
+            self._follow_workers(),
             self._concurrency.run(),
             Stager(self._resolver, self._fleet, self._registry).run(),
-            *([self._reservoir.run()] if isinstance(self._reservoir, RedisReservoir) else []),
+            *(
+                [self._rate_limit_store.run()]
+                if isinstance(self._rate_limit_store, RedisRateLimitStore)
+                else []
+            ),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
         self._scaling.register()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests and wait for those that run over HTTP.
+        """Refuse new requests and wait for running HTTP requests.
 
-        Calls that run over gRPC are waited for by their own server.
+        The gRPC server waits for its own calls.
         """
         self.readiness.end()
         self._generation.refuse_new()
@@ -143,26 +181,18 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._tenants.close()
         await self._registry.close()
-        if isinstance(self._reservoir, RedisReservoir):
-            await self._reservoir.close()
+        if isinstance(self._rate_limit_store, RedisRateLimitStore):
+            await self._rate_limit_store.close()
         await self._pool.close()
         if self._metrics is not None:
             await self._metrics.stop()
 
     async def _started_grpc(self) -> grpc_server.RunningServer:
-        inference = server.InferenceDoor(self._generation, self._resolver)
-        operators = admin.AdminDoor(
-            self._fleet, self._registry, self._resolver, self._gate, self.readiness
+        operators = admin.AdminServicer(
+            self._fleet, self._registry, self._resolver, self._controller, self.readiness.missing
         )
         return await grpc_server.start(
-            [
-                (
-                    inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                    inference,
-                    server.NAME,
-                ),
-                (admin_pb2_grpc.add_AdminServiceServicer_to_server, operators, admin.NAME),
-            ],
+            [server.service(self._generation, self._resolver), admin.service(operators)],
             [self._config.grpc_listen],
             auth=self._keys,
             tls=self._config.tls.door(),
@@ -170,25 +200,29 @@ class Gateway:
         )
 
     def _http_app(self) -> ASGIApp:
-        around = self._surroundings()
-        console = ConsoleDoor(
-            around.caller, self._resolver, self._fleet, self._gate, self.readiness
+        context = self._app_context()
+        console = ConsoleEndpoints(
+            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
-        door = OpenAIDoor(self._generation, self._resolver, around)
-        tokenize = TokenizeDoor(around.caller, self._resolver, self._fleet, self._adapter_text)
+        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
+        tokenize = TokenizeEndpoints(
+            context.caller, self._resolver, self._fleet, self._adapter_text
+        )
         others = [*tokenize.routes(), *console.routes()]
         if self._config.lora_root is not None:
-            others += AliasDoor(around.caller, self._registry_of, self._config.lora_root).routes()
-        return door.app(self._host_rule(), others)
+            others += AliasEndpoints(
+                context.caller, self._registry_of, self._config.lora_root
+            ).routes()
+        return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
-        """The registry as a caller sees it: without the gateway's own identity."""
+        """A client of the registry with a caller's key, without the gateway's own identity."""
         credentials = Credentials(api_key=api_key, ca=self._config.tls.ca)
         return RegistryClient(self._config.registry_address, credentials)
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
-            not_ready_reason=lambda: self.readiness.missing(),
+    def _app_context(self) -> AppContext:
+        return AppContext(
+            not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
             tool_format=self._config.tool_format,
@@ -196,7 +230,7 @@ class Gateway:
         )
 
     def _host_rule(self) -> HostRule | None:
-        """Pages of other sites cannot know a key: with keys any Host is fine."""
+        """With keys any Host is accepted, because pages of other sites cannot know a key."""
         if self._keys is not None:
             return None
         host = self._config.http_listen.rpartition(":")[0].strip("[]")
@@ -207,30 +241,32 @@ class Gateway:
         await self.grpc.set_ready(True)
 
     def _base_refused(self, error: LoraplexError) -> None:
-        """A gateway that serves goes on; one that was never ready would wait for ever."""
+        """Stop a gateway that was never ready; one that has been ready keeps serving."""
         if self.readiness.missing():
-            self.hopeless = error
+            self.start_error = error
             self._give_up.set()
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():
-            return f"no snapshot from the registry at {self._config.registry_address} yet"
+            return (
+                f"waiting for the first snapshot of the registry at {self._config.registry_address}"
+            )
         if not any(view.takes_requests for view in self._fleet.views()):
-            return "no worker is ready yet"
+            return "waiting for the first ready worker"
         return self._registrar.missing
 
-    async def _follow_room(self) -> None:
-        """Workers that come make room for who waits."""
+    async def _follow_workers(self) -> None:
+        """Start waiting requests when workers change."""
         while True:
             await self._fleet.next_change()
-            self._gate.room_changed()
+            self._controller.workers_changed()
 
 
-def _reservoir(config: GatewayConfig) -> LocalReservoir | RedisReservoir:
-    """Several gateways share their tenants' rates through Redis, a lone one keeps them itself."""
+def _rate_limit_store(config: GatewayConfig) -> LocalRateLimitStore | RedisRateLimitStore:
+    """Several gateways share tenants' rates through Redis; a single one keeps them itself."""
     if not config.metadata_url:
-        return LocalReservoir()
-    return RedisReservoir(connect_redis(config.metadata_url), config.gateway_id)
+        return LocalRateLimitStore()
+    return RedisRateLimitStore(connect_redis(config.metadata_url), config.gateway_id)
 
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:

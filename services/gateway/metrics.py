@@ -1,11 +1,13 @@
-"""What the gateway counts. Labels are bounded: bases, outcomes and reasons, never user names."""
+"""The metrics of the gateway. Labels are bounded: bases, outcomes and reasons, never users."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
 REQUESTS = Counter(
-    "loraplex_gateway_requests_total", "Finished requests by door and outcome.", ["door", "outcome"]
+    "loraplex_gateway_requests_total",
+    "Finished requests by API (label door) and outcome.",
+    ["door", "outcome"],
 )
 REJECTIONS = Counter(
     "loraplex_gateway_rejections_total", "Requests refused before any work.", ["reason"]
@@ -26,17 +28,11 @@ PROMPT_TOKENS = Counter("loraplex_gateway_prompt_tokens_total", "Prompt tokens."
 COMPLETION_TOKENS = Counter(
     "loraplex_gateway_completion_tokens_total", "Generated tokens.", ["base"]
 )
-RETRIES = Counter("loraplex_gateway_retries_total", "Placements tried again before a token.")
-CONTINUATIONS = Counter(
-    "loraplex_gateway_continuations_total", "Streams continued on another placement."
+RETRIES = Counter(
+    "loraplex_gateway_retries_total", "Requests sent to another worker before a token."
 )
-HEDGES = Counter(
-    "loraplex_gateway_hedges_total",
-    "Second placements beside a slow one, by whether they spoke first.",
-    ["outcome"],
+CONTINUATIONS = Counter(
+    "loraplex_gateway_continuations_total", "Streams continued on another worker."
 )
 RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
-RUNNING_LIMIT = Gauge(
-    "loraplex_gateway_running_limit_requests", "Sequences that may run at once, as learnt."
-)
 WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")

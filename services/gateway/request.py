@@ -1,12 +1,13 @@
-"""The plain types that pass between the rooms of the gateway. No grpc, no HTTP.
+"""The plain types that pass between the gateway's folders. No grpc, no HTTP.
 
-A door parses a `GenerateCall`; the generation room turns it into one `Job` per choice; workers
-answer with `Tokens`; the text room turns those into `Piece`s, which doors print.
+The APIs parse a `GenerateCall`. The pipeline turns it into one `WorkerJob` per choice. Workers
+answer with `Tokens`, which the pipeline turns into `TextDelta`s for the APIs to send.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 
 class FinishReason(enum.StrEnum):
@@ -27,7 +29,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Pooling(enum.StrEnum):
-    """What a call ends with instead of output: a vector of its prompt."""
+    """How a call ends with a vector of its prompt instead of output."""
 
     NONE = ""
     DEFAULT = "default"
@@ -62,7 +64,7 @@ class ChatPrompt:
     messages: tuple[Mapping[str, object], ...]
     add_special_tokens: bool = False
     tools: tuple[Mapping[str, object], ...] = ()
-    """Functions that the template tells the model of."""
+    """Functions that the template describes to the model."""
     template_options: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
@@ -73,7 +75,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that the whole output must belong to."""
+    """A grammar that the complete output must match."""
 
     form: str
     """Named as in the wire's oneof: json_schema, regex, ebnf or choice."""
@@ -83,7 +85,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarTokens:
-    """How the output of a request's adapter differs from the base's, as far as grammars go."""
+    """Tokens of the adapter that grammars must know in addition to the base's."""
 
     added: tuple[AddedToken, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -92,7 +94,7 @@ class GrammarTokens:
 
 @dataclass(frozen=True, slots=True)
 class AskedSampling:
-    """What the caller asked for; None = unset. Values are of the right type, not yet in range."""
+    """Sampling as requested; None = unset. Types are checked, ranges are not."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -130,7 +132,7 @@ class AskedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """One prompt for one base or adapter, as a door received it."""
+    """One prompt for one base or adapter, as received by an API."""
 
     request_id: str
     tenant: str
@@ -142,9 +144,9 @@ class GenerateCall:
     priority: int = 0
     split_key: str = ""
     timeout_s: float | None = None
-    """What is left of the client's deadline; None = the gateway's longest request."""
+    """Time left until the client's deadline; None = the gateway's limit."""
     first_token_s: float | None = None
-    """How long the first token may take; None = as long as the deadline allows."""
+    """Limit on the time to first token; None = only the deadline counts."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
@@ -152,7 +154,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling after every default was resolved; what a worker is told. Counts are in tokens."""
+    """Sampling parameters for a worker, with all defaults resolved. Counts are in tokens."""
 
     max_tokens: int
     seed: int
@@ -175,7 +177,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What happens to text on its way out; stays at the gateway."""
+    """How tokens become text; applied at the gateway."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -212,7 +214,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """One sequence for a worker. With `output_ids` it continues where another worker stopped."""
 
     request_id: str
@@ -235,11 +237,11 @@ class Job:
     fairness_weight: float = 1.0
     """The tenant's, for the workers' own fair queue."""
     first_token_due_s: float | None = None
-    """Absolute, as `deadline_s`; None = whenever that allows."""
+    """Deadline of the first token, on the same clock; None = only `deadline_s` counts."""
 
     @property
     def start_by_s(self) -> float:
-        """When a request that has no token yet is over."""
+        """When a request without a first token expires."""
         due_s = self.first_token_due_s
         return self.deadline_s if due_s is None else min(due_s, self.deadline_s)
 
@@ -282,8 +284,8 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What a door prints next for one choice."""
+class TextDelta:
+    """New output of one choice, as an API sends it."""
 
     index: int
     text: str = ""
@@ -309,10 +311,15 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and of all choices."""
+        return self.prompt_tokens + self.completion_tokens
+
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
-    """What the gateway knows of a base, from the `GetModel` of its workers."""
+class ServedModel:
+    """A served base, as its workers describe it in `GetModel`."""
 
     base_id: str
     vocab_size: int
@@ -327,7 +334,7 @@ class BaseModel:
     """Sampling defaults of generation_config.json, by our field names."""
     created_unix_s: int = 0
 
-    def under(self, adapters: Sequence[RunningAdapter]) -> BaseModel:
+    def under(self, adapters: Sequence[RunningAdapter]) -> ServedModel:
         """The base as far as token ids and lengths go: adapters may add tokens, and only the
         worker knows how many; one alone may have a context of its own."""
         if not adapters:
@@ -337,3 +344,27 @@ class BaseModel:
             context = adapters[0].rope_scaling.context_tokens(context)
         vocab_size = self.vocab_size + MAX_ADDED_TOKENS
         return replace(self, vocab_size=vocab_size, max_model_len=context)
+
+
+def beginning_hash(prompt: Prompt) -> str:
+    """A hash that is the same for all requests of one conversation."""
+    match prompt:
+        case TextPrompt(text):
+            start = text
+        case TokenPrompt(ids):
+            start = repr(ids)
+        case ChatPrompt():
+            start = str(prompt.messages[0].get("content"))
+    return hashlib.sha256(start.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
+    """The error with the field names that the caller uses. Mutates: error."""
+    renamed = [
+        Violation(names.get(v.field, v.field), v.value, v.description) for v in error.violations
+    ]
+    if isinstance(error, InvalidRequest) and len(renamed) == 1:
+        error.message = f"{renamed[0].field}: {renamed[0].description}"
+        error.args = (error.message,)
+    error.violations = tuple(renamed)
+    return error

@@ -16,15 +16,20 @@ from services.common.objects.probe import probe
 from services.common.process import run_service
 from services.common.redis_url import connect_redis
 from services.common.signals import stop_event
-from services.registry import failpoint, layout
+from services.registry import layout
+from services.registry.access.auth import caller_auth
+from services.registry.api.server import service
 from services.registry.assembly import Registry, assemble
-from services.registry.auth import door_auth
-from services.registry.catalog import Catalog
 from services.registry.config import RegistryConfig, from_env
-from services.registry.housekeeping import collect_regularly, copy_regularly, expire_regularly
-from services.registry.metadata_server import MetadataServer
-from services.registry.server import service
-from services.registry.stamp import stamp
+from services.registry.index.catalog import Catalog
+from services.registry.index.metadata_server import MetadataServer
+from services.registry.layout import check_layout_number
+from services.registry.maintenance.housekeeping import (
+    collect_regularly,
+    copy_regularly,
+    expire_regularly,
+)
+from services.registry.publish import failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ async def run(config: RegistryConfig) -> None:
         running = await grpc_server.start(
             [service(registry)],
             config.listen,
-            auth=door_auth(config, registry.keys),
+            auth=caller_auth(config, registry.keys),
             tls=config.tls.door(),
             service_door=_service_door(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
@@ -81,10 +86,10 @@ async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack
 async def _become_ready(
     config: RegistryConfig, registry: Registry, running: grpc_server.RunningServer
 ) -> None:
-    """Prove the store, catch up with it, say ready; then keep the index whole."""
+    """Check the store, update the index, become ready; then run the periodic tasks."""
     while True:
         try:
-            await _prove(registry.store)
+            await _check_store(registry.store)
             await registry.indexer.start()
             if config.admin_key_file is not None:
                 await registry.keys.admit_first_admin(config.admin_key_file)
@@ -96,15 +101,17 @@ async def _become_ready(
     logger.info("ready", extra={"objects": registry.store.url})
     await asyncio.gather(
         registry.indexer.keep(_CHECK_INTERVAL_S),
-        collect_regularly(registry, config.gc_interval_s),
-        copy_regularly(registry),
-        expire_regularly(registry),
+        collect_regularly(
+            registry.catalog, registry.collector, registry.audit, config.gc_interval_s
+        ),
+        copy_regularly(registry.catalog, registry.snapshots),
+        expire_regularly(registry.staging),
     )
 
 
-async def _prove(store: ObjectStore) -> None:
+async def _check_store(store: ObjectStore) -> None:
     await probe(store)
-    await stamp(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+    await check_layout_number(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
 
 
 def main() -> int:

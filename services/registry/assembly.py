@@ -1,34 +1,34 @@
-"""The parts of a registry, put together once."""
+"""Composition of the registry."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from services.common.objects import ObjectStore
-from services.registry.audit import Audit
-from services.registry.bases import Bases
-from services.registry.blobs import Blobs
-from services.registry.catalog import Catalog
-from services.registry.deletion import Deletion
-from services.registry.gc import Collector
-from services.registry.indexing import Indexer
-from services.registry.keys import Keys
-from services.registry.lookup import Lookup
-from services.registry.publish import Publisher
-from services.registry.scanning import Scans
-from services.registry.sharing import Sharing
-from services.registry.signatures import Signatures
-from services.registry.snapshots import Snapshots
-from services.registry.staging import Staging
-from services.registry.tags import Tags
-from services.registry.tenants import Tenants
-from services.registry.uploads import Uploads
-from services.registry.versions import Versions
+from services.registry.access.audit import Audit
+from services.registry.access.keys import Keys
+from services.registry.access.lookup import Lookup
+from services.registry.access.sharing import AdapterSharing
+from services.registry.access.signatures import Signatures
+from services.registry.access.tenants import Tenants
+from services.registry.index.catalog import Catalog
+from services.registry.index.versions import Versions
+from services.registry.maintenance.gc import Collector
+from services.registry.maintenance.indexing import Indexer
+from services.registry.maintenance.snapshots import Snapshots
+from services.registry.publish.bases import Bases
+from services.registry.publish.blobs import Blobs
+from services.registry.publish.deletion import Deletion
+from services.registry.publish.publisher import Publisher
+from services.registry.publish.scanning import Scans
+from services.registry.publish.staging import Staging
+from services.registry.publish.tags import Tags
+from services.registry.publish.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Everything that a door of the registry calls."""
+    """Everything that the API of the registry calls."""
 
     store: ObjectStore
     catalog: Catalog
@@ -41,7 +41,7 @@ class Registry:
     blobs: Blobs
     publisher: Publisher
     deletion: Deletion
-    sharing: Sharing
+    sharing: AdapterSharing
     signatures: Signatures
     staging: Staging
     lookup: Lookup
@@ -83,7 +83,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         deletion=Deletion(store, catalog, tags, versions, audit, signatures),
         signatures=signatures,
         staging=staging,
-        sharing=Sharing(store, catalog, versions, audit),
+        sharing=AdapterSharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),
         indexer=indexer,
         snapshots=snapshots,

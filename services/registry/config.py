@@ -17,7 +17,7 @@ class RegistryConfig:
     """What a registry process needs to know."""
 
     listen: tuple[str, ...]
-    """Addresses of the gRPC door, HOST:PORT or unix:/path."""
+    """Addresses of the gRPC API, HOST:PORT or unix:/path."""
     service_listen: str
     """One more address, for services that show a certificate; "" = none."""
     service_names: tuple[str, ...]

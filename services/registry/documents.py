@@ -34,7 +34,7 @@ async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
 
 
 async def create(store: ObjectStore, key: str, record: object) -> bool:
-    """Write a document where none is; say whether this call did."""
+    """Create a document; returns False if there was one already."""
     for attempt in range(_MAX_TRIES):
         try:
             await store.put_if_absent(key, encode(record))
@@ -87,10 +87,10 @@ async def change(
 
 
 async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | None:
-    """Whether an uncertain write of `wanted` had an effect; None where nothing tells.
+    """Whether an uncertain write of `wanted` had an effect; None if that is unknown.
 
-    Each change takes the next generation: another document with the one that was wanted took its
-    place. One beyond it may have followed either; a tag tells, as it keeps its last moves.
+    Each change takes the next generation. Another document with the generation of `wanted` means
+    that the write lost. A later generation may follow either; a tag decides it by its last moves.
     """
     try:
         found = decode(type(wanted), (await store.get(key)).data)

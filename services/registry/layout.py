@@ -1,8 +1,8 @@
-"""Where everything lies in the object store. Every key of the registry is made here.
+"""Keys of the object store. Every key of the registry is made here.
 
 loraplex.json                                   {"layout": 1}
 blobs/sha256/<2>/<hex>                          manifests and files, named by their content
-adapters/<tenant>/<name>/adapter.json           who may see it
+adapters/<tenant>/<name>/adapter.json           its visibility
 adapters/<tenant>/<name>/versions/<%010d>.json  a version; a tombstone once deleted
 adapters/<tenant>/<name>/signatures/<%010d>-<key sha256>.json
 adapters/<tenant>/<name>/tags/<tag>.json        a tag; without targets once deleted
@@ -19,9 +19,11 @@ index/snapshot-<ulid>-<sha256>.gz               copies of all of adapters/, see 
 
 from __future__ import annotations
 
+import json
 from urllib.parse import quote
 
-from services.common.objects import store
+from loraplex.errors import LoraplexError
+from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, store
 
 LAYOUT_KEY = "loraplex.json"
 LAYOUT_NUMBER = 1
@@ -132,7 +134,7 @@ def adapter_of(key_: str) -> tuple[str, str] | None:
 
 
 def quoted(base_id: str) -> str:
-    """A base id as one part of a key, told apart also where case is not: capitals are escaped."""
+    """A base id as one part of a key; capitals are escaped for stores that ignore case."""
     safe = "abcdefghijklmnopqrstuvwxyz0123456789-_"
     return "".join(c if c in safe else _escaped(c) for c in base_id)
 
@@ -140,3 +142,33 @@ def quoted(base_id: str) -> str:
 def _escaped(character: str) -> str:
     plain = quote(character, safe="")
     return plain if plain.startswith("%") else f"%{ord(character):02X}"
+
+
+class WrongLayout(LoraplexError):
+    """The store was written by a build with another layout."""
+
+    reason = "WRONG_LAYOUT"
+
+
+async def check_layout_number(store: ObjectStore, key: str, number: int) -> None:
+    """Write the layout number to a new store; refuse a store that has another one.
+
+    Raises:
+        WrongLayout: naming both numbers.
+    """
+    try:
+        found = json.loads((await store.get(key)).data)
+    except ObjectMissing:
+        try:
+            await store.put_if_absent(key, json.dumps({"layout": number}).encode())
+        except PreconditionFailed:
+            await check_layout_number(store, key, number)
+        return
+    except ValueError:
+        found = None
+    layout = found.get("layout") if isinstance(found, dict) else None
+    if layout != number:
+        raise WrongLayout(
+            f"{store.url} has layout {layout!r} but this version supports {number}; "
+            "use the version of Loraplex that wrote it, or another store"
+        )

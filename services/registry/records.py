@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,37 @@ from loraplex.adapter_format import File, Geometry
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.errors import Violation
+
+_CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
+"""The alphabet of identifiers that sort by time."""
+
+
+def now_s() -> float:
+    """Unix time of this machine: for records that people read, never for decisions about bytes."""
+    return time.time()
+
+
+def ulid(time_s: float) -> str:
+    """26 characters that sort by time, then at random."""
+    return _text((int(time_s * 1000) << 80) | secrets.randbits(80))
+
+
+def first_ulid(time_s: float) -> str:
+    """The smallest of a moment: all of earlier moments sort before it."""
+    return _text(int(time_s * 1000) << 80)
+
+
+def time_of_ulid(text: str) -> float:
+    """The unix time in seconds, to the millisecond, that an identifier was made at."""
+    milliseconds = 0
+    for character in text[:10]:
+        milliseconds = milliseconds << 5 | _CROCKFORD.index(character)
+    return milliseconds / 1000
+
+
+def _text(number: int) -> str:
+    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
 
 MAX_TAG_MOVES = 32
 
@@ -53,7 +85,7 @@ class VersionRecord:
     pooling: PoolingFields = field(default_factory=PoolingFields)
     """How its vectors and scores are read; `num_labels` is always that of its head."""
     rope_scaling: str = ""
-    """JSON of the adapter's own `RopeScaling`; "" = it turns as its base."""
+    """JSON of the adapter's own `RopeScaling`; "" = the same as its base."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty: the base's end its output."""
     purged: bool = False
@@ -69,7 +101,7 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetRecord:
     """One side of a tag."""
 
     version: int
@@ -82,7 +114,7 @@ class Move:
     """One past move of a tag."""
 
     generation: int
-    targets: tuple[Target, ...]
+    targets: tuple[TargetRecord, ...]
     moved_s: float
     mover: str
     move_id: str
@@ -91,17 +123,17 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class TagRecord:
-    """A movable pointer. No targets = deleted; the generation goes on all the same."""
+    """A movable pointer. Without targets it is deleted; its generation still increases."""
 
     tenant: str
     name: str
     tag: str
-    targets: tuple[Target, ...]
+    targets: tuple[TargetRecord, ...]
     generation: int
     updated_s: float
     moves: tuple[Move, ...] = ()
     """Oldest first, at most 32, the present state included."""
-    pending: tuple[Target, ...] = ()
+    pending: tuple[TargetRecord, ...] = ()
     """Targets of a staged move: they wait until workers have them loaded."""
     pending_reason: str = ""
     """What it waits for, or why the last staged move failed."""
@@ -116,7 +148,7 @@ class TagRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """What belongs to an adapter rather than to a version: who may see it."""
+    """The part of an adapter that is independent of versions: its visibility."""
 
     tenant: str
     name: str
@@ -216,7 +248,7 @@ def decode(cls: type[R], data: bytes | str) -> R:
 
 
 def build(cls: type[R], fields: Any) -> R:
-    """A record from parsed JSON. Raises ValueError where it is none."""
+    """A record from parsed JSON. Raises ValueError if it is none."""
     return msgspec.convert(fields, cls)
 
 

@@ -106,7 +106,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
 
     Raises: InvalidRequest.
     """
-    from services.gateway.admission import AdmissionLimits
+    from services.gateway.admission.queue import AdmissionLimits
     from services.simulate.simulation import Fleet
     from services.worker.messages import EngineConfig
 
@@ -135,9 +135,9 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
     fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
     if args.direct:
         return fleet
-    # One gate stands for as many gateways as such a fleet has.
-    num_places = max(AdmissionLimits().max_running, args.workers * engine.max_running)
-    return dataclasses.replace(fleet, admission=AdmissionLimits(num_places, num_places))
+    # One admission controller stands for all gateways of such a fleet.
+    batch_capacity = max(AdmissionLimits().max_running, args.workers * engine.max_running)
+    return dataclasses.replace(fleet, admission=AdmissionLimits(batch_capacity, batch_capacity))
 
 
 def median_and_p90(text: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The gateway's own gate and router before simulated workers. On a virtual event loop."""
+"""The gateway's own admission and router before simulated workers. On a virtual event loop."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from loraplex.workload import TracedRequest
-from services.gateway.admission import AdmissionLimits, Ticket, too_late
-from services.gateway.ahead import ReadyWorkers, ready_workers
-from services.gateway.gate import Gate, Place
-from services.gateway.routing import (
-    HomeSizes,
-    Placement,
+from services.gateway.admission.controller import AdmissionController, Permit
+from services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
+from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest, deadline_infeasible
+from services.gateway.routing.router import (
+    ReplicaCounts,
+    RoutingRequest,
     are_on_a_device,
     can_start_within,
     choose,
 )
-from services.gateway.view import WorkerView
+from services.gateway.workers.view import WorkerView
 from services.simulate.worker import SimulatedWorker
 from services.worker.status import MIN_INTERVAL_S
 
@@ -44,57 +44,58 @@ class SimulatedGateway:
     def __init__(self, workers: Sequence[SimulatedWorker], limits: AdmissionLimits | None) -> None:
         """`limits` None: every request goes on to a worker at once, and queues there."""
         self._workers = {worker.worker_id: worker for worker in workers}
-        self._gate = None if limits is None else Gate(limits, self._ready)
-        self._homes = HomeSizes()
+        self._controller = None if limits is None else AdmissionController(limits, self._ready)
+        self._replica_counts = ReplicaCounts()
         self._shown: list[WorkerView] = []
         self._shown_s = -math.inf
         self._told = ReadyWorkers(0)
         self._told_s = -math.inf
 
     @asynccontextmanager
-    async def place(
+    async def admit(
         self,
         request: TracedRequest,
         digests: Sequence[str],
         due: Due,
-    ) -> AsyncGenerator[Place | None]:
-        """Wait for a place and hold it. Raises: ResourceExhausted, DeadlineExceeded."""
-        if self._gate is None:
+    ) -> AsyncGenerator[Permit | None]:
+        """Wait for admission and hold its permit. Raises: ResourceExhausted, DeadlineExceeded."""
+        if self._controller is None:
             yield None
             return
         now_s = asyncio.get_running_loop().time
         arrival_s, views = now_s(), self._views()
         _check(views, request, due)
-        ticket = Ticket(
+        admission_request = AdmissionRequest(
             TENANT,
             deadline_s=math.inf if due.end_s is None else due.end_s,
             num_prompt_tokens=request.num_input,
-            run_s=self._gate.run_s(request.num_output, request.num_output),
+            run_s=self._controller.run_s(request.num_output, request.num_output),
             first_token_due_s=due.first_token_s,
             awaits_adapter=not are_on_a_device(views, digests),
         )
-        async with self._gate.place(ticket) as place:
+        async with self._controller.admit(admission_request) as permit:
             if now_s() > arrival_s:
                 _check(self._views(), request, due)
-            yield place
+            yield permit
 
     def start(self, key: str, digests: tuple[str, ...], num_prompt_tokens: int) -> SimulatedWorker:
-        """Where a request runs; `end` must follow. `key`: of its home set."""
-        size = self._homes.start(key, len(self._workers))
-        placement = Placement(key, digests, num_prompt_tokens, homes=size if digests else 0)
-        view = choose(self._views(), placement)
+        """Where a request runs; `end` must follow. `key`: of its replica set."""
+        size = self._replica_counts.start(key, len(self._workers))
+        num_replicas = size if digests else 0
+        routing_request = RoutingRequest(key, digests, num_prompt_tokens, num_replicas)
+        view = choose(self._views(), routing_request)
         self._shown_s = -math.inf  # the worker has one request more
         assert view is not None, "every simulated worker takes requests"
         return self._workers[view.worker_id]
 
     def end(self, key: str) -> None:
         """A request ended."""
-        self._homes.end(key)
+        self._replica_counts.end(key)
 
     def step_ended(self) -> None:
         """Some worker has news. All tell theirs together, no more often than one does."""
-        if self._gate is not None and self._gate.num_waiting and self._is_due():
-            self._gate.room_changed()
+        if self._controller is not None and self._controller.num_waiting and self._is_due():
+            self._controller.workers_changed()
 
     def _ready(self) -> ReadyWorkers:
         if self._is_due():
@@ -121,4 +122,4 @@ def _check(views: Sequence[WorkerView], request: TracedRequest, due: Due) -> Non
         return
     left_s = min(moments_s) - asyncio.get_running_loop().time()
     if not can_start_within(views, request.num_input, left_s):
-        raise too_late()
+        raise deadline_infeasible()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
-from services.gateway.admission import AdmissionLimits
-from services.gateway.gate import Place
+from services.gateway.admission.controller import Permit
+from services.gateway.admission.queue import AdmissionLimits
 from services.simulate.costs import Costs
 from services.simulate.gateway import Due, SimulatedGateway
 from services.simulate.virtual_loop import VirtualLoop
@@ -22,7 +22,7 @@ from services.worker.messages import EngineConfig, StepOutput, Submit
 from services.worker.request import AdapterSet, SamplingParams
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
-"""Shares of the time outside, as stamps showed; what is left is the way from gate to client."""
+"""Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class _Flight:
     """A request at a worker."""
 
     ended: asyncio.Future[str]
-    """When the gate hears of it; with the reason why it did not finish, if it did not."""
-    place: Place | None
-    """At the gate."""
+    """When the gateway learns of it; with the reason why it did not finish, if it did not."""
+    permit: Permit | None
+    """Its permit at the gateway."""
     back_s: float
-    """Of tokens, from the worker to the gate."""
+    """Of tokens, from the worker to the gateway."""
     first_token_s: float | None = None
     end_s: float = 0.0
     num_output: int = 0
     num_told: int = 0
-    """Tokens that the gate knows of."""
+    """Tokens that the gateway knows of."""
 
     def take(self, num_tokens: int, now_s: float) -> None:
         """Tokens leave the worker."""
@@ -84,8 +84,8 @@ class _Flight:
 
     def _tell(self) -> None:
         """At the first token and at the end: what comes between only one tenant is charged for."""
-        if self.place is not None:
-            self.place.served(self.num_output - self.num_told)
+        if self.permit is not None:
+            self.permit.served(self.num_output - self.num_told)
         self.num_told = self.num_output
 
 
@@ -159,7 +159,7 @@ class Simulation:
     async def _placed(
         self, number: int, request: TracedRequest, flight: _Flight, to_worker_s: float
     ) -> str:
-        """From the gate to the last token; returns why it did not finish, if it did not.
+        """From the gateway to the last token; returns why it did not finish, if it did not.
 
         Raises: ResourceExhausted, DeadlineExceeded.
         """
@@ -167,7 +167,7 @@ class Simulation:
         digests = () if request.adapter is None else (self._digests[request.adapter],)
         key = digests[0] if digests else str(number)
         due = Due(self._fleet.deadline_s, self._fleet.engine.first_token_s).shifted(now_s())
-        async with self._gateway.place(request, digests, due) as flight.place:
+        async with self._gateway.admit(request, digests, due) as flight.permit:
             worker = self._gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight
             submit = _submit(number, request, digests, due.shifted(-now_s()))

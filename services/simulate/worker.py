@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 
-from services.gateway.view import Load, Residency, Tier, WorkerView
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
 from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.engine import Engine
@@ -33,8 +33,8 @@ class SimulatedWorker:
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._fetched: set[str] = set()
-        self._load = Load()
-        self._residency: dict[str, Residency] = {}
+        self._load = WorkerLoad()
+        self._residency: dict[str, AdapterResidency] = {}
         self._stalls = 0
         self._in_flight: dict[str, tuple[str, ...]] = {}
         """Requests sent here that have not ended, and their adapters."""
@@ -117,7 +117,7 @@ class SimulatedWorker:
         for failure in output.failures:
             self._forget(failure.request_id)
         load = output.load
-        self._load = Load(
+        self._load = WorkerLoad(
             running_requests=load.running_requests,
             waiting_requests=load.waiting_requests,
             queued_tokens=load.queued_tokens,
@@ -133,7 +133,7 @@ class SimulatedWorker:
             if not change.tier:
                 self._residency.pop(change.digest, None)
                 continue
-            self._residency[change.digest] = Residency(
+            self._residency[change.digest] = AdapterResidency(
                 change.digest,
                 Tier(change.tier),
                 change.max_rank,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 TELL_EVERY_S = 15.0
 _TELLING_EXITS = range(2, 8)
-"""Those of the table in docs/reference.md; a signal or a traceback says nothing more than 1."""
+"""Exit codes of docs/reference/commands.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
 """Beyond the drain time, for a child to close its files."""
 

@@ -2,8 +2,9 @@
 `step` each.
 
 Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
-run meanwhile: docs/architecture.md, "Overlap". Composes scheduler, cache, arena and runner and is
-the only place where they meet. No I/O but the runner's; time comes from an injected clock.
+run meanwhile: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
+runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
+clock.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ CLUSTERED_AGE_S = 30.0
 """A bound below the time that requests wait anyway would make clustering first come, first served.
 """
 CLUSTERED_MIN_QUEUE = 0.5
-"""Waiting requests for each that runs. See `benchmarks/clustering.py`."""
+"""Waiting requests for each that runs. See `benchmarks/scheduling/clustering.py`."""
 
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: FIRST_COME,

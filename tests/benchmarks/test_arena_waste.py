@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.arena_waste import RANKS, TARGETS, filled
+from benchmarks.scheduling.arena_waste import RANKS, TARGETS, filled
 
 
 @pytest.mark.parametrize("targets", TARGETS)

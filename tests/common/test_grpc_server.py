@@ -33,7 +33,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Registry(registry_pb2_grpc.RegistryServiceServicer):
+class RegistryLookup(registry_pb2_grpc.RegistryServiceServicer):
     """Raises `error` from one method of each shape; otherwise answers who called."""
 
     error: Exception | None = None
@@ -72,14 +72,14 @@ class TenantAuth:
         return Caller(metadata["authorization"], "k1", frozenset({"reader"}))
 
 
-async def _running(servicer: Registry, **options: Any) -> RunningServer:
+async def _running(servicer: RegistryLookup, **options: Any) -> RunningServer:
     service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, servicer, NAME)
     return await start([service], ["127.0.0.1:0"], **options)
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[tuple[Registry, registry_pb2_grpc.RegistryServiceStub]]:
-    servicer = Registry()
+async def door() -> AsyncIterator[tuple[RegistryLookup, registry_pb2_grpc.RegistryServiceStub]]:
+    servicer = RegistryLookup()
     running = await _running(servicer)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         yield servicer, registry_pb2_grpc.RegistryServiceStub(channel)
@@ -159,7 +159,7 @@ async def test_method_without_a_handler_is_unsupported_by_name(door: Any) -> Non
 
 
 async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
-    running = await _running(Registry(), auth=TenantAuth())
+    running = await _running(RegistryLookup(), auth=TenantAuth())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
         for got in await _failures(stub):
@@ -173,7 +173,7 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
 
 
 async def test_health_is_live_at_once_and_ready_when_told() -> None:
-    running = await _running(Registry())
+    running = await _running(RegistryLookup())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -191,7 +191,7 @@ async def test_health_is_live_at_once_and_ready_when_told() -> None:
 
 
 async def test_taken_port_is_refused_naming_port_and_setting() -> None:
-    running = await _running(Registry())
+    running = await _running(RegistryLookup())
     with pytest.raises(InvalidRequest) as caught:
         await start([], [f"127.0.0.1:{running.port}"], setting="--registry-port")
     assert caught.value.violations[0].field == "--registry-port"
@@ -202,7 +202,7 @@ async def test_taken_port_is_refused_naming_port_and_setting() -> None:
 async def test_unix_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "door.sock"
     path.write_text("left by a dead server")
-    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, Registry(), NAME)
+    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, RegistryLookup(), NAME)
     running = await start([service], [f"unix:{path}"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
@@ -212,7 +212,7 @@ async def test_unix_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path
 
 
 async def test_serve_turns_readiness_off_before_it_drains() -> None:
-    running = await _running(Registry())
+    running = await _running(RegistryLookup())
     await running.set_ready(True)
     stopping = asyncio.Event()
     seen: list[bool] = []

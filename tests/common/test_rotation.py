@@ -13,7 +13,7 @@ import pytest
 from services.common import grpc_server
 from services.common.rotation import Rotation
 from services.common.tls import TlsFiles
-from services.gateway.http_server import HttpServer
+from services.gateway.http.server import HttpServer
 from tests.certificates import Authority
 
 

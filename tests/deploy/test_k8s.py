@@ -15,8 +15,8 @@ from services.common import env, variables
 from services.common.objects.file import FileStore
 from services.gateway import config as gateway_config
 from services.registry import config as registry_config
-from services.registry.auth import door_auth
-from services.registry.keys import Keys
+from services.registry.access.auth import caller_auth
+from services.registry.access.keys import Keys
 from services.worker import config as worker_config
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render
@@ -144,7 +144,7 @@ async def test_the_throw_away_secrets_are_such_as_services_take(tmp_path: Path) 
     assert "admin" in (await keys.check(given["admin-key"])).scopes
     environ = {"LORAPLEX_AUTH": "keys", "LORAPLEX_OBJECTS": f"file://{tmp_path}/objects"}
     environ["LORAPLEX_SERVICE_TOKEN_FILE"] = str(tmp_path / "service-token")
-    assert door_auth(registry_config.from_env(environ), keys) is not None
+    assert caller_auth(registry_config.from_env(environ), keys) is not None
 
 
 @pytest.mark.parametrize("name", ["prod-gpu", MTLS])

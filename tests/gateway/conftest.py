@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from services.common.tls import PLAIN, TlsFiles
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from tests.gateway.scripted_registry import ScriptedRegistry, start_registry

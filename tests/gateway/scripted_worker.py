@@ -19,7 +19,7 @@ import grpc
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import to_status
-from tests.gateway.text import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
+from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
 Script = Callable[[worker_pb2.WorkerRequest], list[int]]
 

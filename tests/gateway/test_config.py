@@ -49,7 +49,7 @@ def test_other_machines_may_call_when_that_is_said() -> None:
     assert not from_env(GOOD | open_to_all).is_local
 
 
-def test_keys_open_the_door_to_other_machines(tmp_path: Path) -> None:
+def test_with_keys_other_machines_may_connect(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s" * 32 + "\n")
     keys = {
         "LORAPLEX_HTTP_LISTEN": "0.0.0.0:8080",
@@ -61,7 +61,7 @@ def test_keys_open_the_door_to_other_machines(tmp_path: Path) -> None:
     assert config.service_token == "s" * 32
 
 
-def test_files_of_the_http_door_must_be_a_pair(tmp_path: Path) -> None:
+def test_certificate_and_key_of_http_must_be_a_pair(tmp_path: Path) -> None:
     one, other = Authority(tmp_path / "a").issue("one"), Authority(tmp_path / "b").issue("other")
     pair = {"LORAPLEX_HTTP_CERT": str(one.cert), "LORAPLEX_HTTP_KEY": str(one.key)}
     assert from_env(GOOD | pair).http_tls.cert == one.cert

@@ -93,7 +93,7 @@ async def test_base_whose_id_is_taken_ends_the_start_with_the_way_out(neighbours
     process = _start(neighbours, "127.0.0.1:0")
     _, errors = await asyncio.to_thread(process.communicate, None, 30)
     assert process.returncode == 4
-    assert "does not take base 'base': 'base' is the name of an adapter" in errors
+    assert "refuses base 'base': 'base' is the name of an adapter" in errors
     assert "--served-model-name" in errors
 
 

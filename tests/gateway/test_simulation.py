@@ -10,10 +10,9 @@ from collections import Counter
 
 import pytest
 
-from services.gateway.admission import AdmissionLimits
-from services.gateway.hedging import BUDGET_SHARE
+from services.gateway.admission.queue import AdmissionLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.gateway.worker_link import SILENT_CHECKS
+from services.gateway.workers.link import SILENT_CHECKS
 from services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
 from tests.gateway.simulated.house import House, Seen, undisturbed
@@ -31,11 +30,6 @@ def _run(seeds: range) -> Counter[str]:
             raise
         total += chaos.outcomes()
     return total
-
-
-def _call(number: int, max_tokens: int) -> GenerateCall:
-    sampling = AskedSampling(max_tokens=max_tokens, ignore_eos=True)
-    return GenerateCall(f"r{number}", "t", BASE_ID, TokenPrompt((number,)), sampling)
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -75,51 +69,9 @@ def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
 
     for seen in run_virtually(main()):
         assert seen.is_whole and seen.prepared is not None
-        ids = tuple(i for piece in seen.pieces for i in piece.token_ids)
+        ids = tuple(i for text_delta in seen.text_deltas for i in text_delta.token_ids)
         assert ids == undisturbed(seen.prepared, 0).token_ids
         assert seen.ended_s - seen.began_s < SILENT_CHECKS + 5
-
-
-def test_a_slow_worker_is_hedged_within_the_budget() -> None:
-    """One of three takes half a minute for a step; first tokens come soon all the same."""
-
-    async def main() -> tuple[list[Seen], int]:
-        house = House(1, workers=["w0", "w1", "w2"])
-        await house.start(1, AdmissionLimits())
-        gateway, seen = house.gateways[0], []
-        for n in range(200):
-            if n == 185:
-                house.workers["w0"].slow = 1500.0
-            seen.append(await house.ask(gateway, _call(n, max_tokens=3)))
-        submitted = sum(worker.num_submitted for worker in house.workers.values())
-        await house.close()
-        return seen, submitted
-
-    seen, submitted = run_virtually(main())
-    assert all(each.is_whole for each in seen)
-    assert 201 <= submitted <= 200 + 1 + 200 * BUDGET_SHARE
-    assert max(each.first_s - each.began_s for each in seen) < 1.0
-
-
-def test_a_request_that_its_worker_forgets_is_placed_anew_where_its_adapter_is_not() -> None:
-    """At first no other worker promises better than the time that has passed."""
-
-    async def main() -> Seen:
-        house = House(1, workers=["w0", "w1"], adapters=["a"])
-        await house.start(1, AdmissionLimits())
-        gateway = house.gateways[0]
-        sampling = AskedSampling(max_tokens=3, ignore_eos=True)
-        calls = [GenerateCall(f"r{n}", "t", "a", TokenPrompt((n,)), sampling) for n in range(4)]
-        for call in calls[:3]:
-            assert (await house.ask(gateway, call)).is_whole
-        (home,) = [worker for worker in house.workers.values() if worker.num_submitted]
-        home.slow = 1e6
-        seen = await house.ask(gateway, calls[3])
-        await house.close()
-        return seen
-
-    seen = run_virtually(main())
-    assert seen.is_whole and seen.first_s - seen.began_s < 5.0
 
 
 def test_requests_for_a_cold_adapter_share_one_load() -> None:

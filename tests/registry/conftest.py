@@ -12,7 +12,7 @@ import redis
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from services.common import grpc_server
-from services.registry import server
+from services.registry.api import server
 from services.registry.assembly import Registry
 from tests.registry.house import house_of
 from tests.s3_servers import FILE_AND_S3, objects_url_of, proven_store

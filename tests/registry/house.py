@@ -21,9 +21,9 @@ from services.common.objects import ObjectStore
 from services.common.redis_url import connect_redis
 from services.registry import layout
 from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
+from services.registry.index.catalog import Catalog
+from services.registry.publish.uploads import Finished, Options, UploadSession
 from services.registry.records import BaseRecord
-from services.registry.uploads import Finished, Options, Session
 from tests.adapter_format.builders import (
     Adapter,
     Tensor,
@@ -99,7 +99,7 @@ async def opened(
     *tags: str,
     latest: bool = True,
     **options: object,
-) -> Session:
+) -> UploadSession:
     """A session with all bytes sent, ready to be finished."""
     tenant, bare = parse_name(name)
     wanted = Options(tenant, bare, (*tags, LATEST) if latest else tags, **options)  # type: ignore[arg-type]

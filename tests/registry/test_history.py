@@ -15,13 +15,13 @@ import pytest
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
 from services.common.redis_url import connect_redis
-from services.registry import watch as watch_module
-from services.registry.access import Access
+from services.registry.access.permissions import Access
 from services.registry.assembly import Registry, assemble
-from services.registry.catalog import Catalog
-from services.registry.records import Target
-from services.registry.tags import Place
-from services.registry.watch import watch
+from services.registry.index import watch as watch_module
+from services.registry.index.catalog import Catalog
+from services.registry.index.watch import watch
+from services.registry.publish.tags import TagAddress
+from services.registry.records import TargetRecord
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
 from tests.s3_servers import proven_store
@@ -86,7 +86,9 @@ class History:
             return
         version = rng.choice(list(self.digests))
         called = time.monotonic()
-        await house.tags.set(Place("default", "sql", tag), [Target(version, "")], None, "")
+        await house.tags.set(
+            TagAddress("default", "sql", tag), [TargetRecord(version, "")], None, ""
+        )
         self._note(tag, Operation("write", called, time.monotonic(), version))
 
     async def _swap(self, house: Registry, rng: random.Random, tag: str) -> None:
@@ -96,8 +98,8 @@ class History:
         expect = self.digests[expected] if expected is not None else "none"
         called = time.monotonic()
         try:
-            place = Place("default", "sql", tag)
-            await house.tags.set(place, [Target(version, "")], expect, "")
+            place = TagAddress("default", "sql", tag)
+            await house.tags.set(place, [TargetRecord(version, "")], expect, "")
             succeeded = True
         except Conflict:
             succeeded = False
@@ -150,7 +152,7 @@ async def test_tags_are_linearizable_and_watches_tell_every_move_in_order(
     await asyncio.gather(*clients)
     for tag in TAGS:
         assert is_linearizable(history.operations[tag]), f"{tag}: {history.operations[tag]}"
-    final = {tag: await replicas[0].tags.read(Place("default", "sql", tag)) for tag in TAGS}
+    final = {tag: await replicas[0].tags.read(TagAddress("default", "sql", tag)) for tag in TAGS}
     await _until_told(watched, {tag: r.generation if r else 0 for tag, r in final.items()})
     for watcher in watchers:
         watcher.cancel()

@@ -22,19 +22,19 @@ from services.common.objects import (
 from services.common.objects import probe as probe_module
 from services.common.objects.probe import UnsafeStore, probe
 from services.registry import documents, layout
-from services.registry.access import Access
+from services.registry.access.permissions import Access
+from services.registry.api.downloads import chunks_of
 from services.registry.assembly import Registry
-from services.registry.downloads import chunks_of
-from services.registry.gc import Collector
+from services.registry.maintenance.gc import Collector
+from services.registry.publish.tags import TagAddress, moved
 from services.registry.records import (
     PUBLIC,
     AdapterRecord,
     TagRecord,
-    Target,
+    TargetRecord,
     decode,
     encode,
 )
-from services.registry.tags import Place, moved
 from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
 
@@ -67,7 +67,7 @@ async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:
     first = await publish(house, "sql", 1, "prod")
     second = await publish(house, "sql", 2)
-    await house.tags.set(Place("default", "sql", "prod"), [Target(2, "")], None, "me")
+    await house.tags.set(TagAddress("default", "sql", "prod"), [TargetRecord(2, "")], None, "me")
     found = await house.lookup.resolve(parse_ref("sql:prod"), ROOT)
     assert found.version.digest == second.version.digest
     read = sum([len(chunk.data) async for chunk in chunks_of(house.store, found.version)])
@@ -166,7 +166,7 @@ def _failing(client: object, before: int, after: int, monkeypatch: pytest.Monkey
 async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place("default", "sql", "prod")
+    place = TagAddress("default", "sql", "prod")
 
     def step(current: TagRecord | None) -> TagRecord:
         return moved(place, current, (), "me", "move")
@@ -179,7 +179,7 @@ async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once
     assert record is not None and record.generation == len(record.moves) == 4
 
 
-async def test_a_failed_write_that_others_may_have_followed_is_told_as_uncertain(
+async def test_a_failed_write_that_others_may_have_followed_is_reported_as_uncertain(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = layout.adapter("default", "sql")
@@ -222,7 +222,7 @@ async def test_a_deletion_by_age_that_is_tried_again_looks_at_the_age_again(
 async def test_the_moves_of_a_tag_tell_whether_a_failed_write_was_one_of_them(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_written: bool
 ) -> None:
-    place = Place("default", "sql", "prod")
+    place = TagAddress("default", "sql", "prod")
     put = store.put_if_match
     tried = 0
 

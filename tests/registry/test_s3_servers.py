@@ -13,8 +13,8 @@ from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from services.common.objects import open_store
 from services.common.objects.probe import probe
-from services.registry.gc import Collector
-from services.registry.snapshots import Snapshots
+from services.registry.maintenance.gc import Collector
+from services.registry.maintenance.snapshots import Snapshots
 from tests.registry.house import ANY_AGE_S, orphans_of, register_base, upload
 from tests.registry.process import RegistryProcess
 from tests.s3_servers import need_real_server, new_bucket
@@ -98,7 +98,7 @@ async def test_killed_amid_uploads_it_serves_all_that_was_acknowledged_from_a_ne
 
 
 @pytest.mark.skipif(not CHECKS_SIGNATURES, reason="needs scripts/s3_server.sh ceph")
-async def test_wrong_secret_is_told_and_nothing_is_ready(
+async def test_wrong_secret_is_reported_and_nothing_is_ready(
     process: RegistryProcess,
 ) -> None:
     await process.start(wait=False, AWS_SECRET_ACCESS_KEY="wrong")

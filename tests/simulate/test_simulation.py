@@ -17,7 +17,7 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
 from services.simulate.simulation import Simulation
 from tests.simulate.fleets import COSTS, engine_config, fleet
 

@@ -8,21 +8,21 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from services.gateway import metrics
-from services.gateway.catalog import Listing, Side
-from services.gateway.request import BaseModel
-from services.gateway.view import Residency, Tier, WorkerView
+from services.gateway.registry.snapshot import Listing, Side
+from services.gateway.request import ServedModel
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""
 
 
-def base_state(base: BaseModel) -> dict[str, Any]:
+def base_state(base: ServedModel) -> dict[str, Any]:
     """One base."""
     return {"id": base.base_id, "max_model_len": base.max_model_len, "dtype": base.dtype}
 
 
 def worker_state(view: WorkerView, labels: Mapping[str, str]) -> dict[str, Any]:
-    """One worker and what it holds, nearest to the device first; `labels` are names by digest."""
+    """One worker and its adapters, those on the device first; `labels` are names by digest."""
     load = view.load
     held = sorted(view.adapters.values(), key=lambda r: (-r.tier, labels.get(r.digest, r.digest)))
     return {
@@ -65,7 +65,7 @@ def adapter_state(listing: Listing) -> dict[str, Any]:
 
 
 def totals() -> dict[str, Any]:
-    """Counts since the gateway began; whoever looks twice knows rates and percentiles."""
+    """Counts since the start of the gateway; two readings give rates and percentiles."""
     return {
         "requests": _sum(metrics.REQUESTS, {"outcome": "ok"}),
         "failed": _sum(metrics.REQUESTS, {}) - _sum(metrics.REQUESTS, {"outcome": "ok"}),
@@ -85,7 +85,7 @@ def _condition(view: WorkerView) -> str:
     return "ready" if view.ready else "starting"
 
 
-def _resident(residency: Residency, labels: Mapping[str, str]) -> dict[str, Any]:
+def _resident(residency: AdapterResidency, labels: Mapping[str, str]) -> dict[str, Any]:
     return {
         "ref": labels.get(residency.digest, residency.digest[:19]),
         "digest": residency.digest,
@@ -122,7 +122,7 @@ def _buckets(histogram: Histogram) -> list[tuple[float | None, float]]:
 
 
 def found(listings: Iterable[Listing], search: str, limit: int) -> tuple[list[Listing], int]:
-    """The first `limit` listings whose name or tenant holds the text, and how many do."""
+    """The first `limit` listings whose name or tenant contains the text, and their total number."""
     needle = search.strip().lower()
     matching = [one for one in listings if needle in f"{one.tenant}/{one.name}"]
     return matching[:limit], len(matching)

@@ -1,6 +1,6 @@
 """Which idle adapter goes next: an order over idle adapters, so kept that a choice costs O(log n).
 
-`benchmarks/eviction.py` measures it on Zipf and drifting traces; `docs/performance-adapters.md`
+`benchmarks/scheduling/eviction.py` measures it on Zipf and drifting traces; `docs/performance/`
 says what came of it.
 """
 

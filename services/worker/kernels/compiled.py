@@ -26,6 +26,7 @@ from services.worker.kernels.attention import work_items
 from services.worker.kernels.lora import plan as lora_plan
 from services.worker.kernels.lora import triton as lora_launch
 from services.worker.kernels.lora import triton_kernels as lora
+from services.worker.kernels.lora import triton_lists
 from services.worker.kernels.lora.device_records import Part
 from services.worker.kernels.lora.device_tables import SiteShape
 from services.worker.kernels.lora.step_work import MIN_RUNS
@@ -54,6 +55,8 @@ class Variant:
     num_stages: int = 3
     divisible: Sequence[str] = field(default=())
     """Integer arguments that are multiples of 16."""
+    max_registers: int | None = None
+    """Of each thread; None = the compiler's choice."""
 
     def compile(self, capability: int) -> Any:
         """Triton's compiled kernel for sm_`capability`; `asm["ptx"]`, `asm["cubin"]`."""
@@ -66,6 +69,8 @@ class Variant:
         }
         source = ASTSource(self.function, signature, dict(self.constants), attrs)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         return triton.compile(
             source, target=GPUTarget("cuda", capability, WARP_THREADS), options=options
         )
@@ -110,10 +115,10 @@ def variants() -> Iterator[Variant]:
 
 
 def _list_groups() -> Variant:
-    kernel = lora.list_groups
+    kernel = triton_lists.list_groups
     names = [name for name in kernel.arg_names if name.islower()]
     types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "tickets", "done"), "*i32")
+    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")
     types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
     return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
 
@@ -185,6 +190,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
                 tiling.num_warps,
                 tiling.num_stages,
                 strides,
+                tiling.max_registers,
             )
     yield Variant(
         f"attention.append.{name}",

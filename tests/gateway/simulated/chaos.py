@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError, Unavailable
-from services.gateway.admission import AdmissionLimits
+from services.gateway.admission.queue import AdmissionLimits
+from services.gateway.registry.tenants import TenantLimits
 from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.gateway.tenants import TenantLimits
-from services.gateway.worker_link import SILENT_CHECKS
+from services.gateway.workers.link import SILENT_CHECKS
 from tests.gateway.simulated.house import House, Seen, SimulatedGateway, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, SimulatedWorker, Speed
 
@@ -119,7 +119,7 @@ class Chaos:
 
     async def _watch_places(self) -> None:
         while True:
-            running = sum(g.gate.num_running_of("capped") for g in self.house.gateways)
+            running = sum(g.controller.num_running_of("capped") for g in self.house.gateways)
             self.most_capped = max(self.most_capped, running)
             await asyncio.sleep(0.01)
 
@@ -169,15 +169,17 @@ class Chaos:
         if seen.prepared is None:
             return
         for index in range(seen.prepared.resolved.num_choices):
-            pieces = [piece for piece in seen.pieces if piece.index == index]
-            ids = tuple(i for piece in pieces for i in piece.token_ids)
-            text = "".join(piece.text for piece in pieces)
+            text_deltas = [
+                text_delta for text_delta in seen.text_deltas if text_delta.index == index
+            ]
+            ids = tuple(i for text_delta in text_deltas for i in text_delta.token_ids)
+            text = "".join(text_delta.text for text_delta in text_deltas)
             whole = undisturbed(seen.prepared, index)
             assert ids == whole.token_ids[: len(ids)], "other tokens than undisturbed"
             assert whole.text.startswith(text), "other text than undisturbed"
             if seen.is_whole:
                 assert (ids, text) == (whole.token_ids, whole.text), "cut short"
-                end = (pieces[-1].finish_reason, pieces[-1].stop_reason)
+                end = (text_deltas[-1].finish_reason, text_deltas[-1].stop_reason)
                 assert end == (whole.finish_reason, whole.stop_reason)
 
     def _check_error(self, seen: Seen) -> None:
@@ -189,10 +191,10 @@ class Chaos:
             assert has_deadline, "nobody asked for a deadline"
         elif reason == "NO_READY_WORKER":
             assert seen.num_ready == 0, "a worker was ready"
-            assert not seen.pieces, "a stream that had begun was lost"
+            assert not seen.text_deltas, "a stream that had begun was lost"
         else:
             assert reason in REFUSALS, f"{reason}: {error}"
-            assert not seen.pieces, f"a stream that had begun was lost: {reason}"
+            assert not seen.text_deltas, f"a stream that had begun was lost: {reason}"
 
     def _check_rate(self) -> None:
         """Away or not, the metadata server bounds what a limited tenant gets."""
@@ -231,8 +233,8 @@ def _end(worker: SimulatedWorker, kind: str) -> None:
 
 
 def _check_quiet(gateway: SimulatedGateway) -> None:
-    assert gateway.gate.num_running == 0, f"{gateway.gate.num_running} places leaked"
-    assert gateway.gate.num_waiting == 0, "somebody still waits"
+    assert gateway.controller.num_running == 0, f"{gateway.controller.num_running} places leaked"
+    assert gateway.controller.num_waiting == 0, "somebody still waits"
     for view in gateway.fleet.views():
         assert (view.in_flight, view.in_flight_tokens) == (0, 0), f"{view.worker_id} leaks"
     assert gateway.relay.num_running == 0, "home sets leak"

@@ -1,4 +1,4 @@
-"""Gateways and workers in one virtual world: real rooms of the gateway on simulated neighbours."""
+"""Gateways and workers under a virtual clock: the real gateway with simulated workers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
-from services.gateway.adapter_text import AdapterText
-from services.gateway.admission import AdmissionLimits
-from services.gateway.choice import ChoiceText
-from services.gateway.concurrency import Concurrency
-from services.gateway.convert import job_to_wire, tokens_from_wire
-from services.gateway.fleet import Fleet
-from services.gateway.gate import Gate
-from services.gateway.generation import Generation
-from services.gateway.prepared import Prepared
-from services.gateway.rates import Rates
-from services.gateway.relay import Relay
-from services.gateway.request import GenerateCall, Piece
-from services.gateway.reservoir import RedisReservoir
-from services.gateway.resolve import Resolver
-from services.gateway.template_pool import TemplatePool
-from services.gateway.tenants import TenantDirectory, TenantLimits
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.admission.dispatch_window import ready_workers
+from services.gateway.admission.queue import AdmissionLimits
+from services.gateway.admission.rate_limit_store import RedisRateLimitStore
+from services.gateway.admission.rates import TenantRates
+from services.gateway.pipeline.choice_text import ChoiceText
+from services.gateway.pipeline.generation import Generation
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.tenants import TenantDirectory, TenantLimits
+from services.gateway.request import GenerateCall, TextDelta
+from services.gateway.routing.relay import Relay
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.workers.convert import job_to_wire, tokens_from_wire
+from services.gateway.workers.fleet import Fleet
 from tests.gateway.simulated.network import Channel, Way
 from tests.gateway.simulated.shared import SimulatedRedis, SimulatedRegistry
 from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer
@@ -60,19 +61,19 @@ class SimulatedGateway:
             channel=Channels(house),
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
-        self.resolver.catalog = house.registry.snapshot(house.known)
-        self.gate = Gate(limits, self.fleet.ready)
+        self.resolver.snapshot = house.registry.snapshot(house.known)
+        self.controller = AdmissionController(limits, lambda: ready_workers(self.fleet.views()))
         client: Any = house.redis
-        self.reservoir = RedisReservoir(client, name)
-        self.concurrency = Concurrency(self.reservoir, self.gate)
+        self.rate_limit_store = RedisRateLimitStore(client, name)
+        self.concurrency = TenantConcurrency(self.rate_limit_store, self.controller)
         self.relay = Relay(self.fleet)
         self.generation = Generation(
             self.resolver,
             self.fleet,
             AdapterText(house.registry.read_files),
             self.relay,
-            self.gate,
-            Rates(self.reservoir),
+            self.controller,
+            TenantRates(self.rate_limit_store),
             self.concurrency,
             TenantDirectory(house.limits_of),
             max_request_s=MAX_REQUEST_S,
@@ -82,9 +83,9 @@ class SimulatedGateway:
             asyncio.create_task(run)
             for run in (
                 self.fleet.run(),
-                self.reservoir.run(),
+                self.rate_limit_store.run(),
                 self.concurrency.run(),
-                self._follow_room(),
+                self._follow_workers(),
             )
         ]
 
@@ -99,18 +100,18 @@ class SimulatedGateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow_room(self) -> None:
+    async def _follow_workers(self) -> None:
         while True:
             await self.fleet.next_change()
-            self.gate.room_changed()
+            self.controller.workers_changed()
 
 
 @dataclass(slots=True)
 class Seen:
     """What one client got."""
 
-    prepared: Prepared | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    prepared: PreparedRequest | None = None
+    text_deltas: list[TextDelta] = field(default_factory=list)
     error: BaseException | None = None
     left: bool = False
     """The client went away by itself."""
@@ -178,11 +179,11 @@ class House:
         seen = Seen(began_s=loop.time())
         try:
             seen.prepared = await gateway.generation.prepare(call)
-            async with aclosing(gateway.generation.run(seen.prepared)) as pieces:
-                async for piece in pieces:
+            async with aclosing(gateway.generation.run(seen.prepared)) as text_deltas:
+                async for text_delta in text_deltas:
                     seen.first_s = seen.first_s or loop.time()
-                    seen.pieces.append(piece)
-                    if leave_after is not None and len(seen.pieces) >= leave_after:
+                    seen.text_deltas.append(text_delta)
+                    if leave_after is not None and len(seen.text_deltas) >= leave_after:
                         seen.left = True
                         break
         except LoraplexError as error:
@@ -192,7 +193,7 @@ class House:
         return seen
 
 
-def undisturbed(prepared: Prepared, index: int) -> Piece:
+def undisturbed(prepared: PreparedRequest, index: int) -> TextDelta:
     """A whole choice as one piece, as a worker that nothing happens to would have given it."""
     job = prepared.job(index)
     request = job_to_wire(job, "", 0.0)

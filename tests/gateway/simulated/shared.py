@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError as RedisAway
 from loraplex.adapter_format import File
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
-from services.gateway.buckets import Bucket
-from services.gateway.catalog import Catalog, Side, TagState, Version
+from services.gateway.admission.token_buckets import Bucket
+from services.gateway.registry.snapshot import RegistrySnapshot, Side, TagState, Version
 from tests.gateway.simulated.worker import BASE_ID
 
 
@@ -23,13 +23,13 @@ class SimulatedRegistry:
         self.is_away = False
         self._versions = {name: _version(name, number) for number, name in enumerate(names)}
 
-    def snapshot(self, names: Sequence[str]) -> Catalog:
+    def snapshot(self, names: Sequence[str]) -> RegistrySnapshot:
         """Of some adapters."""
-        catalog = Catalog()
+        snapshot = RegistrySnapshot()
         for name in names:
-            catalog.put_version(self._versions[name])
-            catalog.put_tag(_latest(name))
-        return catalog
+            snapshot.put_version(self._versions[name])
+            snapshot.put_tag(_latest(name))
+        return snapshot
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
         """Raises: Unavailable, AdapterNotFound."""

@@ -25,7 +25,7 @@ from services.worker.scheduling.policies import (
     kept_places,
 )
 from tests.gateway.simulated.network import Send, Way
-from tests.gateway.text import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
+from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
 BASE_ID = "base"
 FILES = tokenizer_files()

@@ -52,6 +52,8 @@ class Tiling:
     num_stages: int
     programs_per_processor: int = 1
     """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
+    max_registers: int | None = None
+    """Of each thread, so that so many programs fit; None = the compiler's choice."""
 
 
 def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
@@ -74,14 +76,17 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
 
 
 def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
-    """The query heads of one KV head, padded to the smallest product. The copy of each step of keys
-    and values overlaps with the step before it."""
+    """The query heads of one KV head, padded to the smallest product. In half precision there is
+    one buffer of keys and values, and five programs on a multiprocessor: while one computes, the
+    copies of the others are on their way."""
     queries = max(MIN_QUERIES, shape.block_shared)
     if itemsize == 4:
         return Tiling(queries, 16, num_warps=8, num_stages=2, programs_per_processor=2)
     if shape.block_dim > 128:
         return Tiling(queries, 32, num_warps=4, num_stages=3, programs_per_processor=2)
-    return Tiling(queries, 64, num_warps=4, num_stages=3, programs_per_processor=3)
+    return Tiling(
+        queries, 64, num_warps=4, num_stages=2, programs_per_processor=5, max_registers=96
+    )
 
 
 def joined_splits(shape: HeadShape) -> int:

@@ -127,6 +127,7 @@ def attend_generations(
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
     )
 
 

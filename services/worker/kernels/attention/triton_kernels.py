@@ -143,9 +143,7 @@ def _attend_keys(
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         factor = scale * LOG2_E
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
-            power = tl.exp2(scores * (2.0 * factor / softcap))
-            scores = (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+            scores = _cap(scores * factor, softcap)
             factor = 1.0
         if SEEN == KEYS_BELOW_END:
             scores = tl.where(is_key[None, :], scores, NO_SCORE)
@@ -153,7 +151,10 @@ def _attend_keys(
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
             if HAS_WINDOW:
                 is_seen = is_seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(is_seen, scores, NO_SCORE)
+            # Scaled before the mask: rows that have seen no key yet subtract NO_SCORE from itself.
+            # The compiler would fuse a product with that: 1e22 of rounding error, and exp2 of it.
+            scores = tl.where(is_seen, scores * factor, NO_SCORE)
+            factor = 1.0
         new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
         weights = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -162,6 +163,14 @@ def _attend_keys(
         values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee")
         top = new_top
     return top, total, values
+
+
+@triton.jit
+def _cap(scores, softcap):
+    """softcap * tanh(scores / softcap), of scores in base 2 as their result."""
+    # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
+    power = tl.exp2(scores * (2.0 / softcap))
+    return (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
 
 
 @triton.jit(do_not_specialize=["sequence_stride", "first_row", "num_rows", "window", "max_splits"])
@@ -213,7 +222,7 @@ def _split_keys(
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
     end = tl.where(place >= 0, position + 1, begin)
     num_keys = end - begin
-    count = (num_keys + SPLIT_KEYS // 2) // SPLIT_KEYS
+    count = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
     count = tl.minimum(tl.maximum(count, 1), max_splits)
     span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
     span = tl.maximum(span, KEY_STEP)

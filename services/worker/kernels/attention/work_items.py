@@ -15,12 +15,12 @@ from torch import Tensor
 from services.worker.kernels.attention import triton_kernels as kernels
 from services.worker.kernels.attention.shapes import HeadShape
 
-SPLIT_KEYS = 256
-"""Keys of an item, about: rows with up to 1.5 times as many have one item. Smaller ones fill a
-device with one sequence sooner, larger ones have fewer partial sums to join."""
+SPLIT_KEYS = 512
+"""Keys of an item, at most. Smaller ones fill a device with one sequence sooner, larger ones start
+less often and have fewer partial sums to join."""
 MAX_SPLITS = 64
-"""Items of a row at most, so that the workspace stays small: items have up to 512 keys in contexts
-of up to 32,768 tokens, and more in longer ones."""
+"""Items of a row at most, so that the workspace stays small: contexts of more than 32,768 tokens
+have larger items."""
 KEY_STEP = 64
 """Items are multiples of it, except the last of a row: the keys of a step of the loop over keys."""
 ITEM_WORDS = kernels.ITEM_WORDS.value
@@ -35,7 +35,7 @@ LIST_CONSTANTS = {
 
 def max_splits(max_keys: int, split: int = SPLIT_KEYS) -> int:
     """Items of a row that sees up to `max_keys` keys, at most. `split`: see `list_items`."""
-    return min(max((max_keys + split // 2) // split, 1), MAX_SPLITS)
+    return min(max(-(-max_keys // split), 1), MAX_SPLITS)
 
 
 def split_keys(num_keys: int) -> list[tuple[int, int]]:
@@ -64,7 +64,7 @@ def list_items(
         sequences: int32, for each generation the row of its block table.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
-        split: keys of an item, about; another value is for experiments.
+        split: keys of an item, at most; another value is for experiments.
     """
     begin, end = rows
     kernels.list_items[(end - begin,)](

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_FUSED_ROWS = 4
+MAX_FUSED_ROWS = 2
 """Rows of a step up to which one launch computes the base product and the update of a site."""
 WIDE_OUTPUTS = 16384
 """Outputs of a site beyond which tiles are wide, and one launch pays for more rows."""

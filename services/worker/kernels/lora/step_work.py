@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.launch import power_of_two
-from services.worker.kernels.lora import triton_kernels as kernels
+from services.worker.kernels.lora import triton_lists as kernels
 from services.worker.kernels.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
 from services.worker.kernels.lora.device_tables import DeviceTables
 from services.worker.kernels.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
@@ -83,6 +83,11 @@ class StepWork:
             )
         return self.intermediates[dtype]
 
+    def arrays(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What `update_site` takes of them, in its order; `dtype` is that of x and y."""
+        lists = self.entries, self.lanes, self.counts, self.tile_ends, self.vectors
+        return self.partial, self.intermediate(dtype), *lists, self.tickets, self.done
+
     def fill(self, runs: Sequence[RowRun]) -> None:
         """Copy a step's runs to the device; `list_groups` must follow."""
         cut = cut_at_tiles(runs)
@@ -104,7 +109,6 @@ class StepWork:
             self.counts,
             self.tile_ends,
             self.vectors,
-            self.tickets,
             self.done,
             0,
             len(tables.parts),

@@ -141,6 +141,7 @@ def launch(
     base_weight: Tensor | None,
     shrinks: bool,
     expands: bool,
+    plan: SitePlan | None = None,
 ) -> None:
     """One launch of `update_site`.
 
@@ -150,6 +151,7 @@ def launch(
         base_weight: `[out, in]`; None = y holds the base's product.
         shrinks: compute the intermediate.
         expands: add B times the intermediate.
+        plan: sizes; None = those of `plan.py`.
     """
     tables = work.tables
     shape = tables.shapes[site_id]
@@ -158,7 +160,7 @@ def launch(
     assert x.stride(1) == outputs.stride(1) == 1, (x.stride(), outputs.stride())
     assert num_inputs == shape.num_inputs, (num_inputs, shape)
     ends = [part.end for part in shape.parts]
-    plan = _plan(x, ends[-1], base_weight)
+    plan = plan or _plan(x, ends[-1], base_weight)
     num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
     num_shrink = num_shrink_programs(num_rows, expands) if shrinks else 0
@@ -169,15 +171,7 @@ def launch(
         outputs if base_weight is None else base_weight,
         tables.matrices,
         tables.vectors,
-        work.partial,
-        work.intermediate(x.dtype),
-        work.entries,
-        work.lanes,
-        work.counts,
-        work.tile_ends,
-        work.vectors,
-        work.tickets,
-        work.done,
+        *work.arrays(x.dtype),
         tables.first_part[site_id],
         work.max_groups,
         work.max_tiles,

@@ -15,109 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS = tl.constexpr(8)
-RUN_WORDS = tl.constexpr(4)
-INDEX_WORDS = tl.constexpr(4)
-GROUP_ROWS = tl.constexpr(16)
-TILE_ROWS = tl.constexpr(16)
-TILE_NUMBERS = tl.constexpr(16 * 16)
-NO_ROW = tl.constexpr(-(1 << 62))
-
-
-@triton.jit
-def _low(word):
-    return (word & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _high(word):
-    return (word >> 32).to(tl.int32)
-
-
-@triton.jit
-def _aligned(value, ALIGN: tl.constexpr):
-    """The value, a multiple of ALIGN, in a form from which the compiler sees that it is one. (It
-    forgets `tl.multiple_of` at calls and in loops.)"""
-    return value // ALIGN * ALIGN
-
-
-@triton.jit
-def _choose(number, value_0, value_1, value_2, value_3):
-    """The value of that number."""
-    late = tl.where(number == 2, value_2, value_3)
-    return tl.where(number == 0, value_0, tl.where(number == 1, value_1, late))
-
-
-@triton.jit(
-    do_not_specialize=[
-        "first_part", "num_parts", "max_groups", "max_tiles", "num_tiles", "max_vectors"
-    ]
-)  # fmt: skip
-def list_groups(
-    runs, index, records, entries, lanes, counts, tile_ends, vectors, tickets, done,
-    first_part, num_parts, max_groups, max_tiles, num_tiles, max_vectors,
-    MAX_RUNS: tl.constexpr,
-):  # fmt: skip
-    """List the groups of every part for the runs of a step. Grid: one program for each part.
-
-    Writes, for part p counted from `first_part`: its groups in the order of the runs to
-    `entries [p, g]`, the places of their rows of B to `lanes [p, 16 g + r]`, their number to
-    `counts [p, 0]` and that of its vectors to `counts [p, 1]`, the number of groups of the row
-    tiles 0..t to `tile_ends [p, t]`. Clears `tickets [p, g]` and `done [p]`.
-    """
-    part = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, MAX_RUNS)
-    slot = tl.load(runs + i * RUN_WORDS).to(tl.int64)
-    begin = tl.load(runs + i * RUN_WORDS + 1)
-    end = tl.load(runs + i * RUN_WORDS + 2)
-    coef = tl.load(runs + i * RUN_WORDS + 3).to(tl.float32, bitcast=True)
-    is_run = begin < end
-    place = index + (slot * num_parts + first_part + part) * INDEX_WORDS
-    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(place + 1, mask=is_run, other=0)
-    offset = tl.cumsum(count, axis=0) - count
-    tl.store(counts + part * 2, tl.sum(count, axis=0))
-    rows = begin.to(tl.int64) | (end.to(tl.int64) << 32)
-    r = tl.arange(0, GROUP_ROWS)
-    for g in range(tl.max(count, axis=0)):
-        is_group = g < count
-        record = records + (first + g) * WORDS
-        entry_number = part * max_groups + offset + g
-        entry = entries + entry_number * WORDS
-        b_offset = tl.load(record + 1, mask=is_group, other=0)
-        strides = tl.load(record + 2, mask=is_group, other=0)
-        size = tl.load(record + 5, mask=is_group, other=0)
-        factor = coef * _high(size).to(tl.float32, bitcast=True)
-        bits = factor.to(tl.int32, bitcast=True).to(tl.int64)
-        tl.store(entry, tl.load(record, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 1, rows, mask=is_group)
-        tl.store(entry + 2, strides, mask=is_group)
-        tl.store(entry + 3, tl.load(record + 3, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 4, tl.load(record + 4, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 5, _low(size).to(tl.int64) | (bits << 32), mask=is_group)
-        tl.store(entry + 6, tl.load(record + 6, mask=is_group, other=0), mask=is_group)
-        row_of_b = b_offset[:, None] + r[None, :] * _high(strides)[:, None].to(tl.int64)
-        row_of_b = tl.where(r[None, :] < _low(size)[:, None], row_of_b, NO_ROW)
-        lane = entry_number[:, None] * GROUP_ROWS + r[None, :]
-        tl.store(lanes + lane, row_of_b, mask=is_group[:, None])
-        tl.store(tickets + entry_number, tl.zeros((MAX_RUNS,), tl.int32), mask=is_group)
-    for t in range(num_tiles):
-        in_tiles = tl.sum(tl.where(begin < (t + 1) * TILE_ROWS, count, 0), axis=0)
-        tl.store(tile_ends + part * max_tiles + t, in_tiles)
-    first = tl.load(place + 2, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(place + 3, mask=is_run, other=0)
-    offset = tl.cumsum(count, axis=0) - count
-    tl.store(counts + part * 2 + 1, tl.sum(count, axis=0))
-    for v in range(tl.max(count, axis=0)):
-        is_vector = v < count
-        record = records + (first + v) * WORDS
-        vector = vectors + (part * max_vectors + offset + v) * WORDS
-        tl.store(vector, rows, mask=is_vector)
-        for word in tl.static_range(1, 5):
-            tl.store(vector + word, tl.load(record + word, mask=is_vector, other=0), mask=is_vector)
-        bits = coef.to(tl.int32, bitcast=True).to(tl.int64)
-        tl.store(vector + 5, bits, mask=is_vector)
-    tl.store(done + part, 0)
+from services.worker.kernels.lora.triton_lists import (
+    GROUP_ROWS,
+    NO_ROW,
+    TILE_NUMBERS,
+    TILE_ROWS,
+    WORDS,
+    aligned,
+    choose,
+    high_word,
+    low_word,
+)
 
 
 @triton.jit(
@@ -183,7 +91,7 @@ def _shrink_groups(
     for item in range(pid, end_4 * SPLITS, num_programs):
         group, split = item // SPLITS, item % SPLITS
         local = (group >= end_1).to(tl.int32) + (group >= end_2) + (group >= end_3)
-        group -= _choose(local, 0, end_1, end_2, end_3)
+        group -= choose(local, 0, end_1, end_2, end_3)
         number = (first_part + local).to(tl.int64) * max_groups + group
         entry = entries + number * WORDS
         total = _partial_intermediate(
@@ -199,7 +107,9 @@ def _shrink_groups(
             tl.store(lines + split * TILE_NUMBERS + line, total)
             tl.debug_barrier()
             if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
-                # The last to come adds all partial sums, in order whoever it is.
+                # The last to come adds all partial sums, in order whoever it is. The next launch
+                # finds the ticket as this one did.
+                tl.store(tickets + number, 0)
                 total = tl.load(lines + line)
                 for p in tl.static_range(1, SPLITS):
                     total += tl.load(lines + p * TILE_NUMBERS + line)
@@ -221,17 +131,17 @@ def _partial_intermediate(
     """A x over one split of the inputs, `[GROUP_ROWS, TILE_ROWS]`; column t is row begin + t."""
     rows, size = tl.load(entry + 1), tl.load(entry + 5)
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
-    is_rank, is_row = r < _low(size), _low(rows) + t < _high(rows)
-    a_stride = _aligned(_low(tl.load(entry + 2)), ALIGN)
-    a_rows = arena + _aligned(tl.load(entry), ALIGN) + r * a_stride
-    x_rows = x + (_low(rows) + t).to(tl.int64) * x_stride
+    is_rank, is_row = r < low_word(size), low_word(rows) + t < high_word(rows)
+    a_stride = aligned(low_word(tl.load(entry + 2)), ALIGN)
+    a_rows = arena + aligned(tl.load(entry), ALIGN) + r * a_stride
+    x_rows = x + (low_word(rows) + t).to(tl.int64) * x_stride
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
     first_input = 0
     if HAS_CUTS:
         cut = tl.load(entry + 3)
-        first_input = _low(cut)
-        in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, _high(cut))
-    in_end = _aligned(in_end, ALIGN)
+        first_input = low_word(cut)
+        in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, high_word(cut))
+    in_end = aligned(in_end, ALIGN)
     total = tl.zeros((GROUP_ROWS, TILE_ROWS), tl.float32)
     for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
         k = at + tl.arange(0, BLOCK_SHRINK)
@@ -257,10 +167,10 @@ def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
     if INT8:
         scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-        total *= tl.load(scales + r, mask=r < _low(size), other=0.0)[:, None]
-    total *= _high(size).to(tl.float32, bitcast=True)
-    first = _low(rows) % TILE_ROWS
-    last = first + _high(rows) - _low(rows)
+        total *= tl.load(scales + r, mask=r < low_word(size), other=0.0)[:, None]
+    total *= high_word(size).to(tl.float32, bitcast=True)
+    first = low_word(rows) % TILE_ROWS
+    last = first + high_word(rows) - low_word(rows)
     place = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
     # Values go to columns [first, last) of the tile, zeros to the others.
     here, value_column = t < last - first, first + t
@@ -278,6 +188,29 @@ def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
 
 
 @triton.jit
+def _part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS: tl.constexpr):
+    """The part of a site that a tile of its outputs belongs to: its number, the tile's number in
+    it, and its outputs [begin, end). Parts that a site does not have are empty."""
+    tiles_1 = tl.cdiv(end_0, BLOCK_OUTPUTS)
+    tiles_2 = tiles_1 + tl.cdiv(end_1 - end_0, BLOCK_OUTPUTS)
+    tiles_3 = tiles_2 + tl.cdiv(end_2 - end_1, BLOCK_OUTPUTS)
+    local = (column_tile >= tiles_1).to(tl.int32) + (column_tile >= tiles_2)
+    local += column_tile >= tiles_3
+    column_tile -= choose(local, 0, tiles_1, tiles_2, tiles_3)
+    begin = choose(local, 0, end_0, end_1, end_2)
+    return local, column_tile, begin, choose(local, end_0, end_1, end_2, end_3)
+
+
+@triton.jit
+def _wait_until(counter, value):
+    """Return when other programs have counted up to `value`; what they wrote before can be read."""
+    found = tl.atomic_add(counter, 0, sem="acquire")
+    while found < value:
+        found = tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
 def _expand_tile(
     y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors, done, tile,
     first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows, num_inputs, x_stride,
@@ -288,16 +221,10 @@ def _expand_tile(
 ):  # fmt: skip
     """One tile of rows and of the outputs of one part."""
     row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
-    # Parts that a site does not have are empty: their end is that of the part before.
-    tiles_1 = tl.cdiv(end_0, BLOCK_OUTPUTS)
-    tiles_2 = tiles_1 + tl.cdiv(end_1 - end_0, BLOCK_OUTPUTS)
-    tiles_3 = tiles_2 + tl.cdiv(end_2 - end_1, BLOCK_OUTPUTS)
-    local = (column_tile >= tiles_1).to(tl.int32) + (column_tile >= tiles_2)
-    local += column_tile >= tiles_3
-    column_tile -= _choose(local, 0, tiles_1, tiles_2, tiles_3)
-    begin = _choose(local, 0, end_0, end_1, end_2)
-    end = _choose(local, end_0, end_1, end_2, end_3)
-    begin, end = _aligned(begin, ALIGN), _aligned(end, ALIGN)
+    local, column_tile, begin, end = _part_of(
+        column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS
+    )
+    begin, end = aligned(begin, ALIGN), aligned(end, ALIGN)
     part = first_part + local
     ends = tile_ends + part * max_tiles + row_tile
     last_group = tl.load(ends)
@@ -313,8 +240,7 @@ def _expand_tile(
         part_entries = entries + part.to(tl.int64) * max_groups * WORDS
         h_part = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
         at, end_rank = first_group * GROUP_ROWS, last_group * GROUP_ROWS
-        # Rows of B are on their way two blocks before they are multiplied, the first ones while the
-        # intermediate is waited for.
+        # Rows of B are asked for before the intermediate is waited for, later ones a block ahead.
         b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
         next_rows = _rows_of_b(part_lanes, at + BLOCK_RANKS, end_rank, BLOCK_RANKS)
         if HAS_BASE:
@@ -324,19 +250,13 @@ def _expand_tile(
                 BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES,
             )  # fmt: skip
         else:
-            old = tl.load(y_tile, mask=mask, other=0.0)
-            total = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
+            total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
         b = _load_b(
             arena, b_rows, part_entries, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS,
             ALIGN,
         )  # fmt: skip
         if WAITS:
-            if first_group < last_group:
-                num_groups = tl.load(counts + part * 2)
-                finished = tl.atomic_add(done + part, 0, sem="acquire")
-                while finished < num_groups:
-                    finished = tl.atomic_add(done + part, 0, sem="acquire")
-                tl.debug_barrier()
+            _wait_until(done + part, tl.load(counts + part * 2))
         high, low = _load_intermediate(h_part, at, end_rank, BLOCK_RANKS)
         while at < end_rank:
             later = at + BLOCK_RANKS
@@ -348,11 +268,8 @@ def _expand_tile(
             next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
             total = _add_product(total, high, low, b, INT8, WIDEN)
             b, high, low, at = next_b, next_high, next_low, later
-        if not HAS_BASE:
-            total += old.to(tl.float32)
-        for v in range(num_vectors):
-            vector = vectors + (part.to(tl.int64) * max_vectors + v) * WORDS
-            total = _with_vectors(total, vector_arena, vector, row, column)
+        vectors += part.to(tl.int64) * max_vectors * WORDS
+        total = _with_vectors(total, vector_arena, vectors, num_vectors, row, column)
         tl.store(y_tile, total.to(y.dtype.element_ty), mask=mask)
 
 
@@ -390,9 +307,9 @@ def _load_b(
     if HAS_CUTS:
         k = at + tl.arange(0, BLOCK_RANKS)
         cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
-        mask = mask & (column[None, :] >= _low(cut)[:, None])
-        mask = mask & (column[None, :] < _high(cut)[:, None])
-    rows = arena + _aligned(b_rows, ALIGN)
+        mask = mask & (column[None, :] >= low_word(cut)[:, None])
+        mask = mask & (column[None, :] < high_word(cut)[:, None])
+    rows = arena + aligned(b_rows, ALIGN)
     return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
 
 
@@ -426,13 +343,21 @@ def _add_product(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _with_vectors(total, vector_arena, vector, row, column):
-    """Apply one adapter's gain, bias of B and bias delta to its rows and columns of a tile."""
+def _with_vectors(total, vector_arena, vectors, num_vectors, row, column):
+    """Apply what listed adapters have of gain, bias of B and bias delta to their rows of a tile."""
+    for v in range(num_vectors):
+        total = _with_vector(total, vector_arena, vectors + v * WORDS, row, column)
+    return total
+
+
+@triton.jit
+def _with_vector(total, vector_arena, vector, row, column):
+    """The same of one adapter, or of one piece of its vectors."""
     rows, cut = tl.load(vector), tl.load(vector + 1)
     gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
     coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)
-    is_row = (row >= _low(rows)) & (row < _high(rows))
-    is_column = (column >= _low(cut)) & (column < _high(cut))
+    is_row = (row >= low_word(rows)) & (row < high_word(rows))
+    is_column = (column >= low_word(cut)) & (column < high_word(cut))
     changed = total
     if lora_bias > NO_ROW:
         values = tl.load(vector_arena + lora_bias + column, mask=is_column, other=0.0)

@@ -82,6 +82,7 @@ class Steps:
             max_resident=16,
             max_lora_rank=max(RANKS),
             max_num_tokens=MAX_STEP_TOKENS,
+            max_num_rows=320,
             attention_backend="triton",
         )
         self._rng = random.Random(0)

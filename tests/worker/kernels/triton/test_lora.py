@@ -176,7 +176,7 @@ def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
     return tables, table
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 2])
 def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     torch.manual_seed(num_rows)
     dtype, num_inputs = torch.float16, 256

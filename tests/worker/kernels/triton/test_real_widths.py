@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from services.worker.attention.triton import TritonAttention
+from services.worker.kernels.attention.shapes import HeadShape
 from services.worker.kernels.lora import naive
 from services.worker.kernels.lora import torch as portable
 from services.worker.kernels.lora import triton as fast
@@ -19,11 +19,9 @@ from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
 from services.worker.kernels.lora.runs import RowRun, dense_runs
 from services.worker.kernels.lora.tables import SiteDelta, Slice
 from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.memory.buffer import ArenaBuffer, KvBuffer
-from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from tests.worker.kernels.triton.adapters import PackedArena
 from tests.worker.kernels.triton.conftest import INTERPRETING
-from tests.worker.kernels.triton.test_attention import Sequence, run_step
+from tests.worker.kernels.triton.test_attention import dense, make_step, run_step
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="takes hours under the interpreter")
 
@@ -161,54 +159,19 @@ def test_the_rows_of_one_adapter_do_not_depend_on_what_runs_beside_them(stage, d
 @pytest.mark.parametrize(
     "pieces",
     [
-        [(0, 300), (1, 17), (2, 1)],
-        [(0, 1), (1, 1), (2, 1), (3, 1)],
-        [(3, 256), (0, 1), (1, 1), (2, 1)],
+        [(0, 300), (5, 17), (33, 1)],
+        [(0, 1), (40, 1), (900, 1), (6000, 1)],
+        [(6000, 256), (0, 1), (40, 1), (900, 1)],
     ],
     ids=["prompts", "decode of uneven lengths", "a chunk beside decodes"],
 )
 def test_attention_of_real_heads_equals_dense_attention(pieces, window, device):
     """32 query heads of 128 over 8 key heads; one sequence is much longer than the others."""
-    torch.manual_seed(0)
-    contexts = {0: 0, 1: 40, 2: 900, 3: 6000} if len(pieces) > 3 else {0: 0, 1: 5, 2: 33}
-    groups = plan_kv_groups([window], 8, 128, itemsize=2)
-    arena = ArenaBuffer(640, groups.block_bytes, device)
-    arena.data.fill_(0xFF)
-    kv = KvBuffer(arena, groups, torch.bfloat16)
-    backend = TritonAttention(0, 32, 128, 8, window=window)
-    free = list(range(640))
-    random.Random(0).shuffle(free)
-    sequences = {}
-    for number, num_tokens in pieces:
-        sequence = Sequence(
-            contexts[number] + num_tokens, (32, 8), 128, free, torch.bfloat16, device
-        )
-        fill_cache(kv, sequence, contexts[number])
-        sequences[number] = sequence
-    run_step(backend, kv, [(sequences[number], num) for number, num in pieces])
-    for number, num_tokens in pieces:
-        sequence = sequences[number]
-        expected = last_rows(sequence, num_tokens, window)
-        error = (sequence.outputs[0].double() - expected).abs()
-        assert (error <= 2 * EPS * expected.abs() + 4 * EPS * expected.std()).all(), number
-
-
-def last_rows(sequence, num_tokens, window):
-    """Attention of the last tokens over the whole sequence, float64 `[n, heads, width]`."""
-    q, k, v = (x.double() for x in (sequence.q[-num_tokens:], sequence.k, sequence.v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    keys = torch.arange(len(k), device=q.device)
-    now = keys[-num_tokens:, None]
-    hidden = keys > now if window is None else (keys > now) | (keys <= now - window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-
-
-def fill_cache(kv, sequence, num_tokens):
-    """Keys and values of the first tokens, as earlier steps leave them."""
-    for plane, values in zip(kv.planes(0), (sequence.k, sequence.v), strict=True):
-        for begin in range(0, num_tokens, TOKENS_PER_BLOCK):
-            end = min(begin + TOKENS_PER_BLOCK, num_tokens)
-            block = sequence.table[begin // TOKENS_PER_BLOCK]
-            plane[block, :, : end - begin] = values[begin:end].transpose(0, 1)
-    sequence.computed = num_tokens
+    shape = HeadShape(32, 8, 128, 128**-0.5, None, window)
+    kv, sequences = make_step(shape, torch.bfloat16, device, pieces)
+    outputs = run_step(shape, kv, sequences)
+    for sequence, found in zip(sequences, outputs, strict=True):
+        expected = dense(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
+        error = (found.double() - expected).abs()
+        limit = 2 * EPS * expected.abs() + 4 * EPS * expected.std()
+        assert (error <= limit).all(), sequence.start

@@ -1,0 +1,207 @@
+"""Decoding on a CPU: the engine in process, compared with transformers and PEFT.
+
+    python -m benchmarks run cpu.decode --work-dir DIR [--model 135m] [--repetitions 3] [--no-peer]
+
+Random weights; adapters of ranks 8, 16, 32 and 64 on every linear; 64 to 128 prompt tokens, fresh
+in every repetition; greedy; all requests at once. The sides alternate. Prints ratios and writes
+`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
+within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
+peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cpu.limits import measure_limits
+from benchmarks.cpu.sides import OurEngine, PeftMixed, Run
+from benchmarks.cpu_model import (
+    SHAPES,
+    Shape,
+    make_adapter,
+    make_base,
+    make_prompts,
+    rank_of,
+)
+from benchmarks.machine import read_results, write_results
+from services.worker.native.isa import choose_isa, has_amx
+
+NUM_THREADS = torch.get_num_threads()
+CASES = "8x0,32x0,8x1,32x1,32x8,8x8,32x32"
+"""Requests x distinct adapters. The peer runs where both numbers are equal, and on the base."""
+
+Results = dict[str, dict[str, list[Run]]]
+"""By case, by side."""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    shape = SHAPES[args.model]
+    with tempfile.TemporaryDirectory() as scratch:
+        root = args.work_dir or Path(scratch)
+        root.mkdir(parents=True, exist_ok=True)
+        base = make_base(shape, root)
+        folders = [make_adapter(shape, root, i) for i in range(args.adapters)]
+        limits = measure_limits()
+        results: Results = {}
+        if args.join:
+            results, limits = joined(args, limits)
+        ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
+        loads = {"loraplex": ours.load(folders)}
+        sides: dict[str, Any] = {"loraplex": ours}
+        if args.peer:
+            sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
+        cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+        measure(results, sides, [case for case in cases if case[1] == 0], shape, args)
+        alone = [case for case in cases if case[1] not in (0, case[0])]
+        measure(results, {"loraplex": ours}, alone, shape, args)
+        if args.peer:
+            loads["peft"] = peer.load(folders)
+        measure(results, sides, [case for case in cases if case[1] == case[0]], shape, args)
+    report(shape, args, limits, results, loads)
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser.add_argument("--work-dir", type=Path, help="keep models here for the next run")
+    parser.add_argument("--cases", default=CASES, help="requests x adapters, with each base case")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16" if has_amx() else "float32")
+    parser.add_argument("--cpu-isa", default="auto")
+    parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--peer-dtype", default="bfloat16" if has_amx() else "float32")
+    parser.add_argument("--arena-bytes", type=int, default=2_000_000_000)
+    parser.add_argument("--name", default="cpu_decode", help="of the results file")
+    parser.add_argument("--join", action="store_true", help="add to the runs of the results file")
+    return parser.parse_args()
+
+
+def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results, dict[str, float]]:
+    """The runs of the results file, and the machine's best limits in that file and now.
+
+    Raises:
+        SystemExit: naming an option that was another when the file was made.
+    """
+    found = read_results(args.name)
+    for key in ("model", "new_tokens", "dtype", "cpu_isa", "peer_dtype"):
+        if found["options"][key] != getattr(args, key):
+            raise SystemExit(f"--join: {key} was {found['options'][key]} before")
+    runs = {
+        case: {name: [Run(**run) for run in runs] for name, runs in sides.items()}
+        for case, sides in found["runs"].items()
+    }
+    return runs, {key: max(value, found["limits"][key]) for key, value in limits.items()}
+
+
+def measure(
+    results: Results,
+    sides: dict[str, Any],
+    cases: Sequence[tuple[int, ...]],
+    shape: Shape,
+    args: argparse.Namespace,
+) -> None:
+    """Run every case on every side in turns. Mutates: results."""
+    for count, num_adapters in cases:
+        runs = results.setdefault(f"{count}x{num_adapters}", {name: [] for name in sides})
+        num_before = len(runs["loraplex"])
+        for side in sides.values():
+            side.run(make_prompts(count, shape.vocab_size, seed=-1), num_adapters, 2)
+        for repetition in range(num_before, num_before + args.repetitions):
+            prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
+            for name, side in sides.items():
+                run = side.run(prompts, num_adapters, args.new_tokens)
+                runs[name].append(run)
+                rate = count * args.new_tokens / run.wall_s
+                print(
+                    f"{count}x{num_adapters} {name}: {rate:.1f} tok/s, step {run.step_s * 1e3:.1f}"
+                    f" ms ({run.step_cpu_s * 1e3:.1f} of processor)",
+                    flush=True,
+                )
+
+
+def median(runs: Sequence[Run], field: str) -> float:
+    """Of one field."""
+    return float(statistics.median(getattr(run, field) for run in runs))
+
+
+def report(
+    shape: Shape,
+    args: argparse.Namespace,
+    limits: dict[str, float],
+    results: Results,
+    loads: dict[str, list[float]],
+) -> None:
+    """Print the ratios and write everything."""
+    rows = []
+    for case, sides in results.items():
+        ours = sides["loraplex"]
+        row: dict[str, Any] = {"case": case}
+        row["tokens_per_s"] = case_rate(case, args.new_tokens, ours)
+        base = results[f"{case.split('x')[0]}x0"]["loraplex"]
+        row["step_over_base"] = median(ours, "step_s") / median(base, "step_s")
+        row["step_cpu_over_base"] = median(ours, "step_cpu_s") / median(base, "step_cpu_s")
+        row["step_over_floor"] = median(ours, "step_s") / floor_s(shape, case, limits)
+        if "peft" in sides:
+            peer = sides["peft"]
+            row["speed_over_peft"] = median(peer, "wall_s") / median(ours, "wall_s")
+            row["speed_over_peft_cpu"] = median(peer, "cpu_s") / median(ours, "cpu_s")
+            row["step_over_peft_cpu"] = median(peer, "step_cpu_s") / median(ours, "step_cpu_s")
+            first = median(ours, "first_token_s") / median(peer, "first_token_s")
+            row["first_token_over_peft"] = first
+        rows.append({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()})
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(str(row.get(column, "")) for column in columns) + " |")
+    load_ms = {name: round(statistics.median(s) * 1e3, 1) for name, s in loads.items()}
+    print(f"adapter load, median ms: {load_ms}; limits: {limits}")
+    options = {key: v for key, v in vars(args).items() if key not in ("work_dir", "join")}
+    options["repetitions"] = max(len(sides["loraplex"]) for sides in results.values())
+    facts = {
+        "options": options,
+        "isa": choose_isa(args.cpu_isa),
+        "num_threads": NUM_THREADS,
+        "load_average_at_end": os.getloadavg(),
+        "limits": limits,
+    }
+    runs = {
+        case: {name: [asdict(run) for run in rs] for name, rs in sides.items()}
+        for case, sides in results.items()
+    }
+    path = write_results(args.name, {**facts, "table": rows, "load_ms": load_ms, "runs": runs})
+    print(f"wrote {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else path)
+
+
+def case_rate(case: str, num_tokens: int, runs: Sequence[Run]) -> float:
+    """New tokens a second, prefill included."""
+    return int(case.split("x")[0]) * num_tokens / median(runs, "wall_s")
+
+
+def floor_s(shape: Shape, case: str, limits: dict[str, float]) -> float:
+    """The longer of moving a step's bytes (weights in bfloat16) and doing its arithmetic."""
+    count, num_adapters = map(int, case.split("x"))
+    ranks = [rank_of(adapter) for adapter in range(num_adapters)]
+    num_bytes = 2 * (shape.num_weights + sum(map(shape.num_adapter_weights, ranks)))
+    row_ranks = [rank_of(row % num_adapters) for row in range(count)] if num_adapters else []
+    num_flops = 2 * (
+        count * shape.num_weights + sum(shape.num_adapter_weights(rank) for rank in row_ranks)
+    )
+    return max(num_bytes / limits["read_bytes_per_s"], num_flops / limits["flops_per_s"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The memory bandwidth and the rate of float operations of this machine, on all cores.
+
+    python -m benchmarks run cpu.limits
+
+The best of several rounds, since other processes can only make a round slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.machine import write_results
+from services.worker.native.bindings import load_native
+from services.worker.native.isa import has_amx
+
+READ_BYTES = 512 << 20
+ROUNDS = 9
+
+
+def best_s(work: Callable[[], object]) -> float:
+    """Shortest of several rounds, after one to warm up."""
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        begin_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin_s)
+    return min(seconds)
+
+
+def measure_limits() -> dict[str, float]:
+    """Bytes read a second from memory, and operations a second in the dtype that `auto` chooses."""
+    data = torch.zeros(READ_BYTES // 4)
+    read_s = best_s(data.sum)
+    rows, inputs, outputs = 192, 576, 3072
+    num_flops = 2 * rows * inputs * outputs
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    flops_per_s = [num_flops / best_s(lambda: torch.nn.functional.linear(x, weight))]
+    if (native := load_native("auto")) is not None:
+        native.set_threads(torch.get_num_threads())
+        packed = native.pack(weight)
+        flops_per_s.append(num_flops / best_s(lambda: native.linear(x, packed, outputs)))
+    if has_amx():
+        half = x.bfloat16(), weight.bfloat16()
+        flops_per_s.append(num_flops / best_s(lambda: torch.nn.functional.linear(*half)))
+    return {"read_bytes_per_s": READ_BYTES / read_s, "flops_per_s": max(flops_per_s)}
+
+
+if __name__ == "__main__":
+    limits = measure_limits()
+    giga = {name: round(value / 1e9, 1) for name, value in limits.items()}
+    print(f"read {giga['read_bytes_per_s']} GB/s, {giga['flops_per_s']} GFLOP/s")
+    write_results("cpu_limits", limits)

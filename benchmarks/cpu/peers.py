@@ -1,0 +1,158 @@
+"""The engine in process, compared with other engines on the same requests.
+
+    benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
+    python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
+
+A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
+peer's first tokens must equal ours in three of four requests (all compute in bfloat16, where near
+ties differ). Rows go to `results/<machine>/cpu_peers.json` and replace earlier ones of the same
+peer, case and number of new tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu.peer_wire import Batch
+from benchmarks.cpu.sides import OurEngine
+from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.machine import read_results, write_results
+
+ARENA_BYTES = 2_000_000_000
+PEERS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
+"""Scripts by the folder of their environment."""
+RIGHT_SHARE = 0.75
+NAME = "cpu_peers"
+
+
+class Peer:
+    """A peer in a process of its own."""
+
+    def __init__(self, name: str, root: Path, base: Path, rows: int, adapters: list[Path]) -> None:
+        script = Path(__file__).with_name(PEERS[name])
+        # Not resolved: a virtual environment is known by the path of its interpreter.
+        command = [str(root.absolute() / name / "bin" / "python"), str(script), str(base)]
+        self._process = subprocess.Popen(
+            [*command, str(rows), *map(str, adapters)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+
+    def run(self, prompts: list[list[int]], num_adapters: int, num_tokens: int) -> dict[str, Any]:
+        """`wall_s` and `outputs`; adapters go round."""
+        assert self._process.stdin is not None
+        adapters = [i % num_adapters if num_adapters else None for i in range(len(prompts))]
+        line = Batch(prompts, adapters, num_tokens).to_line()
+        print(line, file=self._process.stdin, flush=True)
+        answer: dict[str, Any] = self._answer()
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the peer ended with status {self._process.wait()}; see above")
+        return json.loads(line)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    shape = SHAPES[args.model]
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    base = make_base(shape, args.work_dir)
+    cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    folders = [make_adapter(shape, args.work_dir, i) for i in range(max(n for _, n in cases))]
+    ours = OurEngine(base, "bfloat16", "auto", ARENA_BYTES)
+    ours.load(folders)
+    names = args.only.split(",") if args.only else list(PEERS)
+    for name in names:
+        for count, num_adapters in cases:
+            adapters = folders[:num_adapters]
+            peer = Peer(name, args.peers, base, count, adapters)
+            row = compare(ours, peer, count, num_adapters, args)
+            peer.close()
+            keep({"peer": name, "case": f"{count}x{num_adapters}", **row}, args)
+
+
+def compare(
+    ours: OurEngine, peer: Peer, count: int, num_adapters: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One row of results: whether the peer is right, and if so, both sides' seconds."""
+    vocab_size = SHAPES[args.model].vocab_size
+    warm = make_prompts(2, vocab_size, seed=-1)
+    peer.run(warm, num_adapters, 2)
+    ours.run(warm, num_adapters, 2)
+    runs, as_ours, as_base = [], 0, 0
+    for repetition in range(args.repetitions):
+        prompts = make_prompts(count, vocab_size, seed=1000 * count + repetition)
+        answer = peer.run(prompts, num_adapters, args.new_tokens)
+        assert all(len(output) == args.new_tokens for output in answer["outputs"])
+        runs.append((ours.run(prompts, num_adapters, args.new_tokens).wall_s, answer["wall_s"]))
+        as_ours += num_alike(answer["outputs"], ours.outputs)
+        ours.run(prompts, 0, 1)
+        as_base += num_alike(answer["outputs"], ours.outputs)
+    num_answers = count * args.repetitions
+    row: dict[str, Any] = {"new_tokens": args.new_tokens, "answers": num_answers}
+    row["first_tokens_as_ours"] = as_ours
+    if num_adapters:
+        row["first_tokens_as_the_base"] = as_base
+    row["is_right"] = as_ours >= RIGHT_SHARE * num_answers
+    if row["is_right"]:
+        speed = statistics.median(theirs / own for own, theirs in runs)
+        medians = (statistics.median(side) for side in zip(*runs, strict=True))
+        row["speed_over_peer"] = round(speed, 3)
+        row["tokens_per_s"] = [round(count * args.new_tokens / s, 1) for s in medians]
+        row["seconds"] = runs
+    return row
+
+
+def num_alike(outputs: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int:
+    """Requests with the same first token."""
+    return sum(a[0] == b[0] for a, b in zip(outputs, others, strict=True))
+
+
+def keep(row: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the row and write it beside those that are there."""
+    print(row, flush=True)
+    keys = ("peer", "case", "new_tokens")
+    try:
+        known = read_results(NAME)
+    except FileNotFoundError:
+        known = {"table": [], "model": args.model}
+    if known["model"] != args.model:
+        raise SystemExit(f"{NAME}.json holds results of the model {known['model']}")
+    others = [old for old in known["table"] if any(old[key] != row[key] for key in keys)]
+    table = sorted([*others, row], key=lambda r: (r["peer"], r["case"], r["new_tokens"]))
+    write_results(NAME, {"model": args.model, "table": table})
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser.add_argument("--peers", type=Path, required=True, help="where install_peers.sh put them")
+    parser.add_argument("--only", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--cases", default="8x0,32x0,8x8,32x32", help="requests x adapters")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Cost of sampling on a CPU: sampled steps over greedy steps, compiled code over torch.
+
+    python -m benchmarks run cpu.sampling --work-dir DIR [--model 135m] [--rows 1,8,32]
+
+Random weights make flat logits, so any token could win: the worst case for a draw. Steps are of the
+engine in process, and kinds alternate. Operators are timed on the same logits one after another.
+Prints ratios and writes `results/<machine>/cpu_sampling.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cpu.sides import OurEngine
+from benchmarks.cpu_model import SHAPES, Shape, make_base, make_prompts
+from benchmarks.machine import write_results
+from benchmarks.measuring import median_ratio, timed
+from services.worker.native.bindings import load_native
+from services.worker.native.isa import has_amx
+from services.worker.request import SamplingParams
+from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from services.worker.sampling.masks import limits_of
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 1": {"temperature": 1.0},
+    "top_p 0.95": {"temperature": 1.0, "top_p": 0.95},
+    "top_k 50": {"temperature": 1.0, "top_k": 50},
+    "top_k 20, top_p 0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    shape, rows = SHAPES[args.model], [int(count) for count in args.rows.split(",")]
+    results = {
+        "steps": steps(shape, rows, args),
+        "draws": {str(n): draws(n, shape.vocab_size, args.repetitions) for n in rows},
+    }
+    write_results("cpu_sampling", {"model": args.model, **results})
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser.add_argument("--rows", default="1,8,32", help="requests at once")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    return parser.parse_args()
+
+
+def steps(shape: Shape, rows: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a decode step by rows and kind, and each kind over greedy."""
+    base = make_base(shape, args.work_dir)
+    engine = OurEngine(base, "bfloat16" if has_amx() else "float32", "auto", 1_000_000_000)
+    measured: dict[str, Any] = {}
+    for count in rows:
+        step_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for repetition in range(args.repetitions + 1):  # the first warms up
+            prompts = make_prompts(count, shape.vocab_size, seed=100 * count + repetition)
+            for kind, sampling in KINDS.items():
+                run = engine.run(prompts, 0, args.new_tokens, **sampling)
+                step_s[kind] += [run.step_s] if repetition else []
+        ratios = {kind: median_ratio(step_s[kind], step_s["greedy"]) for kind in KINDS}
+        measured[str(count)] = {"over_greedy": ratios, "step_s": step_s}
+        for kind, ratio in ratios.items():
+            median_ms = statistics.median(step_s[kind]) * 1e3
+            print(f"{count} rows, {kind}: step {median_ms:.1f} ms, {ratio:.2f} of greedy")
+    return measured
+
+
+def draws(num_rows: int, vocab_size: int, repetitions: int) -> dict[str, Any]:
+    """Compiled truncation and draw over torch's, on the same logits."""
+    native = load_native()
+    if native is None:
+        return {}
+    native.set_threads(torch.get_num_threads())
+    ways = {"torch": TORCH_DRAWS, "compiled": DrawOperators(native.truncate, native.draw)}
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = torch.randn(num_rows, vocab_size, generator=generator)
+    keys = torch.stack([torch.arange(num_rows)] * 3, dim=1)
+    ratios = {}
+    for kind, sampling in KINDS.items():
+        if not sampling:
+            continue
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(repetitions):
+            drawn = {}
+            for name, way in ways.items():
+                with timed() as elapsed:
+                    drawn[name] = choose(logits / sampling["temperature"], sampling, keys, way)
+                seconds[name] += elapsed
+            assert drawn["torch"].equal(drawn["compiled"]), "a draw differs"
+        ratios[kind] = median_ratio(seconds["torch"], seconds["compiled"])
+        print(f"{num_rows} rows, {kind}: torch takes {ratios[kind]:.0f} times the compiled draw")
+    return ratios
+
+
+def choose(scores: Tensor, sampling: dict[str, Any], keys: Tensor, way: DrawOperators) -> Tensor:
+    """Truncate and draw. Mutates: scores."""
+    params = SamplingParams(max_tokens=1, seed=0, **sampling)
+    limits = limits_of([params] * len(scores), scores.shape[-1])
+    if limits is not None:
+        way.truncate(scores, torch.from_numpy(limits))
+    return way.draw(scores, keys)
+
+
+if __name__ == "__main__":
+    main()

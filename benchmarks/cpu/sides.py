@@ -1,0 +1,212 @@
+"""The two sides of `cpu.decode`: the engine in process, and transformers with PEFT."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.worker.building import build_runner
+from services.worker.engine import Engine
+from services.worker.messages import EngineConfig, Fetched, Submit, Unpin, Want
+from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
+from services.worker.runner_protocol import DoneStep
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One batch of requests, all submitted at once."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of all our threads: steadier than the wall on a shared machine."""
+    first_token_s: float
+    """Mean over the requests."""
+    step_s: float
+    """Median of the steps that decode the whole batch and nothing else."""
+    step_cpu_s: float
+
+
+@dataclass(slots=True)
+class TimedRunner:
+    """Passes everything on to the runner and times its steps."""
+
+    runner: Any
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    """(positions, seconds, processor seconds) of each."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, plan: StepPlan) -> DoneStep:
+        """Timed."""
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        rows: list[SampledRow] = self.runner.launch(plan).result()
+        elapsed = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+        self.steps.append((plan.num_tokens, *elapsed))
+        return DoneStep(rows)
+
+
+class OurEngine:
+    """Scheduler, cache and runner; no door, no wire."""
+
+    def __init__(
+        self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int, max_running: int = 64
+    ) -> None:
+        config = EngineConfig(
+            model_dir=str(base),
+            device="cpu",
+            dtype=dtype,
+            arena_bytes=arena_bytes,
+            max_lora_rank=64,
+            max_resident=64,
+            max_step_tokens=2048,
+            max_running=max_running,
+        )
+        runner = build_runner(
+            base, device="cpu", dtype=dtype, arena_bytes=arena_bytes, cpu_isa=cpu_isa
+        )
+        self.dtype = runner.model_info().dtype
+        self._threads = torch.get_num_threads()
+        self._timed = TimedRunner(runner)
+        self._engine = Engine(self._timed, config, time.monotonic)
+        self._num_requests = 0
+        self.outputs: list[list[int]] = []
+        """Token ids of the last run's requests."""
+
+    def load(self, folders: list[Path]) -> list[float]:
+        """Make adapters resident; seconds of each, from its packed image, which the door makes
+        once, to usable."""
+        seconds = []
+        for adapter, folder in enumerate(folders):
+            digest, num_blocks = digest_of(adapter), self._timed.pack_adapter(folder).result()
+            begin_s = time.perf_counter()
+            self._engine.step([Fetched(digest, str(folder), 64, num_blocks), Want(digest, True)])
+            while not self._engine.cache.ready([digest]):
+                self._timed.await_copies(1.0)
+                self._engine.step([])
+            seconds.append(time.perf_counter() - begin_s)
+            self._engine.step([Unpin(digest)])
+        return seconds
+
+    def run(
+        self, prompts: list[list[int]], num_adapters: int, num_tokens: int, **sampling: Any
+    ) -> Run:
+        """Decode all prompts, adapters going round; 0 = the base. Greedy unless `sampling` says
+        otherwise."""
+        torch.set_num_threads(self._threads)
+        self._timed.steps.clear()
+        params = SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True, **sampling)
+        commands = [self._submit(i, p, num_adapters, params) for i, p in enumerate(prompts)]
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        first_s: dict[str, float] = {}
+        outputs: dict[str, list[int]] = {command.request_id: [] for command in commands}
+        output = self._engine.step(commands)
+        while True:
+            now_s = time.perf_counter() - begin_s
+            for token in output.tokens:
+                first_s.setdefault(token.request_id, now_s)
+                outputs[token.request_id].extend(token.token_ids)
+            assert not output.failures, output.failures
+            if not self._engine.has_requests:
+                break
+            output = self._engine.step([])
+        self.outputs = list(outputs.values())
+        decodes = [step for step in self._timed.steps if step[0] == len(prompts)]
+        return Run(
+            wall_s=now_s,
+            cpu_s=time.process_time() - begin_cpu_s,
+            first_token_s=statistics.mean(first_s.values()),
+            step_s=median_or_nan([step[1] for step in decodes]),
+            step_cpu_s=median_or_nan([step[2] for step in decodes]),
+        )
+
+    def _submit(
+        self, i: int, prompt: list[int], num_adapters: int, sampling: SamplingParams
+    ) -> Submit:
+        self._num_requests += 1
+        adapters = ((digest_of(i % num_adapters), 1.0),) if num_adapters else ()
+        return Submit(
+            request_id=str(self._num_requests),
+            prompt_ids=prompt,
+            sampling=sampling,
+            adapters=AdapterSet(adapters),
+        )
+
+
+def median_or_nan(values: list[float]) -> float:
+    """NaN where a run was too short to hold what is measured."""
+    return statistics.median(values) if values else math.nan
+
+
+def digest_of(adapter: int) -> str:
+    """Stands for an adapter's digest."""
+    return f"sha256:{adapter:064x}"
+
+
+class PeftMixed:
+    """transformers.generate over a left-padded batch, adapters chosen by `adapter_names`."""
+
+    def __init__(self, base: Path, dtype: str, num_threads: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._threads = num_threads
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+        self._model = model.eval()
+        self._model.generation_config.eos_token_id = None
+
+    def load(self, folders: list[Path]) -> list[float]:
+        """Load adapters beside each other; seconds of each."""
+        from peft import PeftModel
+
+        seconds = []
+        for adapter, folder in enumerate(folders):
+            begin_s = time.perf_counter()
+            if adapter == 0:
+                self._model = PeftModel.from_pretrained(self._model, folder, adapter_name="0")
+            else:
+                self._model.load_adapter(folder, adapter_name=str(adapter))
+            seconds.append(time.perf_counter() - begin_s)
+        self._model.eval()
+        return seconds
+
+    def run(self, prompts: list[list[int]], num_adapters: int, num_tokens: int) -> Run:
+        """Decode all prompts, adapters going round; 0 = the base, before `load`."""
+        torch.set_num_threads(self._threads)
+        length = max(map(len, prompts))
+        ids = torch.tensor([[1] * (length - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
+        marks: list[tuple[float, float]] = []
+
+        def mark(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            marks.append((time.perf_counter(), time.process_time()))
+            return scores
+
+        names: dict[str, Any] = {}
+        if num_adapters:
+            names["adapter_names"] = [str(i % num_adapters) for i in range(len(prompts))]
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                logits_processor=[mark],
+                **names,
+            )
+        gaps = list(pairwise(marks))
+        return Run(
+            wall_s=time.perf_counter() - begin_s,
+            cpu_s=time.process_time() - begin_cpu_s,
+            first_token_s=marks[0][0] - begin_s,
+            step_s=median_or_nan([after[0] - before[0] for before, after in gaps]),
+            step_cpu_s=median_or_nan([after[1] - before[1] for before, after in gaps]),
+        )

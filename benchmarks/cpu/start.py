@@ -1,0 +1,94 @@
+"""Time from process start to ready, and resident memory, of an engine.
+
+    python -m benchmarks run cpu.start --work-dir DIR [--model 135m] [--adapters 32]
+
+Starts one fresh process that only imports torch, and one that loads the base (with compiled
+kernels), then all adapters, and decodes a batch with each of them. Prints the seconds from the
+start of the process until it could take requests, and the resident memory above that of torch, over
+the bytes of base and adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts, rank_of
+from benchmarks.machine import write_results
+from services.worker.native.build import build_library
+from services.worker.native.isa import TORCH, choose_isa
+
+ARENA_BYTES = 2_000_000_000
+NUM_TOKENS = 8
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--role", choices=("torch", "engine"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role is not None:
+        print(json.dumps(bare_torch() if args.role == "torch" else engine(args)))
+        return
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[args.model]
+    make_base(shape, args.work_dir)
+    for adapter in range(args.adapters):
+        make_adapter(shape, args.work_dir, adapter)
+    if (isa := choose_isa("auto")) != TORCH:
+        build_library(isa)
+    bare, full = child("torch"), child("engine")
+    adapter_bytes = sum(2 * shape.num_adapter_weights(rank_of(i)) for i in range(args.adapters))
+    held_bytes = 2 * shape.num_weights + adapter_bytes
+    table = {
+        "start_s": round(full["start_s"], 2),
+        "rss_over_torch_bytes": full["rss_bytes"] - bare["rss_bytes"],
+        "base_and_adapter_bytes": held_bytes,
+        "rss_over_held": round((full["rss_bytes"] - bare["rss_bytes"]) / held_bytes, 3),
+    }
+    print(table)
+    write_results("cpu_start", {"isa": isa, "dtype": full["dtype"], "table": table})
+
+
+def child(role: str) -> dict[str, Any]:
+    """What this script says in a fresh process, as `role`."""
+    command = [sys.executable, "-m", "benchmarks.cpu.start", *sys.argv[1:], "--role", role]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def bare_torch() -> dict[str, Any]:
+    """Memory of a process that imports torch and adds two numbers."""
+    import torch
+
+    torch.ones(2).sum()
+    return {"rss_bytes": psutil.Process().memory_info().rss}
+
+
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Load everything and decode once."""
+    import time
+
+    from benchmarks.cpu.sides import OurEngine
+
+    ours = OurEngine(args.work_dir / args.model, "auto", "auto", ARENA_BYTES)
+    start_s = time.time() - psutil.Process().create_time()
+    shape = SHAPES[args.model]
+    ours.load([make_adapter(shape, args.work_dir, i) for i in range(args.adapters)])
+    ours.run(make_prompts(args.adapters, shape.vocab_size, 0), args.adapters, NUM_TOKENS)
+    rss_bytes = psutil.Process().memory_info().rss
+    return {"rss_bytes": rss_bytes, "start_s": start_s, "dtype": ours.dtype}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Simulated: first tokens in time under overload, with early abort and without.
+
+    python -m benchmarks run scheduling.early_abort [--loads 0.5,0.8,1,1.5,2] [--seeds 3]
+
+S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
+costs of `slora_policies`, with the worker's own scheduler. The capacity is measured first. Then
+requests arrive at shares of it (Poisson, and in bursts with cv 8) and want their first token within
+6 s. Prints the share that gets it, with early abort and without; min(1, 1 / load), which is the
+upper bound for a trace without end or bursts; and the upper bound for this trace, `most_in_time`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.machine import write_results
+from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, Capacity, capacity, fleet
+from loraplex.cli.output import print_table
+from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
+from services.simulate.simulation import Simulation
+
+SLO_S = 6.0
+RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
+
+
+def most_in_time(arrivals_s: Sequence[float], most: Capacity) -> float:
+    """The share that a scheduler could start in time that knows every arrival, and no length.
+
+    A worker that serves at most `per_s` requests a second and holds `num_running` of them starts
+    no more than `num_running + per_s * t` in any t seconds: what it can start fills up at that
+    rate while few come. All requests alike, first come, first served without those that are too
+    late is then the best there is.
+    """
+    free, now, num_served = most.num_running, 0.0, 0
+    for arrival_s in arrivals_s:
+        start_s = max(arrival_s, now + (1.0 - free) / most.per_s)
+        if start_s <= arrival_s + SLO_S:
+            free = min(most.num_running, free + (start_s - now) * most.per_s) - 1.0
+            now = start_s
+            num_served += 1
+    return num_served / len(arrivals_s)
+
+
+def attainments(workload: Workload, most: Capacity) -> tuple[float, float, float]:
+    """With early abort, first come, first served without it, and the most that could be."""
+    trace = generate(workload)
+    with_abort, without = (
+        summarize(Simulation(fleet("fcfs", None, first_token_s), RANKS).run(trace), SLO_S)
+        for first_token_s in (SLO_S, None)
+    )
+    bound = most_in_time([request.arrival_s for request in trace], most)
+    return with_abort.attainment, without.attainment, bound
+
+
+def main() -> None:
+    """Print the table and write `results/<machine>/early_abort.json`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--loads", default="0.5,0.8,1,1.5,2")
+    parser.add_argument("--cvs", default="1,8")
+    parser.add_argument("--duration", type=float, default=300.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    most = capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"])
+    print(f"capacity {most.per_s:.2f} requests/s, {most.num_running:.0f} at once")
+    rows, runs = [], []
+    for cv in map(float, args.cvs.split(",")):
+        for load in map(float, args.loads.split(",")):
+            rate = load * most.per_s
+            triples = [
+                attainments(Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, seed=seed), most)
+                for seed in range(args.seeds)
+            ]
+            with_abort, without, bound = (
+                statistics.fmean(side) for side in zip(*triples, strict=True)
+            )
+            share = min(1.0, 1.0 / load)
+            run: dict[str, Any] = {
+                "cv": cv,
+                "load": load,
+                "early_abort": with_abort,
+                "fcfs": without,
+                "most": share,
+                "of_most": with_abort / share,
+                "bound": bound,
+                "of_bound": with_abort / bound,
+            }
+            runs.append(run)
+            rows.append([f"{value:.3g}" for value in run.values()])
+    print_table(["CV", "LOAD", "EARLY ABORT", "FCFS", "MOST", "OF MOST", "BOUND", "OF BOUND"], rows)
+    results = {"simulated": True, **most._asdict(), "slo_s": SLO_S, "runs": runs}
+    print(f"wrote {write_results('early_abort', results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Write the table of docs/reference/settings.md anew from services/common/env.py.
+
+python scripts/write_settings.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "settings.md"
+BEGIN = "<!-- settings: written from services/common/env.py -->\n"
+END = "<!-- end of settings -->"
+
+
+def main() -> None:
+    """Replace what stands between the two marks of the page."""
+    sys.path.insert(0, str(ROOT))
+    from services.common.variables import markdown_table
+
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}{markdown_table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

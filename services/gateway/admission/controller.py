@@ -1,0 +1,210 @@
+"""Admits requests: the pure queue, a clock, and one future per waiting request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from services.gateway.admission.dispatch_window import DispatchWindow, ReadyWorkers, Window
+from services.gateway.admission.queue import (
+    AdmissionLimits,
+    AdmissionQueue,
+    AdmissionRequest,
+    Decision,
+    deadline_infeasible,
+    queue_full,
+)
+from services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
+from services.gateway.event_loop import now_s
+from services.gateway.metrics import RUNNING, WAITING
+
+
+class Permit:
+    """Held by an admitted request while it runs; reports its progress to the controller."""
+
+    def __init__(
+        self, controller: AdmissionController, request: AdmissionRequest, predicted: RequestLatency
+    ) -> None:
+        self._controller = controller
+        self._request = request
+        self.predicted = predicted
+        self._start_s = now_s()
+        self._first_s = 0.0
+        self._num_tokens = 0
+
+    def served(self, num_tokens: int) -> None:
+        """Record that tokens were generated."""
+        if not num_tokens:
+            return
+        if not self._num_tokens:
+            self._first_s = now_s()
+        self._num_tokens += num_tokens
+        self._controller.served(self._request, num_tokens)
+
+    @property
+    def num_tokens(self) -> float:
+        """Mean number of tokens per sequence of the request."""
+        return self._num_tokens / self._request.cost
+
+    def held_s(self) -> float:
+        """Seconds since admission."""
+        return now_s() - self._start_s
+
+    def latency(self) -> RequestLatency | None:
+        """Time to the first token, and mean time between tokens of one sequence.
+
+        None if there are too few tokens to tell, or if the request waited for an adapter.
+        """
+        gaps = self.num_tokens - 1
+        if gaps < 8 or self._request.awaits_adapter:
+            return None
+        return RequestLatency(self._first_s - self._start_s, (now_s() - self._first_s) / gaps)
+
+
+class AdmissionController:
+    """Admits requests as the admission queue decides."""
+
+    def __init__(
+        self, limits: AdmissionLimits, ready: Callable[[], ReadyWorkers] | None = None
+    ) -> None:
+        """`ready()` returns the workers that take requests; None = the window is unlimited."""
+        self._queue = AdmissionQueue(limits)
+        self._ready = ready
+        self._dispatch_window = DispatchWindow()
+        self._run_times = RunTimeEstimator()
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        """One future per waiting request, by its number."""
+        self._removed: set[int] = set()
+        """Numbers of waiting requests that are no longer in the queue."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences past admission."""
+        return self._queue.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests waiting for admission."""
+        return self._queue.num_waiting
+
+    @property
+    def expected_wait_s(self) -> float:
+        """Expected seconds until a new request would be admitted."""
+        return self._queue.expected_wait_s() if self._queue.num_waiting else 0.0
+
+    def run_s(self, min_tokens: int, max_tokens: int) -> float:
+        """Estimated seconds to generate `min_tokens` to `max_tokens`; 0 = unknown."""
+        step_s = self._ready().step_s if self._ready is not None else 0.0
+        return self._run_times.run_s(min_tokens, max_tokens, step_s)
+
+    @asynccontextmanager
+    async def admit(self, request: AdmissionRequest) -> AsyncGenerator[Permit]:
+        """Wait for admission and hold the permit.
+
+        Raises: ResourceExhausted, DeadlineExceeded.
+        """
+        await self._enter(request)
+        permit = Permit(self, request, self._run_times.latency)
+        try:
+            yield permit
+            if permit.num_tokens:
+                self._run_times.observe_length(permit.num_tokens)
+        finally:
+            self._learn(permit)
+            self._queue.release(request, permit.held_s())
+            self._start_ready()
+
+    def served(self, request: AdmissionRequest, num_tokens: int) -> None:
+        """A running request generated tokens; its first ones may let another request start."""
+        self._queue.charge(request, num_tokens)
+        if self._queue.first_token(request) and self._queue.num_waiting:
+            if self._ready is not None:
+                self._dispatch_window.started(request.in_flight_tokens, now_s(), self._ready())
+            self._start_ready()
+
+    def num_running_of(self, tenant: str) -> int:
+        """Sequences of one tenant past admission."""
+        return self._queue.num_running_of(tenant)
+
+    def set_limit(self, tenant: str, max_running: int | None) -> None:
+        """Limit the sequences of a tenant that run here at once; None = no limit."""
+        if max_running is None:
+            self._queue.tenant_limits.pop(tenant, None)
+        else:
+            self._queue.tenant_limits[tenant] = max_running
+        self._start_ready()
+
+    def workers_changed(self) -> None:
+        """Workers came or went: the window has changed."""
+        self._start_ready()
+
+    def _learn(self, permit: Permit) -> None:
+        if (latency := permit.latency()) is not None:
+            self._run_times.observe_latency(latency, permit.num_tokens, permit.predicted)
+
+    async def _enter(self, request: AdmissionRequest) -> None:
+        try:
+            self._queue.window = self._window()
+            if not self._queue.num_waiting:
+                self._dispatch_window.begin(now_s())
+            decision = self._queue.offer(request, now_s())
+            self._refuse_dropped()
+            if decision is Decision.WAIT:
+                await self._wait(request)
+        finally:
+            self._publish()
+
+    def _refuse_dropped(self) -> None:
+        """Refuse the waiting requests that the queue dropped."""
+        wait_s = self._queue.expected_wait_s()
+        for request in self._queue.dropped:
+            self._removed.add(request.number)
+            waiter = self._waiters[request.number]
+            if not waiter.done():
+                waiter.set_exception(queue_full(wait_s))
+        self._queue.dropped.clear()
+
+    async def _wait(self, request: AdmissionRequest) -> None:
+        waiter = self._waiters[request.number] = asyncio.get_running_loop().create_future()
+        self._publish()
+        try:
+            async with asyncio.timeout(request.start_by_s - now_s()):
+                await waiter
+        except BaseException as error:
+            self._leave_queue(request, waiter)
+            if isinstance(error, TimeoutError):
+                raise deadline_infeasible() from None
+            raise
+        finally:
+            del self._waiters[request.number]
+
+    def _leave_queue(self, request: AdmissionRequest, waiter: asyncio.Future[None]) -> None:
+        """Undo the wait: the request is waiting, was just admitted, or was removed already."""
+        if request.number in self._removed:
+            self._removed.discard(request.number)
+        elif waiter.done() and not waiter.cancelled():
+            self._queue.release(request, 0.0)
+            self._start_ready()
+        else:
+            self._queue.withdraw(request)
+
+    def _start_ready(self) -> None:
+        self._queue.window = self._window()
+        while started := self._queue.take_ready():
+            for request in started:
+                waiter = self._waiters[request.number]
+                if waiter.done():
+                    # Its client left in this same moment, and the task has not run since.
+                    self._removed.add(request.number)
+                    self._queue.release(request, 0.0)
+                else:
+                    waiter.set_result(None)
+        self._publish()
+
+    def _window(self) -> Window:
+        return Window() if self._ready is None else self._dispatch_window.window(self._ready())
+
+    def _publish(self) -> None:
+        RUNNING.set(self._queue.num_running)
+        WAITING.set(self._queue.num_waiting)

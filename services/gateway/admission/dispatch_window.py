@@ -1,0 +1,142 @@
+"""How many prompt tokens the gateway sends to workers ahead of their first token. Pure.
+
+Workers need slightly more than they can start, so that a free slot is filled at once. What is
+beyond that would wait at a worker, where this gateway can no longer reorder, refuse or move it. The
+window is therefore what gets its first token within a fraction of a second, by Little's law, and
+never so small that a worker runs dry. Requests that fit into a batch may exceed it, up to the
+prompts that workers compute in the same time: a batch that is filled in one step is blocked for
+that step, and its requests end together.
+
+Requests whose adapters are not loaded yet wait for the load and not for steps. They have a wide
+window of their own, so that requests that are ready can pass them.
+
+A tenant does not wait because others filled the window: its own prompt tokens may fill another
+one, and the workers' fair scheduling lets it overtake there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.gateway.workers.view import WorkerView
+
+TARGET_S = 0.05
+"""About how long a request waits at a worker while others wait here."""
+TARGET_STEPS = 3.0
+"""The target is at least this many steps: a window below one step would shrink itself."""
+MIN_TOKENS_PER_WORKER, MAX_TOKENS_PER_WORKER = 256.0, 8192.0
+_SMOOTHING = 0.1
+_MAX_WINDOWS = 3.0
+"""All tenants together may fill this many windows, and each tenant one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWorkers:
+    """The workers that take requests."""
+
+    num: int
+    step_s: float = 0.0
+    """Step time of the slowest."""
+    batch_capacity: int = 0
+    """Requests of this gateway that they run without queueing them; 0 = not known."""
+    prefill_tokens_per_s: float = math.inf
+    """Of all of them together."""
+
+
+def ready_workers(views: Iterable[WorkerView]) -> ReadyWorkers:
+    """Summarizes the workers that take requests."""
+    ready = [view for view in views if view.takes_requests]
+    return ReadyWorkers(
+        len(ready),
+        max((view.load.step_s for view in ready), default=0.0),
+        sum(view.batch_capacity for view in ready),
+        sum(view.load.prefill_tokens_per_s or math.inf for view in ready),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How many prompt tokens may be in flight, that is, sent and without a first token."""
+
+    num_tokens: float = math.inf
+    """Limit that holds whether or not a batch has a free slot."""
+    batch_capacity: int = 0
+    """While no more requests than this run, `max_tokens` is the limit instead."""
+    max_tokens: float = math.inf
+    loading_tokens: float = math.inf
+    """A separate limit for requests whose adapters are on no device yet."""
+
+
+class DispatchWindow:
+    """The window of all workers together, measured from how fast first tokens come."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        """Prompt tokens per second that get their first token; 0 = not known."""
+        self._begin_s = 0.0
+        self._num_tokens = 0
+
+    def begin(self, now_s: float) -> None:
+        """Requests start to wait for the window: from now on the rate is the workers' limit."""
+        self._begin_s, self._num_tokens = now_s, 0
+
+    def started(self, num_tokens: int, now_s: float, workers: ReadyWorkers) -> None:
+        """Requests with `num_tokens` prompt tokens got their first token while others waited."""
+        self._num_tokens += num_tokens
+        elapsed_s = now_s - self._begin_s
+        if elapsed_s < _target_s(workers):
+            return
+        rate = self._num_tokens / elapsed_s
+        self._rate += (rate - self._rate) * (_SMOOTHING if self._rate else 1.0)
+        self.begin(now_s)
+
+    def window(self, workers: ReadyWorkers) -> Window:
+        """The window now."""
+        num, target_s = max(workers.num, 1), _target_s(workers)
+        lower, upper = MIN_TOKENS_PER_WORKER * num, MAX_TOKENS_PER_WORKER * num
+        measured, computed = self._rate * target_s, workers.prefill_tokens_per_s * target_s
+        num_tokens, max_tokens = (min(max(n, lower), upper) for n in (measured, computed))
+        return Window(num_tokens, workers.batch_capacity, max_tokens, upper)
+
+
+class InFlightTokens:
+    """Prompt tokens of running requests without a first token, by request and by tenant."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[int, tuple[str, int]] = {}
+        self._by_tenant: dict[str, int] = {}
+        """No empty entries."""
+        self._total = 0
+
+    def fit(self, tenant: str, num_tokens: int, window: Window, *, fits_batch: bool) -> bool:
+        """Whether a request with `num_tokens` may be sent; the first one always may."""
+        total = self._total + num_tokens
+        if not self._total or total <= window.num_tokens:
+            return True
+        if fits_batch and total <= window.max_tokens:
+            return True
+        own = self._by_tenant.get(tenant, 0) + num_tokens
+        return own <= window.num_tokens and total <= _MAX_WINDOWS * window.num_tokens
+
+    def add(self, number: int, tenant: str, num_tokens: int) -> None:
+        """Request `number` was sent."""
+        self._by_request[number] = tenant, num_tokens
+        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + num_tokens
+        self._total += num_tokens
+
+    def remove(self, number: int) -> bool:
+        """The request has its first token or ended; False if it was no longer in flight."""
+        if number not in self._by_request:
+            return False
+        tenant, num_tokens = self._by_request.pop(number)
+        self._total -= num_tokens
+        self._by_tenant[tenant] -= num_tokens
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        return True
+
+
+def _target_s(workers: ReadyWorkers) -> float:
+    return max(TARGET_S, TARGET_STEPS * workers.step_s)

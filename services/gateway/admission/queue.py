@@ -1,0 +1,295 @@
+"""Decides which requests run, wait or are refused: a pure queue under a given clock.
+
+Bounds: running sequences, running sequences of one tenant, waiting requests, and prompt tokens in
+flight, which are those of running requests that have no first token yet. The last bound keeps the
+queue here, where it is fair over all workers, and gives the workers only their next few steps
+(`dispatch_window.py`).
+
+Waiting requests are ordered by priority, then by the tenant served least (virtual token counters),
+then by arrival. A tenant's own limit delays no other tenant. Any other request that does not fit is
+waited for, so that small requests do not starve large ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
+from services.gateway.admission.dispatch_window import InFlightTokens, Window
+from services.gateway.admission.fairness import VirtualTokenCounters
+
+MIN_IN_FLIGHT_TOKENS = 128
+"""A shorter prompt counts as this many tokens, because it takes a slot of the batch too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of one gateway."""
+
+    max_running: int = 4096
+    max_waiting: int = 4096
+    max_running_per_tenant: int = 0
+    """0 = no limit."""
+
+    def __post_init__(self) -> None:
+        assert self.max_running > 0 and self.max_waiting >= 0, f"bad limits {self}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """A request as admission sees it. Its cost is its number of choices, each one a sequence."""
+
+    tenant: str
+    cost: int = 1
+    priority: int = 0
+    deadline_s: float = float("inf")
+    """Seconds on the caller's clock."""
+    num_prompt_tokens: int = 1
+    run_s: float = 0.0
+    """Estimated seconds that it runs once started; 0 = unknown."""
+    weight: float = 1.0
+    """A tenant with weight 2 gets twice the service of one with weight 1."""
+    first_token_due_s: float | None = None
+    """Deadline of its first token, on the same clock; None = only `deadline_s` counts."""
+    awaits_adapter: bool = False
+    """True if its adapters are on no device yet."""
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def start_by_s(self) -> float:
+        """The latest start that meets both deadlines."""
+        finish_s = self.deadline_s - self.run_s
+        due_s = self.first_token_due_s
+        return finish_s if due_s is None else min(due_s, finish_s)
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens that it counts as in flight until its first token."""
+        return max(self.num_prompt_tokens, MIN_IN_FLIGHT_TOKENS)
+
+
+class Decision(enum.Enum):
+    """What the queue decided about a request."""
+
+    RUN = "run"
+    WAIT = "wait"
+
+
+class AdmissionQueue:
+    """Accounts for every request. Each one that runs must come back through `release`."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self.window = Window()
+        """Limits on prompt tokens in flight; may change while requests run."""
+        self._waiting: dict[int, dict[str, deque[AdmissionRequest]]] = {}
+        """By priority, then tenant. No empty entries."""
+        self._waiting_by_tenant: dict[str, int] = {}
+        """Requests waiting. No empty entries."""
+        self._num_waiting = 0
+        self.dropped: list[AdmissionRequest] = []
+        """Waiting requests that were dropped for others; the caller of `offer` empties it."""
+        self._running = 0
+        self._by_tenant: dict[str, int] = {}
+        """Running sequences. No empty entries."""
+        self.tenant_limits: dict[str, int] = {}
+        """Running sequences allowed to each tenant that has a limit of its own."""
+        self._present: dict[str, int] = {}
+        """Requests waiting or running, by tenant. No empty entries."""
+        self._in_flight = InFlightTokens()
+        self._loading = InFlightTokens()
+        """The same for requests that await adapters."""
+        self._served = VirtualTokenCounters()
+        self._service_s = 0.0
+        """Moving mean of the seconds that one request runs."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences running now."""
+        return self._running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return self._num_waiting
+
+    def num_running_of(self, tenant: str) -> int:
+        """Sequences of one tenant running now."""
+        return self._by_tenant.get(tenant, 0)
+
+    def offer(self, request: AdmissionRequest, now_s: float) -> Decision:
+        """Run it, queue it or refuse it. A full queue drops the newest of the tenant with most.
+
+        Raises: ResourceExhausted when the queue is full, DeadlineExceeded if it would start too
+        late.
+        """
+        runs = self._fits(request) and not self._is_preceded(request)
+        if not runs:
+            if now_s + self.expected_wait_s(request.tenant, request.run_s) > request.start_by_s:
+                raise deadline_infeasible()
+            if self._num_waiting >= self._limits.max_waiting:
+                self._drop_for(request)
+        self._present[request.tenant] = self._present.get(request.tenant, 0) + 1
+        self._served.arrive(request.tenant)
+        if runs:
+            self._start(request)
+            return Decision.RUN
+        tenants = self._waiting.setdefault(request.priority, {})
+        tenants.setdefault(request.tenant, deque()).append(request)
+        mine = self._waiting_by_tenant.get(request.tenant, 0)
+        self._waiting_by_tenant[request.tenant] = mine + 1
+        self._num_waiting += 1
+        return Decision.WAIT
+
+    def first_token(self, request: AdmissionRequest) -> bool:
+        """A running request has its first token; True if it was in flight. Call `take_ready`
+        next."""
+        return self._in_flight_of(request).remove(request.number)
+
+    def charge(self, request: AdmissionRequest, num_tokens: int) -> None:
+        """A running request generated tokens."""
+        self._served.charge(request.tenant, 0, num_tokens, request.weight)
+
+    def release(self, request: AdmissionRequest, held_s: float) -> None:
+        """A request ended after `held_s` seconds; 0 = it never began. Call `take_ready` next."""
+        self.first_token(request)
+        self._running -= request.cost
+        left = self._by_tenant[request.tenant] - request.cost
+        self._by_tenant[request.tenant] = left
+        if left == 0:
+            del self._by_tenant[request.tenant]
+        self._leave(request)
+        if held_s > 0:
+            self._service_s += (held_s - self._service_s) * (0.1 if self._service_s else 1.0)
+
+    def withdraw(self, request: AdmissionRequest) -> None:
+        """The client of a waiting request went away."""
+        self._unqueue(request)
+        self._leave(request)
+
+    def take_ready(self) -> list[AdmissionRequest]:
+        """Start every waiting request that fits, in order."""
+        started = []
+        while (request := self._next()) is not None and self._fits(request):
+            self._unqueue(request)
+            self._start(request)
+            started.append(request)
+        return started
+
+    def expected_wait_s(self, tenant: str | None = None, run_s: float = 0.0) -> float:
+        """Seconds until a request that joins the queue now would start; 0 = unknown.
+
+        By Little's law, running requests leave at their number over the time that one runs, which
+        is `run_s` until it was measured. A request waits for as many requests of each other tenant
+        as its own tenant has waiting; with `tenant` None it waits for all.
+        """
+        ahead = self._num_waiting
+        if tenant is not None:
+            mine = self._waiting_by_tenant.get(tenant, 0)
+            ahead = sum(min(count, mine + 1) for count in self._waiting_by_tenant.values())
+        return (self._service_s or run_s) * (ahead + 1) / max(self._running, 1)
+
+    def _drop_for(self, request: AdmissionRequest) -> None:
+        """Drop a waiting request in favour of this one. Raises: ResourceExhausted.
+
+        The victim is the newest of the least urgent requests, of the tenant with most of them. If
+        it is as urgent as this one, its tenant must have more requests waiting.
+        """
+        last = max(self._waiting, default=None)
+        if last is not None and last >= request.priority:
+            tenants = self._waiting[last]
+            most = max(tenants, key=lambda tenant: (len(tenants[tenant]), tenant))
+            mine = self._waiting_by_tenant.get(request.tenant, 0)
+            if last > request.priority or len(tenants[most]) > mine + 1:
+                victim = tenants[most][-1]
+                self.withdraw(victim)
+                self.dropped.append(victim)
+                return
+        raise queue_full(self.expected_wait_s())
+
+    def _next(self) -> AdmissionRequest | None:
+        """The waiting request that starts next; tenants at their own limit are skipped."""
+        for priority in sorted(self._waiting):
+            tenants = self._waiting[priority]
+            able = [t for t, queue in tenants.items() if self._tenant_fits(queue[0])]
+            if able:
+                return tenants[self._served.least_served(able)][0]
+        return None
+
+    def _fits(self, request: AdmissionRequest) -> bool:
+        """An idle gateway runs any request, however large it is."""
+        if self._running and self._running + request.cost > self._limits.max_running:
+            return False
+        window, fits_batch = self.window, self._running + request.cost <= self.window.batch_capacity
+        if request.awaits_adapter:
+            window, fits_batch = Window(window.loading_tokens), False
+        fits = self._in_flight_of(request).fit(
+            request.tenant, request.in_flight_tokens, window, fits_batch=fits_batch
+        )
+        return fits and self._tenant_fits(request)
+
+    def _in_flight_of(self, request: AdmissionRequest) -> InFlightTokens:
+        return self._loading if request.awaits_adapter else self._in_flight
+
+    def _tenant_fits(self, request: AdmissionRequest) -> bool:
+        mine = self.num_running_of(request.tenant)
+        limit = self.tenant_limits.get(request.tenant)
+        if limit == 0:
+            return False
+        limits = [n for n in (self._limits.max_running_per_tenant, limit) if n]
+        return not limits or not mine or mine + request.cost <= min(limits)
+
+    def _is_preceded(self, request: AdmissionRequest) -> bool:
+        """True if a waiting request goes first: one more urgent, or as urgent whose tenant was
+        served no more."""
+        other = self._next()
+        if other is None or other.priority != request.priority:
+            return other is not None and other.priority < request.priority
+        is_queued = request.tenant in self._waiting[request.priority]
+        return is_queued or not self._served.is_less_served(request.tenant, other.tenant)
+
+    def _start(self, request: AdmissionRequest) -> None:
+        self._running += request.cost
+        self._by_tenant[request.tenant] = self._by_tenant.get(request.tenant, 0) + request.cost
+        self._in_flight_of(request).add(request.number, request.tenant, request.in_flight_tokens)
+        self._served.charge(request.tenant, request.num_prompt_tokens, 0, request.weight)
+
+    def _unqueue(self, request: AdmissionRequest) -> None:
+        tenants = self._waiting[request.priority]
+        queue = tenants[request.tenant]
+        queue.remove(request)
+        self._num_waiting -= 1
+        self._waiting_by_tenant[request.tenant] -= 1
+        if not self._waiting_by_tenant[request.tenant]:
+            del self._waiting_by_tenant[request.tenant]
+        if not queue:
+            del tenants[request.tenant]
+        if not tenants:
+            del self._waiting[request.priority]
+
+    def _leave(self, request: AdmissionRequest) -> None:
+        self._present[request.tenant] -= 1
+        if not self._present[request.tenant]:
+            del self._present[request.tenant]
+            self._served.leave(request.tenant)
+
+
+def queue_full(wait_s: float) -> LoraplexError:
+    """The error of a request for which the queue has no space, or no longer has."""
+    return ResourceExhausted(
+        "the queue is full; retry later",
+        reason="QUEUE_FULL",
+        retry_after_s=max(1.0, wait_s),
+    )
+
+
+def deadline_infeasible() -> LoraplexError:
+    """The error of a request that would start too late for its deadline."""
+    return DeadlineExceeded(
+        "cannot finish before its deadline; allow more time or retry later",
+        reason="DEADLINE_INFEASIBLE",
+        retry_after_s=1.0,
+    )

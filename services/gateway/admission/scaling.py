@@ -1,0 +1,57 @@
+"""The gauges for autoscalers; they exist for a base even if it has no worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.routing.router import RoutingRequest, first_token_s
+from services.gateway.workers.fleet import Fleet
+from services.gateway.workers.view import WorkerView
+
+_FRESH = RoutingRequest(key="", digests=(), num_prompt_tokens=0, num_replicas=0)
+
+
+class ScalingSignals(Collector):
+    """Computes the gauges from fleet and admission when they are scraped."""
+
+    def __init__(self, fleet: Fleet, controller: AdmissionController) -> None:
+        self._fleet = fleet
+        self._controller = controller
+
+    def register(self) -> None:
+        """Make the gauges visible."""
+        REGISTRY.register(self)
+
+    def unregister(self) -> None:
+        """Take them away again."""
+        REGISTRY.unregister(self)
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """No names claimed: a process of tests may hold several gateways."""
+        return ()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """One sample a base that was ever seen."""
+        ready = _by_base("ready_workers", "Workers that take requests.")
+        queued = _by_base("queued_tokens", "Prompt tokens not yet computed at workers.")
+        wait = _by_base("estimated_wait_seconds", "Expected wait of a new request.")
+        for base_id in self._fleet.bases():
+            views = self._fleet.views(base_id)
+            taking = [view for view in views if view.takes_requests]
+            ready.add_metric([base_id], len(taking))
+            queued.add_metric([base_id], sum(view.load.queued_tokens for view in views))
+            wait.add_metric([base_id], self._controller.expected_wait_s + _soonest_s(taking))
+        return ready, queued, wait
+
+
+def _soonest_s(views: Iterable[WorkerView]) -> float:
+    return min((first_token_s(view, _FRESH) for view in views), default=0.0)
+
+
+def _by_base(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"loraplex_gateway_{name}", text, labels=["base"])

@@ -1,0 +1,106 @@
+"""Serves the console's page and the two objects it polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.common.callers import Caller
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.console import state
+from services.gateway.registry.keyring import is_admin
+from services.gateway.registry.resolve import Resolver
+from services.gateway.workers.fleet import Fleet
+
+MAX_LISTED = 500
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class ConsoleEndpoints:
+    """Endpoints of the console. The page is public; its data needs a key if keys are required."""
+
+    def __init__(
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        resolver: Resolver,
+        fleet: Fleet,
+        controller: AdmissionController,
+        not_ready_reason: Callable[[], str],
+    ) -> None:
+        self._caller = caller
+        self._resolver = resolver
+        self._fleet = fleet
+        self._controller = controller
+        self._not_ready_reason = not_ready_reason
+
+    def routes(self) -> list[Route]:
+        """`/` and everything under `/console/`."""
+        folder = resources.files("services.gateway.console") / "static"
+        files = {each.name: each.read_bytes() for each in folder.iterdir()}
+        pages = [_page(f"/console/{name}", name, content) for name, content in files.items()]
+        return [
+            _page("/", "index.html", files["index.html"]),
+            Route("/console/state", self.state, methods=["GET"]),
+            Route("/console/adapters", self.adapters, methods=["GET"]),
+            *pages,
+        ]
+
+    async def state(self, request: Request) -> Response:
+        """Current state. Only admins see workers, whose load reveals other tenants."""
+        caller = await self._caller(request)
+        reason = self._not_ready_reason()
+        shown: dict[str, Any] = {
+            "time_s": time.time(),
+            "not_ready_reason": reason,
+            "tenant": caller.tenant,
+            "bases": [state.base_state(base) for base in self._resolver.bases().values()],
+            "workers": None,
+        }
+        if is_admin(caller):
+            labels = self._resolver.snapshot.labels()
+            views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
+            shown |= {
+                "workers": [state.worker_state(view, labels) for view in views],
+                "num_adapters": self._resolver.snapshot.num_adapters,
+                "running": self._controller.num_running,
+                "waiting": self._controller.num_waiting,
+                "totals": state.totals(),
+            }
+        return JSONResponse(shown, headers={"cache-control": "no-store"})
+
+    async def adapters(self, request: Request) -> Response:
+        """Adapters that the caller may run, with versions and tags; `?search=` filters them."""
+        caller = await self._caller(request)
+        listings = self._resolver.snapshot.listings(caller.tenant)
+        page, total = state.found(listings, request.query_params.get("search", ""), MAX_LISTED)
+        body = {"adapters": [state.adapter_state(listing) for listing in page], "total": total}
+        return JSONResponse(body, headers={"cache-control": "no-store"})
+
+
+def _page(path: str, name: str, content: bytes) -> Route:
+    media_type = _TYPES[name.rpartition(".")[2]]
+
+    async def serve(_: Request) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return Route(path, serve, methods=["GET"])

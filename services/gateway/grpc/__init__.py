@@ -1,0 +1,1 @@
+"""The gRPC API: InferenceService for clients and AdminService for operators."""

@@ -1,0 +1,134 @@
+"""AdminService: what this gateway knows about workers and adapters, for operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from loraplex.errors import InvalidRequest, Unavailable
+from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from services.common import grpc_server
+from services.common.callers import current_caller
+from services.gateway.admission.controller import AdmissionController
+from services.gateway.event_loop import now_s
+from services.gateway.registry.link import RegistryLink
+from services.gateway.registry.resolve import Resolver
+from services.gateway.request import ServedModel
+from services.gateway.routing.router import rendezvous_order
+from services.gateway.workers.fleet import Fleet
+from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+
+Context = grpc.aio.ServicerContext[Any, Any]
+NAME = "loraplex.v1.AdminService"
+_FETCH_TIMEOUT_S = 300.0
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """AdminService of one gateway."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        registry: RegistryLink,
+        resolver: Resolver,
+        controller: AdmissionController,
+        not_ready_reason: Callable[[], str],
+    ) -> None:
+        self._fleet = fleet
+        self._registry = registry
+        self._resolver = resolver
+        self._controller = controller
+        self._not_ready_reason = not_ready_reason
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: Context
+    ) -> admin_pb2.GetStatusResponse:
+        """Bases, workers, and the adapters that they hold."""
+        views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
+        labels = self._resolver.snapshot.labels() if request.include_adapters else None
+        reason = self._not_ready_reason()
+        return admin_pb2.GetStatusResponse(
+            ready=not reason,
+            not_ready_reason=reason,
+            base_ids=sorted({view.base_id for view in views if view.takes_requests}),
+            workers=[worker_state(view, labels) for view in views],
+            registry_connected=self._registry.is_watching,
+            num_adapters=self._resolver.snapshot.num_adapters,
+            running_requests=self._controller.num_running,
+            queued_requests=self._controller.num_waiting,
+        )
+
+    async def FetchAdapter(
+        self, request: admin_pb2.FetchAdapterRequest, context: Context
+    ) -> admin_pb2.FetchAdapterResponse:
+        """Load an adapter on the first workers of its rendezvous order; on one by default."""
+        found = await self._resolver.model(request.ref, current_caller.get().tenant)
+        if isinstance(found, ServedModel):
+            raise InvalidRequest.field(
+                "ref", request.ref, "this is a base, which its workers always hold; name an adapter"
+            )
+        able = {v.worker_id: v for v in self._fleet.views(found.base_id) if v.takes_requests}
+        if not able:
+            raise Unavailable(f"no worker of {found.base_id!r} is ready", reason="NO_READY_WORKER")
+        chosen = rendezvous_order(found.digest, able)[: request.num_workers or 1]
+        timeout_s = min(context.time_remaining() or _FETCH_TIMEOUT_S, _FETCH_TIMEOUT_S)
+        begin_s = now_s()
+        await asyncio.gather(
+            *(self._fleet.load(able[worker].address, found.digest, timeout_s) for worker in chosen)
+        )
+        return admin_pb2.FetchAdapterResponse(
+            ref=found.label, digest=found.digest, worker_ids=chosen, took_s=now_s() - begin_s
+        )
+
+
+def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.WorkerState:
+    """State of one worker; with `labels` (names by digest) also the adapters that it holds."""
+    load = view.load
+    state = admin_pb2.WorkerState(
+        worker_id=view.worker_id if view.base_id else "",
+        address=view.address,
+        base_id=view.base_id,
+        connected=view.connected,
+        ready=view.ready,
+        draining=view.draining,
+        load=worker_pb2.WorkerLoad(
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            queued_tokens=load.queued_tokens,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            step_s=load.step_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            max_distinct_adapters=load.max_distinct_adapters,
+            steps=load.steps,
+            max_running_requests=load.max_running_requests,
+            full=load.is_full,
+        ),
+        num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
+    )
+    if labels is not None:
+        held = view.adapters.values()
+        state.adapters.extend(_resident(r, labels.get(r.digest, "")) for r in held)
+    return state
+
+
+def _resident(residency: AdapterResidency, label: str) -> admin_pb2.ResidentAdapter:
+    return admin_pb2.ResidentAdapter(
+        ref=label,
+        residency=worker_pb2.AdapterResidency(
+            digest=residency.digest,
+            tier=worker_pb2.AdapterTier.Name(residency.tier),
+            max_rank=residency.max_rank,
+            device_bytes=residency.device_bytes,
+            pinned=residency.pinned,
+            running_requests=residency.running_requests,
+        ),
+    )
+
+
+def service(servicer: AdminServicer) -> grpc_server.Service:
+    """What `grpc_server.start` serves."""
+    return admin_pb2_grpc.add_AdminServiceServicer_to_server, servicer, NAME

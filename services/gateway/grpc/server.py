@@ -1,0 +1,252 @@
+"""InferenceService of the gateway."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.common import grpc_server
+from services.common.callers import current_caller
+from services.gateway.grpc.convert import (
+    FINISH_TO_WIRE,
+    grammar_from_wire,
+    logprob_to_wire,
+    prompt_from_wire,
+)
+from services.gateway.grpc.vectors import (
+    embed_calls,
+    embed_response,
+    field_names,
+    score_calls,
+    score_response,
+)
+from services.gateway.metrics import REQUESTS
+from services.gateway.pipeline.embedding import embed_all
+from services.gateway.pipeline.generation import Generation
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.pipeline.scoring import score_all
+from services.gateway.registry.resolve import Resolver, model_id
+from services.gateway.registry.snapshot import Version
+from services.gateway.request import (
+    AskedAdapter,
+    AskedSampling,
+    GenerateCall,
+    ServedModel,
+    TextDelta,
+    beginning_hash,
+    with_names,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+NAME = "loraplex.v1.InferenceService"
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """InferenceService on top of the pipeline."""
+
+    def __init__(self, generation: Generation, resolver: Resolver) -> None:
+        self._generation = generation
+        self._resolver = resolver
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """Stream the output of one prompt; an error ends the call with its status."""
+        outcome = "cancelled"
+        try:
+            call = call_from_wire(request, context.time_remaining(), _traceparent(context))
+            prepared = await self._generation.prepare(call)
+            writer = ResponseWriter(prepared)
+            async with aclosing(self._generation.run(prepared)) as text_deltas:
+                async for text_delta in text_deltas:
+                    if (message := writer.message(text_delta)) is not None:
+                        yield message
+            outcome = "ok"
+        except LoraplexError as error:
+            outcome = error.reason.lower()
+            raise
+        finally:
+            REQUESTS.labels("grpc", outcome).inc()
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        """One vector per input."""
+        calls, finish = embed_calls(request, context.time_remaining(), _traceparent(context))
+        async with _counted(field_names(request)):
+            return embed_response(await embed_all(self._generation, calls, finish))
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        """The outputs of an adapter's head, per input."""
+        calls = score_calls(request, context.time_remaining(), _traceparent(context))
+        async with _counted(field_names(request)):
+            return score_response(*await score_all(self._generation, calls))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """Bases first, then adapters; a page token is the last id of the page before."""
+        size = request.page_size or DEFAULT_PAGE
+        if size > MAX_PAGE:
+            raise InvalidRequest.field("page_size", size, f"must be at most {MAX_PAGE}")
+        tenant = current_caller.get().tenant
+        models = [_model(model, tenant) for model in self._resolver.models(tenant)]
+        ids = [model.id for model in models]
+        start = 0
+        if request.page_token:
+            if request.page_token not in ids:
+                raise InvalidRequest.field("page_token", request.page_token, "no such page")
+            start = ids.index(request.page_token) + 1
+        page = models[start : start + size]
+        more = start + size < len(models)
+        return inference_pb2.ListModelsResponse(
+            models=page, next_page_token=page[-1].id if page and more else ""
+        )
+
+
+@asynccontextmanager
+async def _counted(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
+    """Count the outcome of a unary call, and name fields as its caller does in errors."""
+    try:
+        yield
+    except LoraplexError as error:
+        REQUESTS.labels("grpc", error.reason.lower()).inc()
+        raise with_names(error, field_names) from None
+    REQUESTS.labels("grpc", "ok").inc()
+
+
+class ResponseWriter:
+    """Converts the text deltas of one request to messages."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self._prepared = prepared
+        self._begun: set[int] = set()
+        self._num_finished = 0
+
+    def message(self, text_delta: TextDelta) -> inference_pb2.GenerateResponse | None:
+        """The message for a text delta; None if it contains nothing."""
+        is_first = text_delta.index not in self._begun
+        if not (is_first or text_delta.text or text_delta.token_ids or text_delta.finish_reason):
+            return None
+        message = inference_pb2.GenerateResponse(
+            request_id=self._prepared.call.request_id,
+            index=text_delta.index,
+            text=text_delta.text,
+            token_ids=text_delta.token_ids,
+            logprobs=[logprob_to_wire(entry) for entry in text_delta.logprobs],
+        )
+        if is_first:
+            self._begin(message, text_delta)
+        if text_delta.finish_reason is not None:
+            self._finish(message, text_delta)
+        return message
+
+    def _begin(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
+        """Mutates: message."""
+        prepared = self._prepared
+        self._begun.add(text_delta.index)
+        message.served_by.adapters.extend(a.label for a in prepared.target.adapters)
+        message.served_by.digests.extend(a.digest for a in prepared.target.adapters)
+        message.served_by.worker_id = text_delta.worker_id
+        message.served_by.base_id = prepared.base.base_id
+        if prepared.resolved.echo:
+            message.text = prepared.prompt_text() + message.text
+        if text_delta.index == 0:
+            message.prompt_token_ids.extend(prepared.prompt_ids)
+            message.prompt_logprobs.extend(logprob_to_wire(e) for e in text_delta.prompt_logprobs)
+
+    def _finish(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
+        """Mutates: message."""
+        assert text_delta.finish_reason is not None
+        message.finish_reason = FINISH_TO_WIRE[text_delta.finish_reason]
+        if text_delta.stop_reason is not None:
+            message.stop_reason = str(text_delta.stop_reason)
+        if text_delta.timings is not None:
+            timings = text_delta.timings
+            message.timings.CopyFrom(
+                common_pb2.Timings(
+                    queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
+                )
+            )
+        self._num_finished += 1
+        if self._num_finished == self._prepared.resolved.num_choices:
+            usage = self._prepared.usage
+            message.usage.prompt_tokens = usage.prompt_tokens
+            message.usage.completion_tokens = usage.completion_tokens
+            message.usage.cached_tokens = usage.cached_tokens
+
+
+def call_from_wire(
+    request: inference_pb2.GenerateRequest, timeout_s: float | None, trace: str
+) -> GenerateCall:
+    """Convert a request of the current caller. Raises: InvalidRequest without a prompt."""
+    prompt = prompt_from_wire(request, "prompt")
+    return GenerateCall(
+        request_id=request.request_id or secrets.token_hex(12),
+        tenant=current_caller.get().tenant,
+        model=request.model,
+        prompt=prompt,
+        sampling=_sampling(request.sampling),
+        adapters=tuple(
+            AskedAdapter(a.ref, a.weight if a.HasField("weight") else None)
+            for a in request.adapters
+        ),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        split_key=request.split_key or beginning_hash(prompt),
+        timeout_s=timeout_s,
+        first_token_s=request.first_token_s or None,
+        trace=trace,
+    )
+
+
+def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:
+    """Fields that are set; a number without presence means its default if it is 0."""
+    given: dict[str, Any] = {}
+    for field, value in wire.ListFields():
+        take = _TAKEN.get(field.name)
+        given[field.name] = take(value) if take is not None else value
+    return AskedSampling(**given)
+
+
+_TAKEN: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": lambda biases: tuple(biases.items()),
+    "grammar": grammar_from_wire,
+    "allowed_token_ids": tuple,
+    "bad_token_ids": tuple,
+}
+"""Conversions of the fields that are not plain values."""
+
+
+def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:
+    shown = inference_pb2.Model(id=model_id(model, tenant), base_id=model.base_id)
+    if isinstance(model, ServedModel):
+        shown.max_model_len = model.max_model_len
+    else:
+        shown.digest = model.digest
+    shown.created_unix_s = int(model.created_unix_s)
+    return shown
+
+
+def _traceparent(context: Context) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
+
+
+def service(generation: Generation, resolver: Resolver) -> grpc_server.Service:
+    """What `grpc_server.start` serves."""
+    add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+    return add, InferenceServicer(generation, resolver), NAME

@@ -1,0 +1,116 @@
+"""Converts the messages of Embed and Score."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from loraplex.errors import InvalidRequest
+from loraplex.v1 import common_pb2, inference_pb2
+from services.common.callers import current_caller
+from services.gateway.grpc.convert import prompt_from_wire
+from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from services.gateway.pipeline.pooling import labels_of
+from services.gateway.pipeline.scoring import PromptScore
+from services.gateway.request import GenerateCall, Pooling, Prompt, TextPrompt, beginning_hash
+
+MAX_INPUTS = 1024
+_POOLINGS = {
+    common_pb2.POOLING_UNSPECIFIED: Pooling.DEFAULT,
+    common_pb2.POOLING_LAST: Pooling.LAST,
+    common_pb2.POOLING_MEAN: Pooling.MEAN,
+}
+
+Request = inference_pb2.EmbedRequest | inference_pb2.ScoreRequest
+
+
+def field_names(request: Request) -> Mapping[str, str]:
+    """Names that the caller of this request uses for our fields."""
+    return {"prompt": "prompts" if request.prompts else "inputs"}
+
+
+def embed_calls(
+    request: inference_pb2.EmbedRequest, timeout_s: float | None, trace: str
+) -> tuple[list[GenerateCall], Finish]:
+    """Calls of the current caller, one per input. Raises: InvalidRequest."""
+    pooling = _POOLINGS.get(request.pooling)
+    if pooling is None:
+        why = "must be POOLING_LAST, POOLING_MEAN or unset; heads answer Score"
+        raise InvalidRequest.field("pooling", request.pooling, why)
+    normalize = request.normalize if request.HasField("normalize") else None
+    finish = Finish(normalize, request.dimensions)
+    return _calls(request, pooling, timeout_s, trace), finish
+
+
+def score_calls(
+    request: inference_pb2.ScoreRequest, timeout_s: float | None, trace: str
+) -> list[GenerateCall]:
+    """Calls of the current caller, one per input. Raises: InvalidRequest."""
+    return _calls(request, Pooling.HEAD, timeout_s, trace)
+
+
+def _calls(
+    request: Request, pooling: Pooling, timeout_s: float | None, trace: str
+) -> list[GenerateCall]:
+    request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
+    return [
+        vector_call(
+            f"{request_id}-{index}",
+            tenant,
+            request.model,
+            prompt,
+            pooling,
+            split_key=beginning_hash(prompt),
+            timeout_s=timeout_s,
+            trace=trace,
+        )
+        for index, prompt in enumerate(_prompts(request))
+    ]
+
+
+def _prompts(request: Request) -> list[Prompt]:
+    if request.inputs and request.prompts:
+        raise InvalidRequest.field("prompts", "", "send inputs or prompts, not both")
+    count = len(request.inputs) + len(request.prompts)
+    if not 1 <= count <= MAX_INPUTS:
+        raise InvalidRequest.field("inputs", count, f"must hold 1 to {MAX_INPUTS} inputs")
+    if request.inputs:
+        return [TextPrompt(text) for text in request.inputs]
+    return [
+        prompt_from_wire(prompt, f"prompts[{index}]", generates=False)
+        for index, prompt in enumerate(request.prompts)
+    ]
+
+
+def embed_response(pooled: Pooled) -> inference_pb2.EmbedResponse:
+    """Vectors in input order."""
+    return inference_pb2.EmbedResponse(
+        embeddings=[inference_pb2.Embedding(values=vector) for vector in pooled.vectors],
+        usage=common_pb2.Usage(prompt_tokens=pooled.num_prompt_tokens),
+        served_by=_served_by(pooled),
+    )
+
+
+def score_response(pooled: Pooled, scores: Sequence[PromptScore]) -> inference_pb2.ScoreResponse:
+    """Scores in input order."""
+    return inference_pb2.ScoreResponse(
+        scores=[
+            inference_pb2.Score(
+                logits=score.logits, probabilities=score.probabilities, label=score.label
+            )
+            for score in scores
+        ],
+        usage=common_pb2.Usage(prompt_tokens=pooled.num_prompt_tokens),
+        labels=labels_of(pooled.prepared[0].target.adapters[0]),
+        served_by=_served_by(pooled),
+    )
+
+
+def _served_by(pooled: Pooled) -> inference_pb2.ServedBy:
+    first = pooled.prepared[0]
+    return inference_pb2.ServedBy(
+        adapters=[adapter.label for adapter in first.target.adapters],
+        digests=[adapter.digest for adapter in first.target.adapters],
+        worker_id=pooled.worker_id,
+        base_id=first.base.base_id,
+    )

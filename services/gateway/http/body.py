@@ -1,0 +1,176 @@
+"""Reads the fields of a JSON body: right type or a 400 that names the field.
+
+A field that is not read is refused unless its value is null or the default of the field,
+so that no setting is ever dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+)
+"""Accepted without effect, except that user and prompt_cache_key choose the side of a split."""
+
+DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "beam_width": (1,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Values of unsupported fields that have no effect, and are therefore accepted."""
+
+
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        InvalidRequest: it is none, or (naming the field) holds half a surrogate pair, which JSON's
+            escapes can say but no text that is passed on can.
+    """
+    try:
+        text = raw.decode("utf-8-sig")
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object", reason="INVALID_JSON")
+    if _ESCAPED_SURROGATE.search(text):
+        for name, value in fields.items():
+            _check_unicode(name, value)
+    return fields
+
+
+def _check_unicode(name: str, value: object) -> None:
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        shown = name.encode(errors="replace").decode()
+        why = "the text holds half a surrogate pair; send valid Unicode"
+        raise InvalidRequest.field(shown, "", why) from None
+
+
+class Body:
+    """A JSON object whose fields are read one by one."""
+
+    def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
+        """`prefix` is put before the names of fields in errors."""
+        self._prefix = prefix
+        self._left = {name: value for name, value in fields.items() if value is not None}
+
+    def text(self, name: str) -> str | None:
+        """A string field."""
+        value = self._left.pop(name, None)
+        if value is not None and not isinstance(value, str):
+            raise bad_type(self._prefix + name, value, "a string")
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """An integer field; true and false are refused."""
+        value = self._left.pop(name, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise bad_type(self._prefix + name, value, "a whole number")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number field."""
+        value = self._left.pop(name, None)
+        return None if value is None else _float(self._prefix + name, value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean field."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
+            raise bad_type(self._prefix + name, value, "true or false")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A list of token ids."""
+        value = self._left.pop(name, [])
+        if not isinstance(value, list) or not all(is_id(item) for item in value):
+            raise bad_type(self._prefix + name, value, "a list of token ids")
+        return tuple(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A string or a list of strings."""
+        value = self._left.pop(name, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise bad_type(self._prefix + name, value, "a string or a list of strings")
+        return tuple(items)
+
+    def bias(self, name: str) -> tuple[tuple[int, float], ...]:
+        """An object from token id to number."""
+        value = self._left.pop(name, {})
+        if not isinstance(value, dict) or not all(_is_integer_text(key) for key in value):
+            raise bad_type(self._prefix + name, value, "an object from token id to number")
+        return tuple((int(key), _float(self._prefix + name, bias)) for key, bias in value.items())
+
+    def raw(self, name: str) -> Any:
+        """A field of any type; None if absent."""
+        return self._left.pop(name, None)
+
+    def finish(self) -> None:
+        """Refuse the fields that were not read. Raises: Unsupported naming the field."""
+        for name, value in self._left.items():
+            if name not in IGNORED and value not in DEFAULTS.get(name, ()):
+                raise Unsupported.field(
+                    self._prefix + name,
+                    "",
+                    "this field is unknown or not served with this value; leave it out",
+                )
+
+
+def is_id(value: object) -> bool:
+    """True for integers that are not booleans."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def bad_type(name: str, value: object, expected: str) -> InvalidRequest:
+    """The error shows only the type, because the value may be the user's text."""
+    return InvalidRequest.field(name, _type_name(value), f"must be {expected}")
+
+
+def _float(name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise bad_type(name, value, "a number")
+
+
+def _is_integer_text(key: object) -> bool:
+    return isinstance(key, str) and key.lstrip("-").isdecimal() and len(key) < 20
+
+
+def _type_name(value: object) -> str:
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", list: "list"}
+    return names.get(type(value), "object")

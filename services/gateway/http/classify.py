@@ -1,0 +1,75 @@
+"""/classify, in vLLM's shape: bodies in, labels and their probabilities out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+from services.gateway.http.body import Body
+from services.gateway.http.calls import Origin, parse_conversation, parse_prompts
+from services.gateway.http.embeddings import model_of, usage_of, vector_calls
+from services.gateway.pipeline.embedding import Pooled
+from services.gateway.pipeline.scoring import PromptScore
+from services.gateway.request import GenerateCall, Pooling, Prompt
+from services.gateway.tools.tool_use import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyCall:
+    """One HTTP request: a call per input."""
+
+    model: str
+    calls: tuple[GenerateCall, ...]
+    field_names: dict[str, str]
+    use_activation: bool
+    """False = logits instead of probabilities."""
+
+
+def parse_classify(fields: dict[str, Any], origin: Origin) -> ClassifyCall:
+    """Body of /classify. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    model = model_of(body)
+    use_activation = body.flag("use_activation", default=True)
+    prompts, field = _prompts(body, fields)
+    body.finish()
+    calls = vector_calls(fields, origin, model, prompts, Pooling.HEAD)
+    return ClassifyCall(model, calls, {"prompt": field}, use_activation)
+
+
+def _prompts(body: Body, fields: dict[str, Any]) -> tuple[Sequence[Prompt], str]:
+    """Inputs or one conversation, and the field they came in. Raises: InvalidRequest."""
+    if fields.get("messages") is None:
+        special = body.flag("add_special_tokens", default=True)
+        return parse_prompts("input", body.raw("input"), special), "input"
+    if fields.get("input") is not None:
+        raise InvalidRequest.field("messages", "", "send input or messages, not both")
+    generates = body.flag("add_generation_prompt")
+    conversation = parse_conversation(body, ToolUse())
+    return [replace(conversation, add_generation_prompt=generates)], "messages"
+
+
+def classes_body(
+    call: ClassifyCall, request_id: str, pooled: Pooled, scores: Sequence[PromptScore]
+) -> dict[str, Any]:
+    """The response body. For a regression it contains the outputs instead of probabilities."""
+    data = [
+        {
+            "index": index,
+            "label": score.label or None,
+            "probs": list((score.probabilities if call.use_activation else ()) or score.logits),
+            "logits": list(score.logits),
+            "num_classes": len(score.logits),
+        }
+        for index, score in enumerate(scores)
+    ]
+    return {
+        "id": f"classify-{request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": call.model,
+        "data": data,
+        "usage": usage_of(pooled),
+    }

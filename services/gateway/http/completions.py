@@ -1,0 +1,76 @@
+"""Formats the responses of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.http.formatting import ResponseInfo, prompt_id_fields, token_id_fields
+from services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
+from services.gateway.request import TextDelta
+
+_KIND = "text_completion"
+
+
+class CompletionFormatter:
+    """Formats the output of one request, streamed or complete."""
+
+    def __init__(self, info: ResponseInfo) -> None:
+        self._info = info
+        self._begun: set[int] = set()
+        """Indices of the choices that have been started."""
+
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
+        says_nothing = not (
+            choice["text"] or choice["finish_reason"] or choice["logprobs"] or text_delta.token_ids
+        )
+        hides_ids = not self._info.call.return_token_ids and choice["logprobs"] is None
+        if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
+            return []
+        extra = {} if self._begun else prompt_id_fields(self._info)
+        self._begun.add(text_delta.index)
+        chunk = self._info.object(_KIND, [choice])
+        if self._info.call.include_usage:
+            chunk["usage"] = None
+        return [chunk | extra]
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._info.object(_KIND, []) | {"usage": self._info.usage()}
+
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        formatted = [self._choice(text_delta, is_first=True) for text_delta in choices]
+        body = self._info.object(_KIND, formatted) | {"usage": self._info.usage()}
+        return body | prompt_id_fields(self._info)
+
+    def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+        echo = self._echo(text_delta.index) if is_first else ""
+        return {
+            "index": text_delta.index,
+            "text": echo + text_delta.text,
+            "logprobs": self._logprobs(text_delta, is_first=is_first),
+            "finish_reason": text_delta.finish_reason,
+            "stop_reason": text_delta.stop_reason,
+            **token_id_fields(self._info, text_delta, with_prompt=is_first),
+        }
+
+    def _echo(self, index: int) -> str:
+        prepared = self._info.of_choice(index)
+        return prepared.prompt_text() if prepared.resolved.echo else ""
+
+    def _logprobs(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any] | None:
+        prepared = self._info.of_choice(text_delta.index)
+        if prepared.call.sampling.logprobs is None:
+            return None
+        shift = len(self._echo(text_delta.index))
+        offsets = [shift + offset for offset in text_delta.offsets]
+        lists = completion_logprobs(prepared.tokens, text_delta.logprobs, offsets)
+        if not (is_first and prepared.resolved.echo):
+            return lists
+        prompt = prompt_logprobs(
+            prepared.tokens,
+            prepared.prompt_ids,
+            text_delta.prompt_logprobs,
+            skip_special=prepared.resolved.text.skip_special,
+        )
+        return joined(prompt, lists)

@@ -1,0 +1,104 @@
+"""/v1/embeddings: bodies in, vectors out as numbers or as base64 of little-endian float32."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+from services.gateway.http.body import Body
+from services.gateway.http.calls import Origin, parse_prompts, split_key_of
+from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from services.gateway.request import GenerateCall, Pooling, Prompt
+
+FIELD_NAMES = {"prompt": "input"}
+"""Names that callers use for our fields."""
+POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsCall:
+    """One HTTP request: a call per input."""
+
+    model: str
+    calls: tuple[GenerateCall, ...]
+    finish: Finish
+    is_base64: bool
+
+
+def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
+    """Body of /v1/embeddings. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    model = model_of(body)
+    special = body.flag("add_special_tokens", default=True)
+    prompts = parse_prompts("input", body.raw("input"), special)
+    encoding = body.text("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise InvalidRequest.field("encoding_format", encoding, "must be float or base64")
+    pooling = POOLINGS.get(asked := (body.text("pooling") or "").lower())
+    if pooling is None:
+        raise InvalidRequest.field("pooling", asked, "must be last or mean")
+    dimensions = body.integer("dimensions")
+    if dimensions is not None and dimensions < 1:
+        raise InvalidRequest.field("dimensions", dimensions, "must be at least 1")
+    normalize = body.flag("normalize") if fields.get("normalize") is not None else None
+    body.finish()
+    calls = vector_calls(fields, origin, model, prompts, pooling)
+    return EmbeddingsCall(model, calls, Finish(normalize, dimensions or 0), encoding == "base64")
+
+
+def model_of(body: Body) -> str:
+    """The model of a body. Raises: InvalidRequest without one."""
+    model = body.text("model")
+    if not model:
+        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
+    return model
+
+
+def vector_calls(
+    fields: dict[str, Any],
+    origin: Origin,
+    model: str,
+    prompts: Sequence[Prompt],
+    pooling: Pooling,
+) -> tuple[GenerateCall, ...]:
+    """A call per prompt of one HTTP request."""
+    return tuple(
+        vector_call(
+            origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
+            origin.tenant,
+            model,
+            prompt,
+            pooling,
+            split_key=split_key_of(fields, origin, prompt),
+            timeout_s=origin.timeout_s,
+            trace=origin.trace,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+
+
+def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
+    """The response body."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _base64(vector) if call.is_base64 else list(vector),
+        }
+        for index, vector in enumerate(pooled.vectors)
+    ]
+    return {"object": "list", "data": data, "model": call.model, "usage": usage_of(pooled)}
+
+
+def usage_of(pooled: Pooled) -> dict[str, int]:
+    """The `usage` of calls for vectors."""
+    count = pooled.num_prompt_tokens
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

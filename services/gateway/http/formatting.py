@@ -1,0 +1,122 @@
+"""What the responses of completions and chat share: common fields, usage, collected choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.gateway.http.calls import OpenAICall
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.request import Target, TextDelta
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInfo:
+    """The fields that all objects of one response share."""
+
+    completion_id: str
+    created_unix_s: int
+    call: OpenAICall
+    prepared: Sequence[PreparedRequest]
+    """One per prompt; choice i*n + j belongs to prompt i."""
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.prepared[0].resolved.num_choices
+
+    def of_choice(self, index: int) -> PreparedRequest:
+        """The prompt that a choice belongs to."""
+        return self.prepared[index // self.num_choices]
+
+    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A response or chunk without usage."""
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.call.model,
+            "choices": choices,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts over all prompts and choices."""
+        prompt = sum(p.usage.prompt_tokens for p in self.prepared)
+        completion = sum(p.usage.completion_tokens for p in self.prepared)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(p.usage.cached_tokens for p in self.prepared)
+            },
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Of the whole call."""
+        return headers_of(self.prepared[0].target)
+
+
+def headers_of(target: Target) -> dict[str, str]:
+    """Headers that name the adapters that ran; none for the base alone."""
+    adapters = target.adapters
+    if not adapters:
+        return {}
+    return {
+        "x-loraplex-adapter": ", ".join(adapter.label for adapter in adapters),
+        "x-loraplex-digest": ", ".join(adapter.digest for adapter in adapters),
+    }
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """All text deltas of one choice."""
+
+    text_deltas: list[TextDelta] = field(default_factory=list)
+
+    def sum(self) -> TextDelta:
+        """The whole choice as one text delta."""
+        text_deltas = self.text_deltas
+        return TextDelta(
+            index=text_deltas[0].index,
+            text="".join(text_delta.text for text_delta in text_deltas),
+            token_ids=tuple(i for text_delta in text_deltas for i in text_delta.token_ids),
+            logprobs=tuple(entry for text_delta in text_deltas for entry in text_delta.logprobs),
+            offsets=tuple(offset for text_delta in text_deltas for offset in text_delta.offsets),
+            finish_reason=text_deltas[-1].finish_reason,
+            stop_reason=text_deltas[-1].stop_reason,
+            prompt_logprobs=text_deltas[0].prompt_logprobs,
+        )
+
+
+class Formatter(Protocol):
+    """Completions or chat."""
+
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        """Stream objects for a text delta; empty if it contains nothing new for this caller."""
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last stream object with include_usage."""
+
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        """The one object of a response that is not streamed; `choices` in order of index."""
+
+
+def token_id_fields(
+    info: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool
+) -> dict[str, Any]:
+    """Extra fields of a choice with return_token_ids."""
+    if not info.call.return_token_ids:
+        return {}
+    fields: dict[str, Any] = {"token_ids": list(text_delta.token_ids)}
+    if with_prompt:
+        fields["prompt_token_ids"] = list(info.of_choice(text_delta.index).prompt_ids)
+    return fields
+
+
+def prompt_id_fields(info: ResponseInfo) -> dict[str, Any]:
+    """Extra field of a response to one prompt with return_token_ids."""
+    if not info.call.return_token_ids or len(info.prepared) > 1:
+        return {}
+    return {"prompt_token_ids": list(info.prepared[0].prompt_ids)}

@@ -1,0 +1,156 @@
+"""Checks every HTTP request first: Host header, request id, size and type of the body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from services.common.addresses import is_loopback
+from services.gateway.http.body import parse_object
+from services.gateway.http.errors import error_body
+
+MAX_BODY_BYTES = 8 << 20
+_MAX_DISCARDED_BYTES = 64 << 20
+_DISCARD_IDLE_S = 1.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_PROBES = frozenset({"/healthz", "/health", "/readyz"})
+
+
+@dataclass(frozen=True, slots=True)
+class HostRule:
+    """Accepted Host headers; protects a server without auth from pages of other sites."""
+
+    allowed: frozenset[str]
+    """Names besides loopback; "*" = any."""
+
+    def allows(self, host_header: str) -> bool:
+        """True for loopback and allowed names, with or without a port."""
+        host = _host_of(host_header).lower()
+        return host in self.allowed or "*" in self.allowed or is_loopback(host)
+
+
+class Guard:
+    """ASGI middleware around the app."""
+
+    def __init__(self, app: ASGIApp, hosts: HostRule | None) -> None:
+        """`hosts` is None where callers authenticate."""
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request an id, answer it or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers.get("x-request-id", ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        intake = _Intake(receive)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif not message.get("more_body") and not intake.is_over and "expect" not in headers:
+                await send({**message, "more_body": True})
+                await intake.discard()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        host = headers.get("host", "")
+        if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
+            await _refuse(send_with_id, _bad_host())
+            return
+        await self._app(scope, intake, send_with_id)
+
+
+class _Intake:
+    """The body of a request as it comes in.
+
+    What is answered before its body was read (too large, no key) has the rest dropped before the
+    connection closes: clients that send everything before they read would else see a broken pipe.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.is_over = False
+        """True after the last part of the body."""
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.is_over = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Discard the rest, up to a limit, or until no more data arrives."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            while not self.is_over and num_bytes < _MAX_DISCARDED_BYTES:
+                async with asyncio.timeout(_DISCARD_IDLE_S):
+                    num_bytes += len((await self()).get("body", b""))
+
+
+def request_id_of(given: str) -> str:
+    """The client's id if it is safe in logs, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as an object. Raises: InvalidRequest for type, size and syntax."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest.field(
+            "content-type", media_type, "JSON bodies need content-type: application/json"
+        )
+    return parse_object(await _read_capped(request))
+
+
+async def _read_capped(request: Request) -> bytes:
+    """The body. Raises: InvalidRequest if it is too large."""
+    too_large = InvalidRequest(
+        f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+def _host_of(header: str) -> str:
+    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def _bad_host() -> LoraplexError:
+    return PermissionDenied(
+        "without auth this Host header is not allowed; call the gateway by a loopback name, or add "
+        "the name to LORAPLEX_ALLOWED_HOSTS",
+        reason="HOST_NOT_ALLOWED",
+    )
+
+
+async def _refuse(send: Send, error: LoraplexError) -> None:
+    body = error_body(error)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,127 @@
+"""The ways in which OpenAI's and vLLM's clients ask for constrained output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+from services.gateway.http.body import Body, bad_type
+from services.gateway.request import Grammar
+
+ANY_OBJECT = Grammar("json_schema", ('{"type":"object"}',))
+
+Reader = Callable[[str, Any], Grammar | None]
+
+
+def read_grammar(body: Body) -> tuple[Grammar | None, str]:
+    """The grammar of a body, and the field that contains it.
+
+    Raises: InvalidRequest for two of them or a wrong type, Unsupported for a kind not served.
+    """
+    found = [
+        (grammar, name)
+        for name, read in _FIELDS.items()
+        if (grammar := read(name, body.raw(name))) is not None
+    ]
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise InvalidRequest.field(found[1][1], "", f"{names} exclude each other; send only one")
+    return found[0] if found else (None, "grammar")
+
+
+def _response_format(name: str, value: Any) -> Grammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise bad_type(name, value, "an object with a type")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise Unsupported.field(name, "", "the type must be text, json_object or json_schema")
+    wrapped = value.get("json_schema")
+    field = f"{name}.json_schema"
+    if not isinstance(wrapped, dict):
+        raise bad_type(field, wrapped, "an object with name and schema")
+    schema = wrapped.get("schema")
+    if not isinstance(schema, dict):
+        raise bad_type(f"{field}.schema", schema, "a JSON Schema")
+    return Grammar("json_schema", (json.dumps(schema),))
+
+
+def _json(name: str, value: Any) -> Grammar | None:
+    """vLLM takes a schema as an object or as text."""
+    if value is None:
+        return None
+    if not isinstance(value, dict | str):
+        raise bad_type(name, value, "a JSON Schema")
+    return Grammar("json_schema", (value if isinstance(value, str) else json.dumps(value),))
+
+
+def _json_object(name: str, value: Any) -> Grammar | None:
+    if value is None or value is False:
+        return None
+    if value is not True:
+        raise bad_type(name, value, "true or false")
+    return ANY_OBJECT
+
+
+def _text_of(form: str) -> Reader:
+    def read(name: str, value: Any) -> Grammar | None:
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise bad_type(name, value, "a string")
+        return Grammar(form, (value,))
+
+    return read
+
+
+def _choice(name: str, value: Any) -> Grammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise bad_type(name, value, "a list of strings")
+    if not value:
+        raise InvalidRequest.field(name, "[]", "must hold at least one option")
+    return Grammar("choice", tuple(value))
+
+
+def _structured_outputs(name: str, value: Any) -> Grammar | None:
+    """vLLM's object with one of its kinds."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise bad_type(name, value, "an object")
+    inner = Body(value)
+    found = [
+        grammar
+        for kind, read in _KINDS.items()
+        if (grammar := read(f"{name}.{kind}", inner.raw(kind))) is not None
+    ]
+    inner.finish()
+    if len(found) != 1:
+        raise InvalidRequest.field(name, "", f"must hold exactly one of {', '.join(_KINDS)}")
+    return found[0]
+
+
+_KINDS: Mapping[str, Reader] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _text_of("regex"),
+    "grammar": _text_of("ebnf"),
+    "choice": _choice,
+}
+_FIELDS: Mapping[str, Reader] = {
+    "response_format": _response_format,
+    "guided_json": _json,
+    "guided_json_object": _json_object,
+    "guided_regex": _text_of("regex"),
+    "guided_grammar": _text_of("ebnf"),
+    "guided_choice": _choice,
+    "structured_outputs": _structured_outputs,
+}

@@ -1,0 +1,77 @@
+"""Formats the responses of /v1/models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+from services.gateway.registry.resolve import model_id
+from services.gateway.registry.snapshot import Version
+from services.gateway.request import ServedModel
+
+MAX_LIMIT = 10_000
+
+
+def list_models(
+    models: Iterable[ServedModel | Version], query: Mapping[str, str], tenant: str
+) -> dict[str, Any]:
+    """All models, or a page of at most `limit` that follows `after` or ends right before `before`.
+
+    `has_more` refers to the requested direction. Raises: InvalidRequest.
+    """
+    entries = [show_model(model, model_id(model, tenant)) for model in models]
+    ids = [entry["id"] for entry in entries]
+    limit = _limit(query.get("limit"))
+    if "before" in query:
+        if "after" in query:
+            raise InvalidRequest.field("before", query["before"], "send either before or after")
+        entries = entries[: _place(ids, "before", query["before"])]
+        page = entries[-limit:]
+    else:
+        start = _place(ids, "after", query["after"]) + 1 if "after" in query else 0
+        entries = entries[start:]
+        page = entries[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(entries),
+    }
+
+
+def show_model(model: ServedModel | Version, shown_id: str) -> dict[str, Any]:
+    """One entry."""
+    if isinstance(model, ServedModel):
+        return {
+            "id": shown_id,
+            "object": "model",
+            "created": model.created_unix_s,
+            "owned_by": "loraplex",
+            "root": model.base_id,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+    return {
+        "id": shown_id,
+        "object": "model",
+        "created": int(model.created_unix_s),
+        "owned_by": model.tenant,
+        "root": model.digest,
+        "parent": model.base_id,
+    }
+
+
+def _place(ids: list[str], field: str, wanted: str) -> int:
+    if wanted not in ids:
+        raise InvalidRequest.field(field, wanted, "no such model; use an id of this list")
+    return ids.index(wanted)
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return MAX_LIMIT
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+        raise InvalidRequest.field("limit", text, f"must be a whole number from 1 to {MAX_LIMIT}")
+    return int(text)

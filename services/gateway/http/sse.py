@@ -1,0 +1,129 @@
+"""Server-sent events: a streaming response that fails and ends as OpenAI clients expect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from loraplex.errors import LoraplexError, codes_of
+from services.gateway.http.errors import error_body, error_headers
+
+logger = logging.getLogger(__name__)
+
+COMMENT_INTERVAL_S = 10.0
+_COMMENT = b": waiting\n\n"
+_DONE = b"data: [DONE]\n\n"
+
+Renamed = Callable[[LoraplexError], LoraplexError]
+T = TypeVar("T")
+
+
+class EventStream:
+    """An ASGI response that sends chunks as events.
+
+    The status line is sent with the first chunk or comment, so that an error before that has its
+    own status. A later error is sent as one event, and the stream ends without [DONE].
+    """
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes], headers: dict[str, str], renamed: Renamed
+    ) -> None:
+        self._chunks = chunks
+        self._headers = headers
+        self._renamed = renamed
+        self._has_begun = False
+        self._sent_s = time.monotonic()
+        self._sending = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events; ends early if the client disconnects."""
+        comments = asyncio.create_task(self._comment(send))
+        try:
+            await until_gone(receive, self._stream(send))
+        except ClientDisconnect:
+            logger.debug("client disconnected")
+        finally:
+            comments.cancel()
+
+    async def _stream(self, send: Send) -> None:
+        try:
+            async with aclosing(self._chunks) as chunks:
+                async for chunk in chunks:
+                    await self._send(send, b"data: " + chunk + b"\n\n")
+            await self._send(send, _DONE, more=False)
+        except LoraplexError as error:
+            await self._fail(send, self._renamed(error))
+        except Exception:
+            logger.exception("stream failed")
+            await self._fail(send, LoraplexError("internal error"))
+
+    async def _fail(self, send: Send, error: LoraplexError) -> None:
+        if self._has_begun:
+            await self._send(send, b"data: " + error_body(error) + b"\n\n", more=False)
+            return
+        headers = {**self._headers, **error_headers(error), "content-type": "application/json"}
+        self._has_begun = True
+        await send(_start(codes_of(error).http, headers))
+        await send({"type": "http.response.body", "body": error_body(error)})
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            if not self._has_begun:
+                self._has_begun = True
+                await send(_start(200, self._headers | _EVENT_HEADERS))
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent_s = time.monotonic()
+
+    async def _comment(self, send: Send) -> None:
+        """Send a comment after a period of silence, so that proxies keep the connection."""
+        while True:
+            wait_s = self._sent_s + COMMENT_INTERVAL_S - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._send(send, _COMMENT)
+
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; cancel it if the client disconnects. Raises: ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        await _ended(working)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its clean-up."""
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _start(status: int, headers: dict[str, str]) -> dict[str, Any]:
+    raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": raw}

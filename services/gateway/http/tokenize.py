@@ -1,0 +1,109 @@
+"""/tokenize and /detokenize, in vLLM's shapes: what a prompt becomes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from services.common.callers import Caller
+from services.gateway.http.body import Body
+from services.gateway.http.calls import parse_conversation, parse_prompts
+from services.gateway.http.guard import read_json
+from services.gateway.http.tool_choice import read_tools
+from services.gateway.registry.resolve import Resolver
+from services.gateway.request import AskedSampling, GenerateCall, Prompt, TokenPrompt, with_names
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.detokenize import decode_all
+from services.gateway.text.tokenizer import ServedBase, check_ids
+from services.gateway.workers.fleet import Fleet
+
+
+class TokenizeEndpoints:
+    """Endpoints over the tokenizers of bases and adapters."""
+
+    def __init__(
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        resolver: Resolver,
+        fleet: Fleet,
+        adapter_text: AdapterText,
+    ) -> None:
+        self._caller = caller
+        self._resolver = resolver
+        self._fleet = fleet
+        self._adapter_text = adapter_text
+
+    def routes(self) -> list[Route]:
+        """Both paths."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize with `prompt` or `messages`."""
+        caller = await self._caller(request)
+        body = Body(await read_json(request))
+        model = body.text("model")
+        shows_names = body.flag("return_token_strs")
+        prompt, field = _prompt(body)
+        body.finish()
+        served = await self._served(model, caller, prompt)
+        try:
+            ids = await served.tokenizer.encode(prompt, served.model)
+        except LoraplexError as error:
+            raise with_names(error, {"prompt": field}) from None
+        names = [served.tokenizer.tokens.name_of(token_id) for token_id in ids]
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": served.model.max_model_len,
+                "tokens": list(ids),
+                "token_strs": names if shows_names else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize with `tokens`; special tokens are shown."""
+        caller = await self._caller(request)
+        body = Body(await read_json(request))
+        model, ids = body.text("model"), body.ids("tokens")
+        body.finish()
+        served = await self._served(model, caller, TokenPrompt(ids))
+        try:
+            check_ids(ids, served.model.vocab_size)
+        except LoraplexError as error:
+            raise with_names(error, {"prompt": "tokens"}) from None
+        return JSONResponse(
+            {"prompt": decode_all(served.tokenizer.tokens, ids, skip_special=False)}
+        )
+
+    async def _served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:
+        """The tokenizer of a model, by default the first base. Raises: NotFound, Unavailable."""
+        bases = self._resolver.bases()
+        model = model or next(iter(bases), None)
+        if model is None:
+            raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
+        call = GenerateCall("", caller.tenant, model, prompt, AskedSampling())
+        target = await self._resolver.target(call)
+        served = self._fleet.served(target.base_id)
+        tokenizer = await self._adapter_text.tokenizer(served, target)
+        return ServedBase(served.model.under(target.adapters), tokenizer)
+
+
+def _prompt(body: Body) -> tuple[Prompt, str]:
+    """A text or a conversation, and the field it came in. Raises: InvalidRequest."""
+    generates = body.flag("add_generation_prompt", default=True)
+    text = body.raw("prompt")
+    if text is None:
+        conversation = parse_conversation(body, read_tools(body))
+        return replace(conversation, add_generation_prompt=generates), "messages"
+    if not isinstance(text, str):
+        raise InvalidRequest.field("prompt", "", "must be a string; or send messages")
+    (prompt,) = parse_prompts("prompt", text, body.flag("add_special_tokens", default=True))
+    return prompt, "prompt"

@@ -1,1 +1,0 @@
-"""The OpenAI HTTP surface of the gateway."""

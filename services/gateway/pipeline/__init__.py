@@ -1,0 +1,1 @@
+"""One request from call to text: checked, prepared, admitted, generated, detokenized."""

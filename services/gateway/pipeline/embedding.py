@@ -1,0 +1,122 @@
+"""Vectors of prompts, from a base or an adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from loraplex.errors import InvalidRequest, LoraplexError
+from services.gateway.pipeline.generation import Generation
+from services.gateway.pipeline.pooling import normalizes
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
+
+NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
+"""Only a request with echo may generate no tokens; the echo itself is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a pooled vector is post-processed."""
+
+    normalize: bool | None = None
+    """None = as the adapter specifies, else to length 1."""
+    dimensions: int = 0
+    """How many first values are kept, before normalising; 0 = all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The results of calls for vectors, in their order."""
+
+    prepared: list[PreparedRequest]
+    vectors: list[tuple[float, ...]]
+    worker_id: str
+    """Of the first."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all calls."""
+        return sum(len(each.prompt_ids) for each in self.prepared)
+
+
+def vector_call(
+    request_id: str,
+    tenant: str,
+    model: str,
+    prompt: Prompt,
+    pooling: Pooling,
+    *,
+    split_key: str = "",
+    timeout_s: float | None = None,
+    trace: str = "",
+) -> GenerateCall:
+    """The call that ends with one vector."""
+    return GenerateCall(
+        request_id=request_id,
+        tenant=tenant,
+        model=model,
+        prompt=prompt,
+        sampling=NO_OUTPUT,
+        split_key=split_key,
+        timeout_s=timeout_s,
+        trace=trace,
+        pooling=pooling,
+    )
+
+
+async def embed_all(
+    generation: Generation, calls: Sequence[GenerateCall], finish: Finish
+) -> Pooled:
+    """Finished vectors in the order of the calls. The first error ends all of them.
+
+    Raises: InvalidRequest for more dimensions than there are; what `pool_all` raises.
+    """
+    pooled = await pool_all(generation, calls)
+    vectors = [
+        finished(vector, finish, is_unit=normalizes(prepared.target.adapters))
+        for prepared, vector in zip(pooled.prepared, pooled.vectors, strict=True)
+    ]
+    return Pooled(pooled.prepared, vectors, pooled.worker_id)
+
+
+async def pool_all(generation: Generation, calls: Sequence[GenerateCall]) -> Pooled:
+    """Vectors as workers give them, in the order of the calls. The first error ends all of them.
+
+    Raises: what `Generation.prepare` and `Generation.run` raise.
+    """
+    prepared = await asyncio.gather(*[generation.prepare(call) for call in calls])
+    tasks = [asyncio.create_task(_pool(generation, each)) for each in prepared]
+    try:
+        found = await asyncio.gather(*tasks)
+        return Pooled(list(prepared), [vector for vector, _ in found], found[0][1])
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tuple[float, ...], str]:
+    """A vector, and the worker that it comes from."""
+    async with aclosing(generation.run(prepared)) as text_deltas:
+        async for text_delta in text_deltas:
+            if text_delta.pooled:
+                return text_delta.pooled, text_delta.worker_id
+    raise LoraplexError("the worker gave no vector; is it older than this gateway?")
+
+
+def finished(vector: Sequence[float], finish: Finish, *, is_unit: bool) -> tuple[float, ...]:
+    """The vector, truncated and normalised as requested; by default normalised if `is_unit`."""
+    if finish.dimensions > len(vector):
+        why = f"must be at most {len(vector)}, the model's hidden size"
+        raise InvalidRequest.field("dimensions", finish.dimensions, why)
+    kept = tuple(vector[: finish.dimensions or len(vector)])
+    return unit(kept) if (is_unit if finish.normalize is None else finish.normalize) else kept
+
+
+def unit(vector: Sequence[float]) -> tuple[float, ...]:
+    """The vector scaled to length 1; zeros stay zeros."""
+    length = math.sqrt(math.fsum(value * value for value in vector))
+    return tuple(value / length for value in vector) if length else tuple(vector)

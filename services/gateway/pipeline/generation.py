@@ -1,0 +1,283 @@
+"""Runs one request through the gateway: resolve, tokenize, check, admit, relay, detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+
+from loraplex.adapter_format.added_tokens import AddedToken
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from services.gateway.admission.concurrency import TenantConcurrency
+from services.gateway.admission.controller import AdmissionController, Permit
+from services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
+from services.gateway.admission.rates import TenantRates
+from services.gateway.event_loop import now_s
+from services.gateway.metrics import (
+    COMPLETION_TOKENS,
+    FIRST_TOKEN_S,
+    PROMPT_TOKENS,
+    REJECTIONS,
+    REQUEST_S,
+)
+from services.gateway.pipeline.choice_text import ChoiceText
+from services.gateway.pipeline.pooling import choose_pooling, scored_ids
+from services.gateway.pipeline.prepared import PreparedRequest
+from services.gateway.pipeline.sampling import resolve
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.tenants import TenantDirectory
+from services.gateway.request import (
+    ChatPrompt,
+    FinishReason,
+    GenerateCall,
+    GrammarTokens,
+    Pooling,
+    RunningAdapter,
+    Target,
+    TextDelta,
+    Usage,
+)
+from services.gateway.routing.relay import Relay
+from services.gateway.routing.router import are_on_a_device, can_start_within
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.workers.fleet import Fleet
+
+TextDeltas = AsyncGenerator[TextDelta]
+
+
+def draw_seed() -> int:
+    """A random seed for a request without one."""
+    return secrets.randbits(64)
+
+
+def _first_token_due_s(call: GenerateCall, arrival_s: float) -> float | None:
+    """Raises: InvalidRequest."""
+    if (seconds := call.first_token_s) is None:
+        return None
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidRequest.field("first_token_s", seconds, "must be a number of seconds above 0")
+    return arrival_s + seconds
+
+
+class Generation:
+    """Prepares and runs requests; knows neither gRPC nor HTTP."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        fleet: Fleet,
+        adapter_text: AdapterText,
+        relay: Relay,
+        controller: AdmissionController,
+        rates: TenantRates,
+        concurrency: TenantConcurrency,
+        tenants: TenantDirectory,
+        *,
+        max_request_s: float,
+        draw_seed: Callable[[], int] = draw_seed,
+    ) -> None:
+        self._resolver = resolver
+        self._fleet = fleet
+        self._adapter_text = adapter_text
+        self._relay = relay
+        self._controller = controller
+        self._rates = rates
+        self._concurrency = concurrency
+        self._tenants = tenants
+        self._max_request_s = max_request_s
+        self._draw_seed = draw_seed
+        self._is_draining = False
+
+    def refuse_new(self) -> None:
+        """Refuse new requests; those already prepared still run."""
+        self._is_draining = True
+
+    async def prepare(self, call: GenerateCall) -> PreparedRequest:
+        """Check a request and resolve everything that a worker needs.
+
+        Raises: NotFound, InvalidRequest, Unsupported, Unavailable.
+        """
+        if self._is_draining:
+            raise Unavailable(
+                "this gateway is draining; retry at another one",
+                reason="DRAINING",
+                retry_after_s=1.0,
+            )
+        arrival_s = now_s()
+        target = await self._resolver.target(call)
+        pooling = choose_pooling(call, target.adapters)
+        served = self._fleet.served(target.base_id)
+        model = served.model.under(target.adapters)
+        tokenizer = await self._adapter_text.tokenizer(served, target)
+        prompt_ids = await tokenizer.encode(call.prompt, model)
+        if pooling is Pooling.HEAD:
+            prompt_ids = scored_ids(prompt_ids, target.adapters, model)
+        resolved = resolve(
+            call.sampling,
+            model,
+            len(prompt_ids),
+            fills_context=isinstance(call.prompt, ChatPrompt),
+            draw_seed=self._draw_seed,
+        )
+        timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
+        return PreparedRequest(
+            call=call,
+            target=replace(target, adapters=_scaled(target, resolved.scale)),
+            base=served.model,
+            tokens=tokenizer.tokens,
+            style=tokenizer.style,
+            prompt_ids=prompt_ids,
+            resolved=resolved,
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + timeout_s,
+            first_token_due_s=_first_token_due_s(call, arrival_s),
+            limits=await self._tenants.limits(call.tenant),
+            pooling=pooling,
+            grammar_tokens=_grammar_tokens(target, tokenizer.added),
+            usage=Usage(prompt_tokens=len(prompt_ids)),
+        )
+
+    async def run(self, prepared: PreparedRequest) -> TextDeltas:
+        """Yield the text of all choices as it comes; each choice ends with a finish reason.
+
+        Closing the iterator cancels the request. Raises: ResourceExhausted, Unavailable,
+        DeadlineExceeded, or a worker's error.
+        """
+        base_id = prepared.base.base_id
+        async with (
+            self._admitted(prepared) as permit,
+            aclosing(self._choices(prepared)) as text_deltas,
+        ):
+            PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
+            is_first = True
+            async for text_delta in text_deltas:
+                if is_first:
+                    FIRST_TOKEN_S.labels(base_id).observe(now_s() - prepared.arrival_s)
+                    is_first = False
+                _count(prepared.usage, text_delta)
+                permit.served(len(text_delta.token_ids))
+                yield text_delta
+        COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
+        REQUEST_S.labels(base_id).observe(now_s() - prepared.arrival_s)
+
+    @asynccontextmanager
+    async def _admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:
+        """Charge the tenant, count its sequences and wait for admission; undo all at the end.
+
+        Raises: ResourceExhausted, DeadlineExceeded.
+        """
+        limits, usage = prepared.limits, prepared.usage
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            try:
+                self._check_deadline(prepared)
+                await enter(self._rates.charged(limits, prepared.max_tokens, lambda: usage.total))
+                request = self._admission_request(prepared)
+                await enter(self._concurrency.held(limits, request.cost))
+                permit = await enter(self._controller.admit(request))
+                self._check_deadline(prepared)
+            except LoraplexError as error:
+                REJECTIONS.labels(error.reason).inc()
+                raise
+            yield permit
+
+    def _admission_request(self, prepared: PreparedRequest) -> AdmissionRequest:
+        views = self._fleet.views(prepared.base.base_id)
+        digests = [adapter.digest for adapter in prepared.target.adapters]
+        run_s = self._controller.run_s(prepared.min_output, prepared.max_output)
+        return prepared.admission_request(run_s, awaits_adapter=not are_on_a_device(views, digests))
+
+    def _check_deadline(self, prepared: PreparedRequest) -> None:
+        """Raises: DeadlineExceeded if its first token would come too late."""
+        views = self._fleet.views(prepared.base.base_id)
+        due_s = prepared.first_token_due_s
+        start_by_s = prepared.deadline_s if due_s is None else min(due_s, prepared.deadline_s)
+        left_s = start_by_s - now_s()
+        if not can_start_within(views, len(prepared.prompt_ids), left_s):
+            raise deadline_infeasible()
+
+    def _choices(self, prepared: PreparedRequest) -> TextDeltas:
+        count = prepared.resolved.num_choices
+        if count == 1:
+            return self._choice(prepared, 0)
+        return interleaved([self._choice(prepared, index) for index in range(count)])
+
+    async def _choice(self, prepared: PreparedRequest, index: int) -> TextDeltas:
+        sampling = prepared.resolved.sampling
+        is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
+        if is_silent and not prepared.pooling:
+            yield TextDelta(index, finish_reason=FinishReason.LENGTH)
+            return
+        text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
+        async with aclosing(self._relay.stream(prepared.job(index))) as events:
+            async for event in events:
+                if not prepared.resolved.emits_tokens:
+                    yield _prompt_only(text.add(event))
+                    return
+                text_delta = text.add(event, sampling.stop_token_ids)
+                yield text_delta
+                if text_delta.finish_reason is not None:
+                    return
+
+
+async def interleaved(sources: list[TextDeltas]) -> TextDeltas:
+    """Merge several iterators in order of arrival; the first error ends all of them."""
+    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: TextDeltas) -> None:
+        try:
+            async with aclosing(source):
+                async for text_delta in source:
+                    queue.put_nowait(text_delta)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _scaled(target: Target, scale: float) -> tuple[RunningAdapter, ...]:
+    return tuple(replace(a, weight=a.weight * scale) for a in target.adapters)
+
+
+def _prompt_only(text_delta: TextDelta) -> TextDelta:
+    """The answer to `max_tokens` 0: only what concerns the prompt."""
+    return TextDelta(
+        text_delta.index,
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=text_delta.prompt_logprobs,
+        cached_tokens=text_delta.cached_tokens,
+        timings=text_delta.timings,
+        worker_id=text_delta.worker_id,
+        pooled=text_delta.pooled,
+    )
+
+
+def _count(usage: Usage, text_delta: TextDelta) -> None:
+    """Mutates: usage."""
+    usage.completion_tokens += len(text_delta.token_ids)
+    usage.cached_tokens = max(usage.cached_tokens, text_delta.cached_tokens)
+
+
+def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTokens:
+    """How the adapter's tokens differ from the base's, which constrained output depends on."""
+    if len(target.adapters) != 1:
+        return GrammarTokens()
+    return GrammarTokens(added, target.adapters[0].eos_token_ids)

@@ -1,0 +1,111 @@
+"""A checked request: what admission needs to know of it and what a worker gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from services.gateway.admission.queue import AdmissionRequest
+from services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
+from services.gateway.registry.tenants import TenantLimits
+from services.gateway.request import (
+    GenerateCall,
+    Grammar,
+    GrammarTokens,
+    Pooling,
+    ServedModel,
+    Target,
+    TextPrompt,
+    Usage,
+    WorkerJob,
+)
+from services.gateway.text.chat_style import ChatStyle
+from services.gateway.text.detokenize import TokenBytes, decode_all
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request, which may be run once."""
+
+    call: GenerateCall
+    target: Target
+    base: ServedModel
+    tokens: TokenBytes
+    style: ChatStyle
+    prompt_ids: tuple[int, ...]
+    resolved: ResolvedSampling
+    arrival_s: float
+    deadline_s: float
+    limits: TenantLimits
+    grammar_tokens: GrammarTokens
+    """For a grammar, if it has one."""
+    pooling: Pooling = Pooling.NONE
+    first_token_due_s: float | None = None
+    """None = only the deadline counts."""
+    usage: Usage = field(default_factory=Usage)
+    """Counts grow while the request runs."""
+
+    def prompt_text(self) -> str:
+        """The prompt as text, for echo."""
+        if isinstance(self.call.prompt, TextPrompt):
+            return self.call.prompt.text
+        skip_special = self.resolved.text.skip_special
+        return decode_all(self.tokens, self.prompt_ids, skip_special=skip_special)
+
+    def kept_to(self, grammar: Grammar | None) -> PreparedRequest:
+        """The same request with another grammar. Raises: InvalidRequest if it is too large."""
+        check_grammar(grammar)
+        sampling = replace(self.call.sampling, grammar=grammar)
+        return replace(self, call=replace(self.call, sampling=sampling))
+
+    def job(self, sample_index: int) -> WorkerJob:
+        """The job of one choice, for a worker."""
+        call, sampling, grammar = self.call, self.resolved.sampling, self.call.sampling.grammar
+        return WorkerJob(
+            request_id=call.request_id,
+            tenant=call.tenant,
+            base_id=self.base.base_id,
+            prompt_ids=self.prompt_ids,
+            adapters=self.target.adapters,
+            sampling=replace(sampling, max_tokens=0) if self.pooling else sampling,
+            sample_index=sample_index,
+            deadline_s=self.deadline_s,
+            cache_salt=call.cache_salt or call.tenant,
+            priority=call.priority,
+            trace=call.trace,
+            grammar=grammar,
+            grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
+            pooling=self.pooling,
+            fairness_weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
+        )
+
+    def admission_request(self, run_s: float, *, awaits_adapter: bool) -> AdmissionRequest:
+        """The request as admission sees it."""
+        return AdmissionRequest(
+            self.call.tenant,
+            self.resolved.num_choices,
+            self.call.priority,
+            self.deadline_s,
+            num_prompt_tokens=len(self.prompt_ids),
+            run_s=run_s,
+            weight=self.limits.fairness_weight,
+            first_token_due_s=self.first_token_due_s,
+            awaits_adapter=awaits_adapter,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the prompt plus the most that may be generated."""
+        return len(self.prompt_ids) + self.max_output * self.resolved.num_choices
+
+    @property
+    def min_output(self) -> int:
+        """The least number of tokens that one choice generates, unless a stop string ends it."""
+        sampling = self.resolved.sampling
+        most = self.max_output
+        return most if sampling.ignore_eos else min(sampling.min_tokens, most)
+
+    @property
+    def max_output(self) -> int:
+        """The most tokens that one choice may generate."""
+        return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0

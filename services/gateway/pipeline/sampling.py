@@ -1,0 +1,233 @@
+"""Resolves requested sampling parameters for a worker: defaults, ranges and limits.
+
+Every refusal names the field, shows the value and explains what to send instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from loraplex.errors import InvalidRequest
+from services.gateway.request import AskedSampling, Grammar, Sampling, ServedModel, TextRules
+
+DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_IDS = 1 << 16
+MAX_GRAMMAR_CHARS = 128 << 10
+_SEED_MASK = (1 << 64) - 1
+_INT32_MAX = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """All parameters of one prompt, resolved."""
+
+    sampling: Sampling
+    text: TextRules
+    num_choices: int
+    echo: bool
+    scale: float
+    emits_tokens: bool
+    """False with max_tokens 0: the prompt is echoed, nothing is generated."""
+
+
+def resolve(
+    asked: AskedSampling,
+    base: ServedModel,
+    num_prompt_tokens: int,
+    *,
+    fills_context: bool,
+    draw_seed: Callable[[], int],
+) -> ResolvedSampling:
+    """Check every field and fill in what is unset.
+
+    Args:
+        fills_context: chat: without max_tokens the rest of the context may be generated.
+        draw_seed: gives the seed, in 0..2**64-1, when none was asked for.
+
+    Raises: InvalidRequest.
+    """
+    check_grammar(asked.grammar)
+    max_tokens = _max_tokens(asked, base, num_prompt_tokens, fills_context)
+    sampling = _sampling(asked, base, max_tokens, draw_seed)
+    if sampling.min_tokens > max_tokens:
+        raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
+    return ResolvedSampling(
+        sampling=sampling,
+        text=TextRules(
+            _stops(asked.stop),
+            asked.include_stop_str_in_output,
+            asked.skip_special_tokens,
+            sampling.min_tokens,
+        ),
+        num_choices=_whole("n", asked.n, 1, 1, MAX_CHOICES),
+        echo=asked.echo,
+        scale=_number("scale", asked.scale, 1.0, -1000.0, 1000.0),
+        emits_tokens=max_tokens > 0,
+    )
+
+
+def check_grammar(grammar: Grammar | None) -> None:
+    """Only its size: the worker knows the language and refuses what it cannot read.
+
+    Raises: InvalidRequest.
+    """
+    if grammar is None:
+        return
+    if not grammar.form:
+        raise _bad("grammar", "", "set json_schema, regex, ebnf or choice")
+    num_chars = sum(map(len, grammar.texts))
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise _bad(
+            "grammar", grammar.form, f"it has {num_chars} characters, at most {MAX_GRAMMAR_CHARS}"
+        )
+
+
+def _sampling(
+    asked: AskedSampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
+) -> Sampling:
+    defaults = base.default_sampling
+    vocab_size = base.vocab_size
+    prompt_logprobs = asked.prompt_logprobs
+    if asked.echo and asked.logprobs is not None and prompt_logprobs is None:
+        prompt_logprobs = asked.logprobs
+    return Sampling(
+        max_tokens=max(max_tokens, 1),
+        seed=_seed(asked.seed, draw_seed),
+        min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
+        temperature=_number(
+            "temperature", asked.temperature, defaults.get("temperature", 1.0), 0.0, 100.0
+        ),
+        top_p=_share("top_p", asked.top_p, defaults),
+        top_k=_top_k(asked.top_k, defaults),
+        min_p=_number("min_p", asked.min_p, defaults.get("min_p", 0.0), 0.0, 1.0),
+        stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
+        ignore_eos=asked.ignore_eos,
+        repetition_penalty=_positive("repetition_penalty", asked.repetition_penalty, defaults),
+        presence_penalty=_number("presence_penalty", asked.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", asked.frequency_penalty, 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(asked.logit_bias, vocab_size),
+        logprobs=_logprobs("logprobs", asked.logprobs),
+        prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
+        allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size),
+        bad_token_ids=_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
+    )
+
+
+def _max_tokens(
+    asked: AskedSampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
+) -> int:
+    space_left = base.max_model_len - num_prompt_tokens
+    given = asked.max_tokens
+    if given is not None and (given < 0 or (given == 0 and not asked.echo)):
+        raise _bad("max_tokens", given, "must be at least 1 (0 only together with echo)")
+    # OpenAI's words: client libraries know the case by them.
+    length = f"this model's maximum context length is {base.max_model_len}"
+    if space_left < (0 if given == 0 else 1):
+        raise _too_long(
+            "prompt",
+            "",
+            f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt",
+        )
+    if given is None:
+        return space_left if fills_context else min(DEFAULT_MAX_TOKENS, space_left)
+    if given > space_left:
+        raise _too_long(
+            "max_tokens",
+            given,
+            f"{length} tokens: {num_prompt_tokens} of the prompt and max_tokens {given} exceed it; "
+            f"at most {space_left} fit",
+        )
+    return given
+
+
+def _too_long(field: str, value: object, description: str) -> InvalidRequest:
+    error = _bad(field, value, description)
+    error.reason = "CONTEXT_LENGTH_EXCEEDED"
+    return error
+
+
+def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise _bad("stop", len(stops), f"at most {MAX_STOPS} stop strings")
+    for index, stop in enumerate(stops):
+        num_bytes = len(stop.encode("utf-8", "surrogatepass"))
+        if not 1 <= num_bytes <= MAX_STOP_BYTES:
+            raise _bad(
+                "stop", "", f"string {index} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
+            )
+    return stops
+
+
+def _seed(seed: int | None, draw: Callable[[], int]) -> int:
+    if seed is None:
+        return draw()
+    if not -(1 << 63) <= seed <= _SEED_MASK:
+        raise _bad("seed", seed, "must be a 64-bit integer")
+    return seed & _SEED_MASK
+
+
+def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
+    if value == -1:
+        return 0
+    return _whole("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
+
+
+def _share(field: str, value: float | None, defaults: Mapping[str, float]) -> float:
+    number = _number(field, value, defaults.get(field, 1.0), 0.0, 1.0)
+    if number == 0.0:
+        raise _bad(field, number, "must be above 0 and at most 1")
+    return number
+
+
+def _positive(field: str, value: float | None, defaults: Mapping[str, float]) -> float:
+    number = _number(field, value, defaults.get(field, 1.0), 0.0, 1000.0)
+    if number == 0.0:
+        raise _bad(field, number, "must be above 0")
+    return number
+
+
+def _logprobs(field: str, value: int | None) -> int | None:
+    return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
+
+
+def _logit_bias(
+    biases: tuple[tuple[int, float], ...], vocab_size: int
+) -> tuple[tuple[int, float], ...]:
+    _ids("logit_bias", (token_id for token_id, _ in biases), vocab_size)
+    for _, bias in biases:
+        _number("logit_bias", bias, 0.0, -100.0, 100.0)
+    return biases
+
+
+def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    checked = tuple(ids)
+    if len(checked) > MAX_IDS:
+        raise _bad(field, len(checked), f"at most {MAX_IDS} token ids")
+    for index, token_id in enumerate(checked):
+        if not 0 <= token_id < vocab_size:
+            raise _bad(field, "", f"token id at index {index} is outside 0..{vocab_size - 1}")
+    return checked
+
+
+def _whole(field: str, value: int | None, default: int, least: int, most: int) -> int:
+    number = default if value is None else value
+    if not least <= number <= most:
+        raise _bad(field, number, f"must be a whole number from {least} to {most}")
+    return number
+
+
+def _number(field: str, value: float | None, default: float, least: float, most: float) -> float:
+    number = default if value is None else value
+    if not (math.isfinite(number) and least <= number <= most):
+        raise _bad(field, number, f"must be a number from {least:g} to {most:g}")
+    return number
+
+
+def _bad(field: str, value: object, description: str) -> InvalidRequest:
+    return InvalidRequest.field(field, value, description)

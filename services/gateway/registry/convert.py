@@ -1,0 +1,78 @@
+"""Converts the registry's messages to the gateway's plain types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import TEXT_FILES
+from loraplex.adapter_format.rope_scaling import RopeScaling, parse
+from loraplex.convert import pooling_from_proto
+from loraplex.errors import InvalidAdapter
+from loraplex.v1 import registry_pb2
+from services.gateway.registry.snapshot import Side, TagState, Version
+from services.gateway.registry.tenants import TenantLimits
+
+
+def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
+    """A registry's version record."""
+    task, pooling = pooling_from_proto(message.pooling)
+    return Version(
+        tenant=message.tenant,
+        name=message.name,
+        number=message.version,
+        digest=message.digest,
+        base_id=message.base_id,
+        base_fingerprint=message.base_fingerprint,
+        created_unix_s=message.created_unix_s,
+        max_rank=message.max_rank,
+        deleted=message.deleted,
+        is_public=message.visibility == registry_pb2.VISIBILITY_PUBLIC,
+        shared_with=frozenset(message.shared_with),
+        text_files=tuple(
+            File(file.path, file.size, file.sha256)
+            for file in message.files
+            if file.path in TEXT_FILES
+        ),
+        task=task,
+        pooling=pooling,
+        rope_scaling=_rope_scaling(message.rope_scaling),
+        eos_token_ids=tuple(message.eos_token_ids),
+    )
+
+
+def _rope_scaling(text: str) -> RopeScaling | None:
+    """What a newer registry may say and this gateway does not know is left to the workers."""
+    try:
+        return parse(text) if text else None
+    except InvalidAdapter:
+        return None
+
+
+def tag_from_wire(message: registry_pb2.Tag) -> TagState:
+    """A registry's tag."""
+    return TagState(
+        tenant=message.tenant,
+        name=message.name,
+        tag=message.tag,
+        sides=_sides(message.targets),
+        generation=message.generation,
+        updated_unix_s=message.updated_unix_s,
+        pending=_sides(message.pending),
+        pending_until_unix_s=message.pending_until_unix_s,
+    )
+
+
+def _sides(targets: Iterable[registry_pb2.TagTarget]) -> tuple[Side, ...]:
+    return tuple(Side(target.version, max(target.weight, 1)) for target in targets)
+
+
+def tenant_from_wire(message: registry_pb2.Tenant) -> TenantLimits:
+    """A registry's tenant."""
+    return TenantLimits(
+        tenant=message.tenant,
+        requests_per_s=message.requests_per_s,
+        tokens_per_s=message.tokens_per_s,
+        max_concurrent=message.max_concurrent,
+        fairness_weight=message.fairness_weight or 1.0,
+    )

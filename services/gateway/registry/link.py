@@ -1,0 +1,267 @@
+"""The connection to the registry: follows its changes and looks up what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import grpc
+
+from loraplex.adapter_format import File
+from loraplex.errors import DataLoss, LoraplexError
+from loraplex.refs import Ref
+from loraplex.v1 import registry_pb2, registry_pb2_grpc
+from loraplex.wire_errors import from_rpc_error
+from services.common.callers import Caller
+from services.common.grpc_channels import OpenChannel, open_channel
+from services.gateway.registry.convert import tag_from_wire, tenant_from_wire, version_from_wire
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
+from services.gateway.registry.tenants import TenantLimits
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 2.0
+REGISTER_TIMEOUT_S = 10.0
+_RENEW_CHECK_S = 10.0
+_RETRY_S = (0.1, 0.2, 0.5, 1.0)
+
+
+class RegistryLink:
+    """One channel to the registry."""
+
+    def __init__(
+        self,
+        address: str,
+        metadata: Sequence[tuple[str, str]] = (),
+        channel: OpenChannel = open_channel,
+    ) -> None:
+        """`metadata` goes with every call, such as a service token."""
+        self._address = address
+        self._open_channel = channel
+        self._open()
+        self._metadata = tuple(metadata)
+        self.has_snapshot = asyncio.Event()
+        """Set once the first snapshot is complete."""
+        self._is_current = False
+
+    def _open(self) -> None:
+        self._channel_version = self._open_channel.version
+        self._channel = self._open_channel(self._address)
+        self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
+
+    @property
+    def is_watching(self) -> bool:
+        """True while the watch is open and past its snapshot."""
+        return self._is_current and self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+        """Resolve one reference at the registry. Raises: NotFound, Unavailable."""
+        request = registry_pb2.GetAdapterRequest(ref=str(ref), split_key=split_key)
+        try:
+            answer = await self._stub.GetAdapter(
+                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        tags = tuple(tag_from_wire(tag) for tag in answer.tags)
+        return version_from_wire(answer.version), tags
+
+    async def read_files(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
+        """Contents of some files of a version, by path, equal to their sha256.
+
+        Raises: LoraplexError, such as DataLoss for other bytes than were asked for.
+        """
+        wanted = {file.path: file for file in files}
+        found = {path: bytearray() for path in wanted}
+        request = registry_pb2.DownloadAdapterRequest(
+            ref=label, paths=list(wanted), reader_verifies=True
+        )
+        call = self._stub.DownloadAdapter(
+            request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+        )
+        try:
+            async for part in call:
+                if part.WhichOneof("part") != "chunk":
+                    continue
+                path = part.chunk.path
+                if path not in wanted or len(found[path]) + len(part.chunk.data) > (
+                    wanted[path].size
+                ):
+                    raise DataLoss(f"{path} of {label} is not what was asked of the registry")
+                found[path] += part.chunk.data
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+        for path, content in found.items():
+            if await asyncio.to_thread(_sha256, content) != wanted[path].sha256:
+                raise DataLoss(f"{path} of {label} is not what was published")
+        return {path: bytes(content) for path, content in found.items()}
+
+    async def register_base(self, base: registry_pb2.Base, *, replace: bool) -> None:
+        """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base."""
+        try:
+            await self._stub.RegisterBase(
+                registry_pb2.RegisterBaseRequest(base=base, replace=replace),
+                timeout=REGISTER_TIMEOUT_S,
+                metadata=self._metadata,
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def check_key(self, token: str) -> Caller:
+        """The caller that holds an API key. Raises: Unauthenticated, or Unavailable and the
+        like."""
+        request = registry_pb2.CheckKeyRequest(token=token)
+        try:
+            answer = await self._stub.CheckKey(
+                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return Caller(answer.key.tenant, answer.key.key_id, frozenset(answer.key.scopes))
+
+    async def tenant(self, tenant: str) -> TenantLimits:
+        """The limits of one tenant. Raises: LoraplexError."""
+        request = registry_pb2.ListTenantsRequest(tenant=tenant)
+        try:
+            answer = await self._stub.ListTenants(
+                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        found = [tenant_from_wire(entry) for entry in answer.tenants if entry.tenant == tenant]
+        return found[0] if found else TenantLimits(tenant)
+
+    async def finish_staged_move(self, tag: TagState, failure: str) -> None:
+        """Complete a staged move, or drop it for a reason. Raises: Conflict, Unavailable."""
+        request = registry_pb2.FinishStagedMoveRequest(
+            name=f"{tag.tenant}/{tag.name}",
+            tag=tag.tag,
+            generation=tag.generation,
+            failure=failure,
+        )
+        try:
+            await self._stub.FinishStagedMove(
+                request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def follow(self, resolver: Resolver) -> None:
+        """Keep `resolver.snapshot` up to date until cancelled; the last one stays while
+        disconnected."""
+        watch = _Watch(resolver)
+        while True:
+            following = asyncio.create_task(self._follow(watch))
+            replaced = asyncio.create_task(self._replaced())
+            try:
+                await asyncio.wait({following, replaced}, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
+            finally:
+                following.cancel()
+                replaced.cancel()
+                await asyncio.gather(following, replaced, return_exceptions=True)
+            watch.abandon_snapshot()
+            old = self._channel
+            self._open()
+            await old.close(LOOKUP_TIMEOUT_S)
+
+    async def _replaced(self) -> None:
+        """Return when the certificate shown to the registry was replaced.
+
+        Calls that wait on the old channel would otherwise show the old certificate for good.
+        """
+        while self._channel_version == self._open_channel.version:
+            await asyncio.sleep(_RENEW_CHECK_S)
+
+    async def _follow(self, watch: _Watch) -> None:
+        failures = 0
+        while True:
+            try:
+                async with aclosing(self._changes(watch.resume_token)) as messages:
+                    async for message in messages:
+                        failures = 0
+                        watch.apply(message)
+                        self._is_current = not watch.in_snapshot
+                        if self._is_current:
+                            self.has_snapshot.set()
+            except LoraplexError as error:
+                logger.warning("registry watch ended", extra={"reason": error.reason})
+                watch.forget_resume_token(after=error)
+            self._is_current = bool(watch.resume_token)
+            watch.abandon_snapshot()
+            await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+            failures += 1
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)
+
+    async def _changes(
+        self, resume_token: str
+    ) -> AsyncGenerator[registry_pb2.WatchAdaptersResponse]:
+        call = self._stub.WatchAdapters(
+            registry_pb2.WatchAdaptersRequest(resume_token=resume_token),
+            metadata=self._metadata,
+            wait_for_ready=True,
+        )
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+
+class _Watch:
+    """Applies messages of the watch: a new snapshot replaces the old one when it is complete."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self._resolver = resolver
+        self._building: RegistrySnapshot | None = None
+        self.resume_token = ""
+
+    @property
+    def in_snapshot(self) -> bool:
+        """True between the first and the last message of a snapshot."""
+        return self._building is not None
+
+    def apply(self, message: registry_pb2.WatchAdaptersResponse) -> None:
+        """Mutates: the resolver's catalog."""
+        if message.snapshot_begin:
+            self._building = RegistrySnapshot()
+        snapshot = self._building if self._building is not None else self._resolver.snapshot
+        for event in message.events:
+            _apply_event(snapshot, event)
+        if message.snapshot_end and self._building is not None:
+            self._resolver.snapshot, self._building = self._building, None
+        if self._building is None:
+            self.resume_token = message.resume_token
+
+    def abandon_snapshot(self) -> None:
+        """The stream ended: drop an incomplete snapshot."""
+        self._building = None
+
+    def forget_resume_token(self, *, after: LoraplexError) -> None:
+        """Drop a refused token; keep it if the registry was merely unavailable."""
+        if after.reason != "UNAVAILABLE":
+            self.resume_token = ""
+
+
+def _sha256(content: bytearray) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _apply_event(snapshot: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
+    kind = event.WhichOneof("change")
+    if kind == "version":
+        snapshot.put_version(version_from_wire(event.version))
+    elif kind == "tag":
+        snapshot.put_tag(tag_from_wire(event.tag))

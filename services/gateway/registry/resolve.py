@@ -1,0 +1,190 @@
+"""Resolves a model string to a served base or to an adapter in the registry.
+
+Answers come from the local snapshot. A reference that is not in it is looked up in the registry
+before it counts as missing. While the registry is unavailable, the last snapshot is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from loraplex.errors import (
+    AdapterNotFound,
+    InvalidRequest,
+    LoraplexError,
+    NotFound,
+    Unavailable,
+    Violation,
+)
+from loraplex.refs import Ref, parse_ref
+from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
+from services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
+
+MAX_ADAPTERS = 8
+
+
+class RegistryLookup(Protocol):
+    """The part of the registry that resolution needs."""
+
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+        """Raises: NotFound, or Unavailable if it cannot be asked."""
+
+
+class Resolver:
+    """Resolves model strings for callers. The registry's watch replaces `snapshot`."""
+
+    def __init__(
+        self, registry: RegistryLookup, bases: Callable[[], Mapping[str, ServedModel]]
+    ) -> None:
+        self._registry = registry
+        self._bases = bases
+        self.snapshot = RegistrySnapshot()
+
+    async def target(self, call: GenerateCall) -> Target:
+        """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
+        if not call.model:
+            raise InvalidRequest.field("model", "", "name a base or an adapter")
+        if call.model in self._bases():
+            return await self._on_base(call)
+        if call.adapters:
+            raise InvalidRequest.field(
+                "adapters", call.model, "with adapters, model must be the id of a served base"
+            )
+        version = await self._version(call.model, call, "model")
+        return Target(version.base_id, (_running(version, 1.0),))
+
+    def bases(self) -> Mapping[str, ServedModel]:
+        """Served bases by id."""
+        return self._bases()
+
+    def models(self, tenant: str) -> Iterator[ServedModel | Version]:
+        """Bases first, then own adapters by name, then those of others."""
+        bases = self._bases()
+        yield from bases.values()
+        visible = [v for v in self.snapshot.latest(tenant) if _fits(v, bases.get(v.base_id))]
+        yield from (v for v in visible if v.tenant == tenant)
+        yield from (v for v in visible if v.tenant != tenant)
+
+    async def model(self, model: str, tenant: str) -> ServedModel | Version:
+        """A base or an adapter of a served one. Raises: NotFound."""
+        base = self._bases().get(model)
+        if base is not None:
+            return base
+        version = await self._find(parse_ref(model, tenant, field="model"), tenant, "")
+        self._check_served(version, model)
+        return version
+
+    async def _on_base(self, call: GenerateCall) -> Target:
+        if len(call.adapters) > MAX_ADAPTERS:
+            raise InvalidRequest.field(
+                "adapters", len(call.adapters), f"at most {MAX_ADAPTERS} adapters in one request"
+            )
+        running = []
+        for index, asked in enumerate(call.adapters):
+            field = f"adapters[{index}].ref"
+            version = await self._version(asked.ref, call, field)
+            if version.base_id != call.model:
+                raise InvalidRequest.field(
+                    field, asked.ref, f"it was made for {version.base_id!r}, not {call.model!r}"
+                )
+            running.append(_running(version, _weight(asked.weight, index)))
+        return Target(call.model, _merged(running))
+
+    async def _version(self, text: str, call: GenerateCall, field: str) -> Version:
+        ref = parse_ref(text, call.tenant, field=field)
+        try:
+            version = await self._find(ref, call.tenant, call.split_key)
+            self._check_served(version, text)
+        except AdapterNotFound as error:
+            error.violations = (Violation.of(field, text, "no such adapter is served here"),)
+            raise
+        return version
+
+    def _check_served(self, version: Version, text: str) -> None:
+        base = self._bases().get(version.base_id)
+        if base is None:
+            raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
+        if not _fits(version, base):
+            why = f"it was published for another base that was called {version.base_id!r}"
+            raise AdapterNotFound(text, why)
+
+    async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
+        """Find a version; other tenants' private adapters look exactly like missing ones."""
+        version = self.snapshot.find(ref, split_key)
+        if version is None:
+            version = await self._ask(ref, split_key)
+        if version is None or not version.visible_to(tenant):
+            raise AdapterNotFound(
+                str(ref), "see /v1/models or `registry list` for the adapters that exist"
+            )
+        return version
+
+    async def _ask(self, ref: Ref, split_key: str) -> Version | None:
+        """Ask the registry and remember its answer. Mutates: catalog."""
+        try:
+            version, tags = await self._registry.lookup(ref, split_key)
+        except NotFound:
+            return None
+        except LoraplexError as error:
+            raise Unavailable(
+                f"{ref} is not in the last snapshot, and the registry is unavailable "
+                f"({error.reason}); retry shortly",
+                reason="REGISTRY_UNAVAILABLE",
+                retry_after_s=1.0,
+            ) from error
+        self.snapshot.put_version(version)
+        for tag in tags:
+            self.snapshot.put_tag(tag)
+        return self.snapshot.find(ref, split_key) or version
+
+
+def _fits(version: Version, base: ServedModel | None) -> bool:
+    """True if the adapter's base is served with the geometry that the adapter was checked for."""
+    if base is None:
+        return False
+    both_known = version.base_fingerprint and base.fingerprint
+    return not both_known or version.base_fingerprint == base.fingerprint
+
+
+def _running(version: Version, weight: float) -> RunningAdapter:
+    return RunningAdapter(
+        version.label,
+        version.digest,
+        weight,
+        version.max_rank,
+        version.text_files,
+        version.task,
+        version.pooling,
+        version.rope_scaling,
+        version.eos_token_ids,
+    )
+
+
+def _weight(weight: float | None, index: int) -> float:
+    if weight is None:
+        return 1.0
+    if not math.isfinite(weight) or abs(weight) > 1000:
+        raise InvalidRequest.field(
+            f"adapters[{index}].weight", weight, "must be a number from -1000 to 1000"
+        )
+    return weight
+
+
+def _merged(running: list[RunningAdapter]) -> tuple[RunningAdapter, ...]:
+    """Sorted by digest; one named twice counts with both weights."""
+    by_digest: dict[str, RunningAdapter] = {}
+    for one in running:
+        known = by_digest.get(one.digest)
+        weight = one.weight + (known.weight if known else 0.0)
+        by_digest[one.digest] = replace(one, weight=weight)
+    return tuple(by_digest[digest] for digest in sorted(by_digest))
+
+
+def model_id(model: ServedModel | Version, tenant: str) -> str:
+    """What to write as `model`: own adapters by bare name, others' as tenant/name."""
+    if isinstance(model, ServedModel):
+        return model.base_id
+    return model.name if model.tenant == tenant else f"{model.tenant}/{model.name}"

@@ -1,0 +1,182 @@
+"""The gateway's copy of the registry's versions and tags, and how references resolve in it.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from loraplex.adapter_format import File
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.rope_scaling import RopeScaling
+from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.refs import LATEST, Ref, split_choice
+
+Adapter = tuple[str, str]
+"""(tenant, name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One immutable upload: the part that serving needs."""
+
+    tenant: str
+    name: str
+    number: int
+    digest: str
+    base_id: str
+    base_fingerprint: str = ""
+    """Fingerprint of the geometry that it was checked against; "" = unknown."""
+    created_unix_s: float = 0.0
+    max_rank: int = 0
+    deleted: bool = False
+    is_public: bool = False
+    shared_with: frozenset[str] = frozenset()
+    text_files: tuple[File, ...] = ()
+    """The adapter's own tokenizer and chat template, if it has any."""
+    task: str = CAUSAL_LM
+    pooling: PoolingFields = field(default_factory=PoolingFields)
+    rope_scaling: RopeScaling | None = None
+    """A rotary embedding of the adapter's own, which may lengthen its context."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output; empty = the base's."""
+
+    @property
+    def label(self) -> str:
+        """tenant/name:vN."""
+        return f"{self.tenant}/{self.name}:v{self.number}"
+
+    def visible_to(self, tenant: str) -> bool:
+        """True if the tenant may run it."""
+        return tenant == self.tenant or self.is_public or tenant in self.shared_with
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One target of a tag."""
+
+    number: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class TagState:
+    """The targets of a tag; without sides it is deleted."""
+
+    tenant: str
+    name: str
+    tag: str
+    sides: tuple[Side, ...]
+    generation: int = 0
+    updated_unix_s: float = 0.0
+    pending: tuple[Side, ...] = ()
+    """Targets of a staged move, which is made once workers have loaded them."""
+    pending_until_unix_s: float = 0.0
+
+    def is_older_than(self, other: TagState) -> bool:
+        """Compares generation and time, because a recreated tag counts from 1 again."""
+        return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The versions and tags of an adapter that a tenant may run."""
+
+    tenant: str
+    name: str
+    versions: tuple[Version, ...]
+    """Newest first."""
+    tags: tuple[TagState, ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Everything under one name."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    tags: dict[str, TagState] = field(default_factory=dict)
+
+
+class RegistrySnapshot:
+    """A snapshot that is kept up to date by `put_version` and `put_tag`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Adapter, _Entry] = {}
+        self.pending: dict[tuple[str, str, str], TagState] = {}
+        """Tags with a staged move, by tenant, name and tag."""
+
+    def put_version(self, version: Version) -> None:
+        """Record a version or its tombstone."""
+        self._entry(version.tenant, version.name).versions[version.number] = version
+
+    def put_tag(self, tag: TagState) -> None:
+        """Record a tag's move unless a later one is known."""
+        tags = self._entry(tag.tenant, tag.name).tags
+        known = tags.get(tag.tag)
+        if known is None or not tag.is_older_than(known):
+            tags[tag.tag] = tag
+            key = (tag.tenant, tag.name, tag.tag)
+            if tag.pending:
+                self.pending[key] = tag
+            else:
+                self.pending.pop(key, None)
+
+    def version(self, tenant: str, name: str, number: int) -> Version | None:
+        """One version that is not deleted."""
+        return self.find(Ref(tenant, name, version=number), "")
+
+    def find(self, ref: Ref, split_key: str) -> Version | None:
+        """The version that a reference means; None if the snapshot lacks it. Checks no access."""
+        entry = self._entries.get((ref.tenant, ref.name))
+        if entry is None:
+            return None
+        version = entry.versions.get(self._number(entry, ref, split_key))
+        return version if version is not None and not version.deleted else None
+
+    def latest(self, tenant: str) -> Iterator[Version]:
+        """The latest version of each adapter that a tenant may run, by tenant and name."""
+        for (owner, name), entry in sorted(self._entries.items()):
+            version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
+            if version is not None and version.visible_to(tenant):
+                yield version
+
+    def listings(self, tenant: str) -> Iterator[Listing]:
+        """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
+        for (owner, name), entry in sorted(self._entries.items()):
+            alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(tenant))
+            versions = sorted(alive, key=lambda version: -version.number)
+            if versions:
+                tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
+                kept = tuple(tag for tag in tags if tag.sides)
+                yield Listing(owner, name, tuple(versions), kept)
+
+    def labels(self) -> dict[str, str]:
+        """tenant/name:vN of every digest that is not deleted."""
+        entries = self._entries.values()
+        versions = (v for entry in entries for v in entry.versions.values() if not v.deleted)
+        return {version.digest: version.label for version in versions}
+
+    @property
+    def num_adapters(self) -> int:
+        """Names with at least one version."""
+        return sum(_newest(entry) is not None for entry in self._entries.values())
+
+    def _entry(self, tenant: str, name: str) -> _Entry:
+        return self._entries.setdefault((tenant, name), _Entry())
+
+    @staticmethod
+    def _number(entry: _Entry, ref: Ref, split_key: str) -> int:
+        """0 = nothing answers."""
+        if ref.version is not None:
+            return ref.version
+        if ref.digest is not None:
+            same = [v.number for v in entry.versions.values() if v.digest == ref.digest]
+            return max((n for n in same if not entry.versions[n].deleted), default=0)
+        tag = entry.tags.get(ref.tag or LATEST)
+        return split_choice(tag.sides, split_key).number if tag is not None and tag.sides else 0
+
+
+def _newest(entry: _Entry) -> Version | None:
+    """An adapter uploaded with --no-latest is listed by its newest version."""
+    alive = [version for version in entry.versions.values() if not version.deleted]
+    return max(alive, key=lambda version: version.number, default=None)

@@ -1,0 +1,77 @@
+"""The limits of tenants, read from the registry and cached for a moment.
+
+While the registry is unavailable the last answer is used. An unknown tenant has no limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from loraplex.errors import LoraplexError
+from services.gateway.event_loop import now_s
+
+logger = logging.getLogger(__name__)
+
+FRESH_S = 5.0
+MAX_REMEMBERED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may use at all gateways together; 0 = no limit."""
+
+    tenant: str
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    max_concurrent: int = 0
+    fairness_weight: float = 1.0
+
+
+Ask = Callable[[str], Awaitable[TenantLimits]]
+"""Tenant -> its limits. Raises LoraplexError if the registry cannot be reached."""
+
+
+class TenantDirectory:
+    """Caches limits; an old answer is used while a new one is requested."""
+
+    def __init__(self, ask: Ask, now: Callable[[], float] = now_s) -> None:
+        self._ask = ask
+        self._now = now
+        self._known: dict[str, tuple[float, TenantLimits]] = {}
+        self._asking: dict[str, asyncio.Task[TenantLimits]] = {}
+
+    async def limits(self, tenant: str) -> TenantLimits:
+        """The limits of a tenant. Waits only if the tenant is not known yet."""
+        known = self._known.get(tenant)
+        if known is not None and self._now() - known[0] < FRESH_S:
+            return known[1]
+        asking = self._asking.get(tenant)
+        if asking is None:
+            asking = self._asking[tenant] = asyncio.create_task(self._asked(tenant))
+        return known[1] if known is not None else await asyncio.shield(asking)
+
+    async def close(self) -> None:
+        """Forget what is being asked."""
+        for task in list(self._asking.values()):
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+    async def _asked(self, tenant: str) -> TenantLimits:
+        """Mutates: known."""
+        before = self._known.get(tenant)
+        limits = before[1] if before is not None else TenantLimits(tenant)
+        try:
+            limits = await self._ask(tenant)
+        except LoraplexError as error:
+            logger.info(
+                "tenant limits not refreshed", extra={"tenant": tenant, "reason": error.reason}
+            )
+        finally:
+            del self._asking[tenant]
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.clear()
+        self._known[tenant] = (self._now(), limits)
+        return limits

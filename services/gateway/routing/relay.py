@@ -1,0 +1,232 @@
+"""Runs one job to its end, on another worker if its worker fails.
+
+Before the first token, a failed job is submitted to another worker. After it, the job is submitted
+again with the tokens already seen as `output_ids`. All sampling state is a function of those
+tokens, so the other worker continues exactly where the first one stopped and the reader sees one
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
+from services.gateway.event_loop import now_s
+from services.gateway.metrics import CONTINUATIONS, RETRIES
+from services.gateway.request import FinishReason, Tokens, WorkerJob
+from services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
+from services.gateway.workers.token_stream import TokenStream
+from services.gateway.workers.view import WorkerView
+
+_NO_WORKER = "NO_READY_WORKER"
+_BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0
+"""Doubled at each failure in a row; used only if every worker has been tried."""
+
+
+class WorkerPool(Protocol):
+    """The part of the fleet that the relay needs."""
+
+    def views(self, base_id: str | None = None) -> list[WorkerView]: ...
+
+    def submit(self, address: str, job: WorkerJob) -> TokenStream: ...
+
+    async def next_change(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """How long the relay retries."""
+
+    max_failures: int = 5
+    """Attempts that may fail in a row without a new token."""
+    wait_for_worker_s: float = 30.0
+    """How long an accepted request waits for a worker to return, and how long a stream that has
+    begun is retried, in seconds."""
+
+
+class RelayedJob:
+    """One job and its attempts on workers."""
+
+    def __init__(
+        self, workers: WorkerPool, limits: RelayLimits, job: WorkerJob, request: RoutingRequest
+    ) -> None:
+        self._workers = workers
+        self._limits = limits
+        self._job = job
+        self._request = request
+        self._emitted: list[int] = []
+        self._failures = 0
+        """Attempts that failed since the last new token."""
+        self._progress_s = now_s()
+        self._tried: set[str] = set()
+        """Addresses of the workers tried since then."""
+        self._last = ""
+        """Address of the last worker tried."""
+
+    async def tokens(self) -> AsyncGenerator[Tokens]:
+        """Yield each position once and in order. Raises: LoraplexError."""
+        while True:
+            try:
+                view = await self._pick()
+                async with aclosing(self._attempt(view)) as events:
+                    async for tokens in events:
+                        yield tokens
+                        if tokens.finish_reason is not None:
+                            return
+            except Unavailable as error:
+                await self._recover(error)
+
+    async def _attempt(self, view: WorkerView) -> AsyncGenerator[Tokens]:
+        """Yield the new tokens of one attempt. Raises: LoraplexError."""
+        stream = self._submit(view)
+        left_s = self._job.deadline_s - now_s()
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, _deadline_passed())
+        try:
+            while True:
+                tokens = self._new_part(await stream.next())
+                if tokens is not None:
+                    yield tokens
+        finally:
+            timer.cancel()
+            stream.cancel()
+
+    def _submit(self, view: WorkerView) -> TokenStream:
+        self._last = view.address
+        self._tried.add(view.address)
+        self._request = replace(self._request, numerics=view.numerics)
+        return self._workers.submit(view.address, self._continued())
+
+    def _continued(self) -> WorkerJob:
+        """The job with the tokens emitted so far, then without prompt logprobs."""
+        if not self._emitted:
+            return self._job
+        sampling = replace(self._job.sampling, prompt_logprobs=None)
+        return replace(self._job, output_ids=tuple(self._emitted), sampling=sampling)
+
+    def _new_part(self, tokens: Tokens) -> Tokens | None:
+        """The part of an event that is new; None if nothing is. Raises: Unavailable on a gap."""
+        seen = len(self._emitted) - tokens.position
+        if seen < 0:
+            raise Unavailable("the worker skipped a position", reason="PROTOCOL")
+        if tokens.finish_reason is FinishReason.CANCELLED:
+            raise Unavailable("the worker cancelled the request", reason="WORKER_CANCELLED")
+        if seen:
+            tokens = replace(
+                tokens,
+                token_ids=tokens.token_ids[seen:],
+                logprobs=tokens.logprobs[seen:],
+                position=len(self._emitted),
+            )
+        if not tokens.token_ids and tokens.finish_reason is None:
+            return None
+        self._emitted.extend(tokens.token_ids)
+        if self._failures:
+            self._failures = 0
+            self._tried.clear()
+        return tokens
+
+    async def _recover(self, error: Unavailable) -> None:
+        """Prepare another attempt. Raises: the error if none should be made."""
+        self._failures += 1
+        if self._failures == 1:
+            self._progress_s = now_s()
+        if error.reason == _NO_WORKER or self._should_give_up():
+            raise error
+        (CONTINUATIONS if self._emitted else RETRIES).inc()
+        next_view = self._choose()
+        if next_view is not None and next_view.address in self._tried:
+            self._tried = {self._last}
+            await asyncio.sleep(min(_BACK_OFF_S * 2**self._failures, _MOST_BACK_OFF_S))
+
+    def _should_give_up(self) -> bool:
+        """A stream that has begun gets more attempts than one that has not."""
+        if self._failures <= self._limits.max_failures:
+            return False
+        return not self._emitted or now_s() - self._progress_s > self._limits.wait_for_worker_s
+
+    async def _pick(self) -> WorkerView:
+        """The worker for the next attempt.
+
+        A new job fails at once if no worker is ready; one that was accepted before waits.
+        """
+        view = self._choose()
+        if view is None and (self._last or self._emitted):
+            view = await self._wait_for_worker()
+        if view is None:
+            raise Unavailable(
+                f"no worker of {self._job.base_id!r} is ready; retry shortly",
+                reason=_NO_WORKER,
+                retry_after_s=1.0,
+            )
+        return view
+
+    def _choose(self) -> WorkerView | None:
+        """A worker not tried since the last new token, or else any."""
+        views = self._workers.views(self._job.base_id)
+        others = [view for view in views if view.address not in self._tried]
+        return choose(others, self._request) or choose(views, self._request)
+
+    async def _wait_for_worker(self) -> WorkerView | None:
+        job = self._job
+        left_s = (job.deadline_s if self._emitted else job.start_by_s) - now_s()
+        try:
+            async with asyncio.timeout(min(self._limits.wait_for_worker_s, left_s)):
+                while (view := self._choose()) is None:
+                    await self._workers.next_change()
+        except TimeoutError:
+            # The clock is not read again: rounding may put it just before the deadline.
+            if left_s <= self._limits.wait_for_worker_s:
+                raise _deadline_passed() from None
+            return None
+        return view
+
+
+def _deadline_passed() -> LoraplexError:
+    return DeadlineExceeded("the deadline passed while the request was running")
+
+
+class Relay:
+    """Runs jobs on workers and continues them after failures."""
+
+    def __init__(self, workers: WorkerPool, limits: RelayLimits | None = None) -> None:
+        self._workers = workers
+        self._limits = limits or RelayLimits()
+        self._replica_counts = ReplicaCounts()
+
+    @property
+    def num_running(self) -> int:
+        """Jobs on adapters that have not ended."""
+        return self._replica_counts.total
+
+    async def stream(self, job: WorkerJob) -> AsyncGenerator[Tokens]:
+        """Tokens of a job, each position once and in order, until one event has a finish reason.
+
+        Closing the iterator cancels the job at its worker.
+
+        Raises: Unavailable if no worker is ready, DeadlineExceeded, or the worker's own error.
+        """
+        key = _replica_key(job)
+        num_workers = len(self._workers.views(job.base_id))
+        num_replicas = self._replica_counts.start(key, num_workers) if job.adapters else 0
+        request = RoutingRequest(
+            key, tuple(a.digest for a in job.adapters), len(job.prompt_ids), num_replicas
+        )
+        try:
+            run = RelayedJob(self._workers, self._limits, job, request)
+            async with aclosing(run.tokens()) as events:
+                async for tokens in events:
+                    yield tokens
+        finally:
+            if job.adapters:
+                self._replica_counts.end(key)
+
+
+def _replica_key(job: WorkerJob) -> str:
+    """Adapters are routed by digest; requests to the base are spread by their own id."""
+    if job.adapters:
+        return "+".join(adapter.digest for adapter in job.adapters)
+    return f"{job.request_id}.{job.sample_index}"

@@ -1,0 +1,171 @@
+"""Tokenizers of adapters: the base's, with the tokens and chat template that they add.
+
+The files are fetched once by digest, and what is made of them is kept within a bound. Where a
+tokenizer contradicts the base's, neither it nor its template is used, and the log says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, TOKENIZER_FILES, AddedToken
+from loraplex.errors import LoraplexError, Unavailable
+from services.gateway.request import Target
+from services.gateway.text.added_tokens_process import read_added_tokens
+from services.gateway.text.tokenizer import (
+    BaseTokenizer,
+    ChatFormat,
+    IdsOnly,
+    ServedBase,
+    chat_format,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 128 << 20
+"""Of added tokens and templates."""
+_MAX_READERS = 2
+"""Adapters whose files are read at one time."""
+
+ReadFiles = Callable[[str, Sequence[File]], Awaitable[dict[str, bytes]]]
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tokenizer and what it takes."""
+
+    tokenizer: BaseTokenizer
+    num_bytes: int
+    shared: Key = ()
+    """Where the vocabulary is kept that it has in common with others."""
+
+
+class AdapterText:
+    """The tokenizer for a target, built on first use."""
+
+    def __init__(self, read_files: ReadFiles, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+        """`read_files` gives the files of a version, by its label, checked against their sha256."""
+        self._read_files = read_files
+        self._max_kept_bytes = max_kept_bytes
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._being_made: dict[Key, asyncio.Task[BaseTokenizer]] = {}
+        self._readers = asyncio.Semaphore(_MAX_READERS)
+
+    async def tokenizer(self, served: ServedBase, target: Target) -> BaseTokenizer | IdsOnly:
+        """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
+
+        Raises: Unavailable with reason TOKENIZER_UNAVAILABLE if files could not be fetched.
+        """
+        base = served.tokenizer
+        if len(target.adapters) != 1 or not isinstance(base, BaseTokenizer):
+            return base
+        (adapter,) = target.adapters
+        files = [f for f in adapter.text_files if base.sha256.get(f.path) != f.sha256]
+        if not files:
+            return base
+        key: Key = (_key(served), *((f.path, f.sha256) for f in files))
+        if key in self._kept:
+            return self._used(key)
+        if key not in self._being_made:
+            task = asyncio.create_task(self._make(key, served, base, adapter.label, files))
+            task.add_done_callback(lambda _: self._being_made.pop(key, None))
+            self._being_made[key] = task
+        # A caller that leaves must not cancel the work of the others.
+        return await asyncio.shield(self._being_made[key])
+
+    async def _make(
+        self, key: Key, served: ServedBase, base: BaseTokenizer, label: str, files: list[File]
+    ) -> BaseTokenizer:
+        if sum(file.size for file in files) > MAX_TEXT_BYTES:
+            why = f"its text files have more than {MAX_TEXT_BYTES} bytes"
+            return self._left_aside(key, base, label, why)
+        async with self._readers:
+            try:
+                contents = await self._read_files(label, files)
+                found = await _added(base, contents)
+            except (LoraplexError, OSError, EOFError, TimeoutError) as error:
+                why = error.message if isinstance(error, LoraplexError) else type(error).__name__
+                raise Unavailable(
+                    f"the tokenizer files of {label} cannot be read ({why}); try again",
+                    reason="TOKENIZER_UNAVAILABLE",
+                    retry_after_s=1.0,
+                ) from error
+            if isinstance(found, str):
+                return self._left_aside(key, base, label, found)
+            chat = await asyncio.to_thread(_chat, contents, label)
+            try:
+                made = await self._with_tokens(served, base, found)
+            except ValueError as error:
+                return self._left_aside(key, base, label, str(error))
+        if chat is not None:
+            made = made.with_chat(chat)
+        shared = (_key(served), found) if found else ()
+        self._keep(key, _Kept(made, len(chat.template) if chat else 1, shared))
+        return made
+
+    def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
+        """Use the base's tokenizer, because the adapter's files cannot be used."""
+        _warn(label, why)
+        self._keep(key, _Kept(base, 1))
+        return base
+
+    async def _with_tokens(
+        self, served: ServedBase, base: BaseTokenizer, added: tuple[AddedToken, ...]
+    ) -> BaseTokenizer:
+        """Adapters with the same additions share one vocabulary."""
+        if not added:
+            return base
+        key: Key = (_key(served), added)
+        if key not in self._kept:
+            made = await asyncio.to_thread(base.with_tokens, added)
+            self._keep(key, _Kept(made, made.num_own_bytes))
+        return self._used(key)
+
+    def _used(self, key: Key) -> BaseTokenizer:
+        """A kept tokenizer; what it shares outlasts it."""
+        kept = self._kept[key]
+        self._kept.move_to_end(key)
+        if kept.shared in self._kept:
+            self._kept.move_to_end(kept.shared)
+        return kept.tokenizer
+
+    def _keep(self, key: Key, made: _Kept) -> None:
+        """Forgets what was used longest ago; the newest and what it shares stay."""
+        if key in self._kept:
+            return
+        self._kept[key] = made
+        self._num_kept_bytes += made.num_bytes
+        self._used(key)
+        while self._num_kept_bytes > self._max_kept_bytes and len(self._kept) > 2:
+            _, old = self._kept.popitem(last=False)
+            self._num_kept_bytes -= old.num_bytes
+
+
+def _key(served: ServedBase) -> tuple[str, str]:
+    return served.model.base_id, served.model.tokenizer_digest
+
+
+async def _added(base: BaseTokenizer, contents: dict[str, bytes]) -> tuple[AddedToken, ...] | str:
+    """A template alone needs no reading of vocabularies."""
+    if not contents.keys() & set(TOKENIZER_FILES):
+        return ()
+    return await read_added_tokens(base.source, contents)
+
+
+def _chat(contents: dict[str, bytes], label: str) -> ChatFormat | None:
+    try:
+        return chat_format(contents)
+    except (ValueError, RecursionError, AttributeError) as error:
+        _warn(label, f"its chat template cannot be read: {type(error).__name__}")
+        return None
+
+
+def _warn(label: str, why: str) -> None:
+    logger.warning("adapter uses the base's tokenizer", extra={"adapter": label, "why": why})

@@ -1,0 +1,75 @@
+"""How a base writes tool calls and thoughts, detected in its chat template or set explicitly."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ToolFormat(enum.StrEnum):
+    """How a model writes the calls it wants made."""
+
+    NONE = "none"
+    HERMES = "hermes"
+    """`<tool_call>{"name", "arguments"}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+    LLAMA3_JSON = "llama3_json"
+    """`{"name", "parameters"}` as the whole answer: Llama 3.1 and later."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS]` and a list of objects, or name and arguments."""
+    QWEN3_CODER = "qwen3_coder"
+    """`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder and Qwen 3.5."""
+    PHI4_MINI = "phi4_mini_json"
+    """`functools[{"name", "arguments"}]`, or `<|tool_call|>` instead: Phi-4-mini."""
+    GLM = "glm"
+    """`<tool_call>name`, `<arg_key>` and `<arg_value>` pairs, `</tool_call>`: GLM-4.5 and later."""
+    PYTHONIC = "pythonic"
+    """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """What to look for in the text of a chat's answer."""
+
+    tool_format: ToolFormat = ToolFormat.NONE
+    thinks: bool = False
+    """Answers may begin with `<think>...</think>`."""
+
+    @property
+    def marks_are_special(self) -> bool:
+        """True if calls begin with a special token, which plain text leaves out."""
+        special = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.PHI4_MINI
+        return self.tool_format in special
+
+
+def detected(template: str) -> ChatStyle:
+    """The style that a chat template uses; "" has none."""
+    return ChatStyle(_tool_format(template), "</think>" in template)
+
+
+def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
+    """The style with the operator's settings; "auto" keeps what was detected.
+
+    Args:
+        tool_format: "auto" or a `ToolFormat`.
+        reasoning: "auto", "think" or "none".
+    """
+    return ChatStyle(
+        style.tool_format if tool_format == "auto" else ToolFormat(tool_format),
+        style.thinks if reasoning == "auto" else reasoning == "think",
+    )
+
+
+def _tool_format(template: str) -> ToolFormat:
+    if "[TOOL_CALLS]" in template:
+        return ToolFormat.MISTRAL
+    if "<tool_call>" in template:
+        if "<arg_key>" in template:
+            return ToolFormat.GLM
+        return ToolFormat.QWEN3_CODER if "<function=" in template else ToolFormat.HERMES
+    if "<|tool|>" in template or "functools[" in template:
+        return ToolFormat.PHI4_MINI
+    if "func_name1(" in template:
+        return ToolFormat.PYTHONIC
+    if "<|python_tag|>" in template or "Environment: ipython" in template:
+        return ToolFormat.LLAMA3_JSON
+    return ToolFormat.NONE

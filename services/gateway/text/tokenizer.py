@@ -1,0 +1,251 @@
+"""The tokenizer and chat template of a base: text to token ids and back.
+
+Built from the tokenizer files that a worker's `GetModel` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models
+
+from loraplex.adapter_format.added_tokens import AddedToken
+from loraplex.errors import InvalidRequest, Unsupported
+from services.gateway.request import ChatPrompt, Prompt, ServedModel, TextPrompt, TokenPrompt
+from services.gateway.text.chat_style import ChatStyle, detected
+from services.gateway.text.detokenize import TokenBytes
+from services.gateway.text.template_pool import TemplatePool
+
+_SLOW_TEXT_CHARS = 32 << 10
+"""Longer texts are tokenized in a thread."""
+_TOKEN_BYTES = 1024
+"""Approximate size of an added token."""
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """A chat template and the names it may use."""
+
+    template: str
+    special_tokens: Mapping[str, str]
+
+
+class BaseTokenizer:
+    """Tokenizer and chat template of one base."""
+
+    def __init__(self, files: Mapping[str, bytes], pool: TemplatePool) -> None:
+        """`files` by name: tokenizer.json, tokenizer_config.json, chat_template.jinja/.json."""
+        self._chat = chat_format(files)
+        self._tokenizer = _load(files["tokenizer.json"])
+        self._pool = pool
+        self.source = files["tokenizer.json"]
+        """Content of tokenizer.json."""
+        self.num_own_bytes = len(self.source)
+        """Approximate size, without the parts shared with the tokenizer it was made from."""
+        self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.tokens = TokenBytes(self._tokenizer)
+        self.added: tuple[AddedToken, ...] = ()
+        """Tokens beyond the base's."""
+        self.style = detected(self._chat.template if self._chat else "")
+
+    def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
+        """A tokenizer with more tokens, whose ids follow the last one; both share large data.
+
+        Raises: ValueError if the library numbers them otherwise, as in a base with gaps.
+        """
+        known = self._tokenizer.get_added_tokens_decoder()
+        tokens = known | {token.token_id: _for_library(token) for token in added}
+        made = copy.copy(self)
+        made._tokenizer = _sharing(self._tokenizer)
+        _add(made._tokenizer, dict(sorted(tokens.items())))
+        made.added = tuple(added)
+        made.num_own_bytes = _TOKEN_BYTES * len(tokens)
+        made.tokens = TokenBytes(made._tokenizer)
+        return made
+
+    def with_chat(self, chat: ChatFormat) -> BaseTokenizer:
+        """A tokenizer with another chat template; special tokens that it does not name are kept."""
+        made = copy.copy(self)
+        known = self._chat.special_tokens if self._chat else {}
+        made._chat = ChatFormat(chat.template, {**known, **chat.special_tokens})
+        made.style = detected(chat.template)
+        return made
+
+    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
+        """Token ids of a prompt in any form.
+
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or a conversation
+        without a template.
+        """
+        match prompt:
+            case TokenPrompt(ids):
+                return check_ids(ids, base.vocab_size)
+            case TextPrompt(text, add_special):
+                ids = await self._ids(text, add_special_tokens=add_special) if text else ()
+                field = "prompt"
+            case ChatPrompt():
+                special = prompt.add_special_tokens
+                ids = await self._ids(await self._render(prompt), add_special_tokens=special)
+                field = "messages"
+        if not ids:
+            raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
+        return ids
+
+    async def _render(self, prompt: ChatPrompt) -> str:
+        if self._chat is None:
+            raise InvalidRequest.field(
+                "chat_template",
+                "",
+                "this base has no chat template; use completions, or serve a base whose tokenizer "
+                "has one",
+            )
+        template = self._chat.template
+        if "reasoning_effort" in prompt.template_options and "reasoning_effort" not in template:
+            raise Unsupported.field(
+                "reasoning_effort", "", "this base's chat template has no such choice; leave it out"
+            )
+        knows_developer = "developer" in template
+        variables: dict[str, Any] = {
+            **prompt.template_options,
+            "messages": [m if knows_developer else _as_system(m) for m in prompt.messages],
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "tools": list(prompt.tools) or None,
+            "documents": None,
+            **self._chat.special_tokens,
+        }
+        return await self._pool.render(template, variables)
+
+    async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+        _check_unicode(text)
+        return await asyncio.to_thread(encode) if len(text) > _SLOW_TEXT_CHARS else encode()
+
+
+class IdsOnly:
+    """Used for a base without a readable tokenizer: accepts and returns token ids only."""
+
+    def __init__(self) -> None:
+        empty = Tokenizer(models.WordLevel({}, unk_token=""))
+        empty.decoder = decoders.ByteLevel()
+        self.tokens = TokenBytes(empty)
+        self.added: tuple[AddedToken, ...] = ()
+        self.style = ChatStyle()
+
+    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
+        """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
+        if isinstance(prompt, TokenPrompt):
+            return check_ids(prompt.ids, base.vocab_size)
+        raise InvalidRequest.field(
+            "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
+        )
+
+
+def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
+    """OpenAI's newer name of the system role, for templates that do not know it."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The same ids. Raises: InvalidRequest if there are none or one is out of range."""
+    if not ids:
+        raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequest.field(
+            "prompt", "", f"token id at index {index} is outside 0..{vocab_size - 1}"
+        )
+    return ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest.field(
+            "prompt", "", "the text holds half a surrogate pair; send valid Unicode"
+        ) from None
+
+
+def _load(source: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(source.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _sharing(tokenizer: Tokenizer) -> Tokenizer:
+    """Another tokenizer on the same model without its added tokens, sharing large data."""
+    made = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(made, part, value)
+    return made
+
+
+def _add(tokenizer: Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> None:
+    """Add tokens, ordered by id. Raises: ValueError if the library gave one another id."""
+    for special, group in itertools.groupby(tokens.values(), key=lambda token: token.special):
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add(list(group))
+    for token_id, token in tokens.items():
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise ValueError(f"the tokenizers library has no id {token_id} to give")
+
+
+def _for_library(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    content = files.get(name)
+    loaded = json.loads(content) if content else {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
+    """The chat template of a model's files, by name; None without one. Raises: ValueError."""
+    config = _json_file(files, "tokenizer_config.json")
+    template: Any = config.get("chat_template")
+    template = _json_file(files, "chat_template.json").get("chat_template", template)
+    if "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].decode()
+    if isinstance(template, list):
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
+        template = named.get("default")
+    if not isinstance(template, str) or not template:
+        return None
+    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+    return ChatFormat(template, specials)
+
+
+def _token_text(token: object) -> str | None:
+    """Configs write a special token as text or as an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """A base and its tokenizer."""
+
+    model: ServedModel
+    tokenizer: BaseTokenizer | IdsOnly

@@ -1,0 +1,104 @@
+"""Splits the text of a chat's answer into thoughts, content and tool calls."""
+
+from __future__ import annotations
+
+import enum
+
+from services.gateway.tools.reader import AnswerReader, Delta, settled
+
+_OPENS, _CLOSES = "<think>", "</think>"
+
+
+class _State(enum.Enum):
+    START = enum.auto()
+    THINKING = enum.auto()
+    THOUGHT = enum.auto()
+    """After the closing mark, before the content."""
+    CONTENT = enum.auto()
+
+
+class AnswerParser:
+    """Parses one answer as it grows. The result does not depend on how the text was split.
+
+    White space next to the marks of a thought is dropped.
+    """
+
+    def __init__(self, *, thinks: bool, is_thinking: bool, tools: AnswerReader | None) -> None:
+        """
+        Args:
+            thinks: the answer may begin with a thought between marks.
+            is_thinking: the prompt ended inside a thought.
+            tools: finds calls in what is no thought; None if no tools were offered.
+        """
+        self._state = _State.START if thinks or is_thinking else _State.CONTENT
+        self._is_thinking = is_thinking
+        self._tools = tools
+        self._buffer = ""
+        self._has_thought = False
+        """True if the thought contains more than white space."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls found so far."""
+        return self._tools.num_calls if self._tools is not None else 0
+
+    def feed(self, text: str) -> Delta:
+        """Text that follows."""
+        if self._state is _State.CONTENT:
+            return self._content(text)
+        self._buffer += text
+        if self._state is _State.START and not self._begin():
+            return Delta()
+        reasoning = self._thought() if self._state is _State.THINKING else ""
+        if self._state is _State.THOUGHT:
+            self._buffer = self._buffer.lstrip()
+            if self._buffer:
+                self._state = _State.CONTENT
+        delta = Delta()
+        if self._state is _State.CONTENT:
+            delta = self._content(self._buffer)
+            self._buffer = ""
+        delta.reasoning = reasoning
+        return delta
+
+    def finish(self) -> Delta:
+        """The end of the text: what was held back."""
+        held, self._buffer = self._buffer, ""
+        if self._state is _State.THINKING:
+            return Delta(reasoning=held)
+        if self._state is _State.THOUGHT:
+            held = ""
+        delta = self._content(held) if held else Delta()
+        if self._tools is not None:
+            rest = self._tools.finish()
+            delta.content += rest.content
+            delta.calls += rest.calls
+        return delta
+
+    def _begin(self) -> bool:
+        """Detect whether there is a thought; False while undecided. Mutates: state, buffer."""
+        shown = self._buffer.lstrip()
+        if not shown or (_OPENS.startswith(shown) and shown != _OPENS):
+            return False
+        if shown.startswith(_OPENS) or self._is_thinking:
+            self._buffer = shown.removeprefix(_OPENS)
+            self._state = _State.THINKING
+        else:
+            self._state = _State.CONTENT
+        return True
+
+    def _thought(self) -> str:
+        """The new part of the thought. Mutates: state, buffer."""
+        if not self._has_thought:
+            self._buffer = self._buffer.lstrip()
+            self._has_thought = bool(self._buffer)
+        thought, mark, after = self._buffer.partition(_CLOSES)
+        if mark:
+            self._state, self._buffer = _State.THOUGHT, after
+            return thought.rstrip()
+        end = settled(self._buffer, _CLOSES)
+        thought, self._buffer = self._buffer[:end], self._buffer[end:]
+        return thought
+
+    def _content(self, text: str) -> Delta:
+        return Delta(content=text) if self._tools is None else self._tools.feed(text)

@@ -1,0 +1,200 @@
+"""Grammars that constrain calls within answers to the schemas, in the notation of the base.
+
+Text outside calls is free, or follows a schema of its own: then an answer is either calls or that.
+The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
+which only a call matches. A mark may be a single token, which that library excludes from plain
+text, so that the grammar accepts it both as a token and as characters.
+
+Source of the idea: structural tags, as in xgrammar and llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from services.gateway.request import Grammar
+from services.gateway.text.chat_style import ToolFormat
+from services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
+from services.gateway.tools.tag_grammar import coder_body, glm_body
+from services.gateway.tools.tool_use import ToolUse
+
+FindToken = Callable[[str], int | None]
+"""The id of an added token of the base's tokenizer, by its text."""
+
+_RULES = r"""
+TEXT: /(.|\n)*/
+SPACE: /[ \t\r\n]{0,8}/
+"""
+_WHOLE_ANSWER = {ToolFormat.LLAMA3_JSON: "{", ToolFormat.PYTHONIC: r"\["}
+"""Formats in which an answer is calls or text by its first character."""
+_TEXT_TOKENS = ("<think>", "</think>")
+
+
+def call_grammar(
+    tool_format: ToolFormat, use: ToolUse, answer: Grammar | None, find_token: FindToken
+) -> Grammar | None:
+    """The grammar of an answer in which calls are optional; None if anything is allowed.
+
+    Args:
+        answer: JSON Schema of answers that are no calls; None = free text.
+    """
+    if tool_format is ToolFormat.NONE or not use.tools:
+        return answer
+    if answer is None and not use.is_strict:
+        return None
+    writer = _Writer(tool_format, use, find_token)
+    start = writer.free() if answer is None else writer.or_answer(answer)
+    return Grammar("ebnf", (start + _RULES + "\n".join(writer.rules) + "\n",))
+
+
+class _Writer:
+    """Builds one grammar."""
+
+    def __init__(self, tool_format: ToolFormat, use: ToolUse, find_token: FindToken) -> None:
+        self._format = tool_format
+        self._use = use
+        self._find_token = find_token
+        self.rules: list[str] = []
+
+    def free(self) -> str:
+        """Text with calls in it, or after it."""
+        shown = self._tokens(*_TEXT_TOKENS, *self._outer_marks())
+        before = f"(TEXT ({shown}))* " if shown else ""
+        if self._format in _WHOLE_ANSWER:
+            # Text that begins like a call is none, not even a thought: the longest lexeme wins.
+            self.rules.append(rf"OTHER: /\s*([^\s{_WHOLE_ANSWER[self._format]}](.|\n)*)?/")
+            before = before.replace("TEXT", "OTHER")
+            return f"start: {before}(OTHER | SPACE calls SPACE)\ncalls: {self._whole_answer()}\n"
+        body = self._body()
+        marks = self._marks()
+        self._rule("head[lazy]", f"TEXT ({' | '.join(json.dumps(mark) for mark in marks)})")
+        tokens = self._tokens(*marks)
+        heads = f"(head | TEXT ({tokens}))" if tokens else "head"
+        closing = "".join(f"({self._either(mark)} SPACE)?" for mark in self._outer_marks()[1:])
+        alone = f"{before}TEXT | call SPACE {closing}"
+        rest = f"call* {before}TEXT" if self._use.is_parallel else alone
+        return f"start: {rest}\ncall: {before}{heads} {body}\n"
+
+    def or_answer(self, answer: Grammar) -> str:
+        """Calls, or JSON of a schema."""
+        schema = json.loads(answer.texts[0])
+        self._rule("answer", f"%json {json.dumps(schema | SPACING)}")
+        if self._format in _WHOLE_ANSWER:
+            return f"start: answer | calls\ncalls: {self._whole_answer()}\n"
+        marks = " | ".join(self._either(mark) for mark in self._marks())
+        if self._format is ToolFormat.QWEN3_CODER:
+            outer, closing = (self._either(mark) for mark in self._outer_marks())
+            marks, body = f"({outer} SPACE)? {marks}", f"{self._body()} (SPACE {closing})?"
+        else:
+            body = self._body()
+        more = " (SPACE call)*" if self._use.is_parallel else ""
+        return f"start: answer | call{more}\ncall: ({marks}) {body}\n"
+
+    def _marks(self) -> tuple[str, ...]:
+        return {
+            ToolFormat.HERMES: ("<tool_call>",),
+            ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
+            ToolFormat.PHI4_MINI: ("<|tool_call|>", "functools"),
+            ToolFormat.QWEN3_CODER: ("<function=",),
+            ToolFormat.GLM: ("<tool_call>",),
+        }[self._format]
+
+    def _outer_marks(self) -> tuple[str, ...]:
+        """Optional marks around calls."""
+        is_coder = self._format is ToolFormat.QWEN3_CODER
+        return ("<tool_call>", "</tool_call>") if is_coder else ()
+
+    def _body(self) -> str:
+        """What follows a mark."""
+        match self._format:
+            case ToolFormat.HERMES:
+                self._json("object", one_call(self._use.schemas, "arguments"))
+                return f"SPACE object SPACE {self._either('</tool_call>')}"
+            case ToolFormat.MISTRAL if self._find_token("[ARGS]") is not None:
+                return self._named_calls()
+            case ToolFormat.MISTRAL:
+                self._list()
+                return "SPACE list"
+            case ToolFormat.PHI4_MINI:
+                self._list()
+                return f"SPACE list ({self._either('<|/tool_call|>')})?"
+            case ToolFormat.GLM:
+                return self._one_of(glm_body) + f" SPACE {self._either('</tool_call>')}"
+            case _:
+                return self._one_of(coder_body)
+
+    def _one_of(self, body_of: Callable[[str, dict[str, Any], str], list[str]]) -> str:
+        """Calls written as tags, one rule for each function."""
+        names = []
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            names.append(f"function_{index}")
+            self.rules += body_of(name, schema, names[-1])
+        return f"({' | '.join(names)})"
+
+    def _list(self) -> None:
+        is_parallel = self._use.is_parallel
+        self._json("list", list_of_calls(self._use.schemas, "arguments", is_parallel=is_parallel))
+
+    def _named_calls(self) -> str:
+        """`name[ARGS]{...}`, perhaps with an id between."""
+        ids = self._tokens("[CALL_ID]")
+        between = f"({ids} /[A-Za-z0-9]{{9}}/)? " if ids else ""
+        args = self._tokens("[ARGS]")
+        calls = []
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            self._json(f"arguments_{index}", schema)
+            calls.append(f"{json.dumps(name)} {between}{args} arguments_{index}")
+        return f"({' | '.join(calls)})"
+
+    def _whole_answer(self) -> str:
+        """Calls that need no mark."""
+        if self._format is ToolFormat.LLAMA3_JSON:
+            self._json("object", one_call(self._use.schemas, "parameters"))
+            tag = self._tokens("<|python_tag|>")
+            more = " (/; ?/ object)*" if self._use.is_parallel else ""
+            return (f"({tag})? " if tag else "") + "object" + more
+        calls = []
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            calls.append(f"call_{index}")
+            self._rule(calls[-1], f'{json.dumps(name + "(")} {self._keywords(index, schema)} ")"')
+        self._rule("python", " | ".join(calls))
+        more = ' (", " python)*' if self._use.is_parallel else ""
+        return f'"[" python{more} "]"'
+
+    def _keywords(self, index: int, schema: dict[str, Any]) -> str:
+        """Arguments by name: required ones first, then optional ones, in the order of the
+        schema."""
+        required: list[str] = []
+        optional: list[str] = []
+        for number, key in enumerate(schema.get("properties", {})):
+            rule = f"value_{index}_{number}"
+            self._json(rule, argument(schema, key))
+            is_required = key in schema.get("required", ())
+            (required if is_required else optional).append(f"{json.dumps(key + '=')} {rule}")
+        if required:
+            first = ' ", " '.join(required)
+            return first + "".join(f' (", " {each})?' for each in optional)
+        starts = [
+            each + "".join(f' (", " {later})?' for later in optional[number + 1 :])
+            for number, each in enumerate(optional)
+        ]
+        return f"({' | '.join(starts)})?" if starts else ""
+
+    def _either(self, mark: str) -> str:
+        """A mark, as a single token or as characters."""
+        token = self._tokens(mark)
+        spelled = json.dumps(mark)
+        return f"({token} | {spelled})" if token else spelled
+
+    def _tokens(self, *texts: str) -> str:
+        """The marks that are single tokens, as alternatives; "" if none is."""
+        ids = (self._find_token(text) for text in texts)
+        return " | ".join(f"<[{token_id}]>" for token_id in ids if token_id is not None)
+
+    def _json(self, rule: str, schema: dict[str, Any]) -> None:
+        self._rule(rule, f"%json {json.dumps(schema | SPACING)}")
+
+    def _rule(self, name: str, body: str) -> None:
+        self.rules.append(f"{name}: {body}")

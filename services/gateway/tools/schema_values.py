@@ -1,0 +1,75 @@
+"""Converts values that a model wrote as plain text to JSON, guided by the schema of the
+function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_DEEPEST = 8
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TYPES: dict[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
+
+
+def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of one argument. A value that does not match its schema, or has none, is a string.
+
+    Args:
+        text: as written.
+        name: of the argument.
+        parameters: JSON Schema of all arguments of the function.
+    """
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict) or name not in properties:
+        return _json_text(text)
+    types = _types_of(properties[name], parameters)
+    if types == {"string"}:
+        return _json_text(text)
+    word = text.strip()
+    try:
+        value = json.loads(_WORDS.get(word, word), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _json_text(text)
+    if isinstance(value, float) and value.is_integer() and "number" not in types:
+        value = int(value)
+    return _json_text(value if not types or types & _TYPES[type(value)] else text)
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Types that a schema names, itself or in its parts; none = any."""
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return frozenset()
+    named = schema.get("type")
+    types = frozenset([named] if isinstance(named, str) else named or ())
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
+    if not types and values:
+        types = frozenset().union(*(_TYPES[type(value)] for value in values))
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    if isinstance(reference := schema.get("$ref"), str):
+        parts.append(pointed(reference, root))
+    return types.union(*(_types_of(part, root, depth + 1) for part in parts))
+
+
+def pointed(reference: str, root: Mapping[str, Any]) -> Any:
+    """What `#/a/b` stands for; None for other references."""
+    found: Any = root if reference.startswith("#") else None
+    for step in reference.split("/")[1:]:
+        found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")

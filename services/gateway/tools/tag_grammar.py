@@ -1,0 +1,88 @@
+"""Grammars of calls that are written as tags: arguments as plain text between them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.gateway.tools.call_schemas import argument
+from services.gateway.tools.schema_values import pointed
+
+_DEEPEST = 8
+
+
+def coder_body(name: str, schema: dict[str, Any], rule: str) -> list[str]:
+    """`name>` to `</function>`, as Qwen3-Coder writes it behind `<function=`."""
+    arguments, rules = _arguments(schema, rule, '"<parameter={}>\\n"', "\n</parameter>")
+    body = f'{json.dumps(name + ">")} SPACE {arguments} "</function>"'
+    return [f"{rule}: {body}", *rules]
+
+
+def glm_body(name: str, schema: dict[str, Any], rule: str) -> list[str]:
+    """`name` and `<arg_key>`, `<arg_value>` pairs, as GLM writes them behind `<tool_call>`."""
+    opens = '"<arg_key>{}</arg_key>" SPACE "<arg_value>"'
+    arguments, rules = _arguments(schema, rule, opens, "</arg_value>")
+    return [f"{rule}: {json.dumps(name)} SPACE {arguments}", *rules]
+
+
+def _arguments(schema: dict[str, Any], rule: str, opens: str, closes: str) -> tuple[str, list[str]]:
+    """All arguments in the schema's order, and the rules of their values.
+
+    Args:
+        opens: what stands before a value, with {} for its key, in Lark.
+        closes: the text after it.
+    """
+    parts, rules = [], []
+    for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+        value_rule = f"{rule}_{number}"
+        rules += _value(key, value, schema, value_rule, closes)
+        part = f"{opens.format(json.dumps(key)[1:-1])} {value_rule} SPACE"
+        parts.append(part if key in schema.get("required", ()) else f"({part})?")
+    return " ".join(parts), rules
+
+
+def _value(key: str, schema: Any, root: dict[str, Any], rule: str, closes: str) -> list[str]:
+    """The rules of one value up to its closing mark. Strings are plain text, unless they are
+    options; what else a schema says of strings is not kept to."""
+    options = _options(schema, root)
+    end = json.dumps(closes)
+    if options is not None:
+        return [f"{rule}: ({' | '.join(json.dumps(each) for each in options)}) {end}"]
+    if _may_be_text(schema, root):
+        return [f"{rule}[lazy]: TEXT {end}"]
+    return [f"{rule}: %json {json.dumps(argument(root, key))} {end}"]
+
+
+def _options(schema: Any, root: dict[str, Any], depth: int = 0) -> list[str] | None:
+    """All values that a schema allows as they are written between tags; None = not a list."""
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return _options(pointed(reference, root), root, depth + 1)
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return [each if isinstance(each, str) else json.dumps(each) for each in values]
+    if schema.get("type") == "null":
+        return ["null"]
+    found: list[str] = []
+    parts = schema.get("anyOf") or schema.get("oneOf")
+    for part in parts or ():
+        options = _options(part, root, depth + 1)
+        if options is None:
+            return None
+        found += options
+    return found if parts else None
+
+
+def _may_be_text(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
+    """Whether strings are among what a schema allows."""
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return True
+    if isinstance(reference := schema.get("$ref"), str):
+        return _may_be_text(pointed(reference, root), root, depth + 1)
+    if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+        return any(_may_be_text(part, root, depth + 1) for part in parts)
+    named = schema.get("type")
+    if named is None:
+        return "properties" not in schema and "items" not in schema
+    return "string" in ([named] if isinstance(named, str) else named)

@@ -1,0 +1,190 @@
+"""Finds calls that a model writes as tags, as Qwen3-Coder does.
+
+    <tool_call>
+    <function=weather>
+    <parameter=city>
+    Rome
+    </parameter>
+    </function>
+    </tool_call>
+
+A model may omit the outer tags. Arguments are emitted one complete argument at a time, because only
+its end and the schema of the function determine what a value is.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.tools.reader import CallDelta, Delta, cut_at_mark, new_call_id
+from services.gateway.tools.schema_values import json_value
+
+_OPENS, _CLOSES = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_NAME = re.compile(r"\s*([\w.-]{1,128})\s*>")
+_MAX_NAME_CHARS = 160
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()
+    OPENED = enum.auto()
+    """After the outer mark."""
+    NAME = enum.auto()
+    """Behind `<function=`."""
+    BODY = enum.auto()
+    KEY = enum.auto()
+    """Behind `<parameter=`."""
+    VALUE = enum.auto()
+    CLOSED = enum.auto()
+    """After a call."""
+
+
+class XmlReader:
+    """Splits one answer into text and calls; marks without a call remain text."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: JSON Schema of the arguments of each function offered."""
+        self._schemas = schemas
+        self._state = _State.TEXT
+        self._buffer = ""
+        self._doubtful = ""
+        """The start of a call without a name yet, which is text if no name follows."""
+        self._is_marked = False
+        self._name = self._key = ""
+        self._has_arguments = False
+        self._delta = Delta()
+        self.num_calls = 0
+
+    def feed(self, text: str) -> Delta:
+        """Text that follows."""
+        self._buffer += text
+        steps = {
+            _State.TEXT: self._text,
+            _State.OPENED: self._opened,
+            _State.NAME: self._named,
+            _State.BODY: self._body,
+            _State.KEY: self._keyed,
+            _State.VALUE: self._value,
+            _State.CLOSED: self._closed,
+        }
+        while self._buffer and steps[self._state]():
+            pass
+        return self._taken()
+
+    def finish(self) -> Delta:
+        """End the text and return what was held back; an incomplete call stays incomplete."""
+        if self._state in (_State.TEXT, _State.OPENED, _State.NAME):
+            self._delta.content += self._doubtful + self._buffer
+        return self._taken()
+
+    def _taken(self) -> Delta:
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def _text(self) -> bool:
+        shown, opening, self._buffer = cut_at_mark(self._buffer, (_OPENS, _FUNCTION))
+        self._delta.content += shown
+        if not opening:
+            return False
+        self._doubtful = opening
+        self._is_marked = opening.endswith(_OPENS)
+        self._state = _State.OPENED if self._is_marked else _State.NAME
+        return True
+
+    def _opened(self) -> bool:
+        self._skip_space()
+        if self._buffer.startswith(_FUNCTION):
+            self._leave(len(_FUNCTION))
+            self._state = _State.NAME
+        elif _FUNCTION.startswith(self._buffer):
+            return False
+        else:
+            self._give_up()
+        return True
+
+    def _named(self) -> bool:
+        """A call without the outer mark must name a function that is offered."""
+        match = _NAME.match(self._buffer)
+        if match and (self._is_marked or match[1] in self._schemas):
+            self._name, self._buffer = match[1], self._buffer[match.end() :]
+            self._doubtful, self._has_arguments = "", False
+            self._delta.calls.append(CallDelta(self.num_calls, new_call_id(), self._name))
+            self.num_calls += 1
+            self._state = _State.BODY
+        elif match or ">" in self._buffer or len(self._buffer) > _MAX_NAME_CHARS:
+            self._give_up()
+        else:
+            return False
+        return True
+
+    def _body(self) -> bool:
+        """Read arguments; other text between them is ignored."""
+        _, mark, after = self._buffer.partition("<")
+        if not mark:
+            self._buffer = ""
+            return False
+        tag = self._buffer = mark + after
+        if tag.startswith(_PARAMETER):
+            self._buffer, self._state = tag[len(_PARAMETER) :], _State.KEY
+        elif tag.startswith(_END_FUNCTION):
+            self._argue("}" if self._has_arguments else "{}")
+            self._buffer, self._state = tag[len(_END_FUNCTION) :], _State.CLOSED
+        elif _PARAMETER.startswith(tag) or _END_FUNCTION.startswith(tag):
+            return False
+        else:
+            self._buffer = after
+        return True
+
+    def _keyed(self) -> bool:
+        key, mark, after = self._buffer.partition(">")
+        if not mark:
+            return False
+        self._key, self._buffer, self._state = key.strip(), after, _State.VALUE
+        return True
+
+    def _value(self) -> bool:
+        """One line break on either side belongs to the tags."""
+        value, mark, after = self._buffer.partition(_END_PARAMETER)
+        if not mark:
+            return False
+        value = value.removeprefix("\n").removesuffix("\n")
+        json_text = json_value(value, self._key, self._schemas.get(self._name, {}))
+        begin = ", " if self._has_arguments else "{"
+        self._argue(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {json_text}")
+        self._has_arguments = True
+        self._buffer, self._state = after, _State.BODY
+        return True
+
+    def _closed(self) -> bool:
+        """Another call may follow inside the same outer mark."""
+        shown = self._buffer.lstrip()
+        if self._is_marked and shown.startswith(_CLOSES):
+            self._buffer, self._state = shown[len(_CLOSES) :], _State.TEXT
+        elif self._is_marked and _CLOSES.startswith(shown):
+            return False
+        else:
+            self._state = _State.TEXT
+        return True
+
+    def _argue(self, text: str) -> None:
+        self._delta.calls.append(CallDelta(self.num_calls - 1, arguments=text))
+
+    def _skip_space(self) -> None:
+        self._leave(len(self._buffer) - len(self._buffer.lstrip()))
+
+    def _leave(self, num_chars: int) -> None:
+        self._doubtful += self._buffer[:num_chars]
+        self._buffer = self._buffer[num_chars:]
+
+    def _give_up(self) -> None:
+        """There was no call: the mark was text, and what followed is parsed again."""
+        mark = _OPENS if self._is_marked else _FUNCTION
+        text, _, rest = self._doubtful.partition(mark)
+        self._delta.content += text + mark
+        self._buffer, self._doubtful = rest + self._buffer, ""
+        self._state = _State.TEXT

@@ -1,0 +1,177 @@
+"""All workers behind this gateway, and the bases that they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from loraplex.errors import NotFound, Unavailable
+from loraplex.v1 import worker_pb2
+from services.common.grpc_channels import OpenChannel, open_channel
+from services.gateway.request import ServedModel, WorkerJob
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
+from services.gateway.workers.convert import base_from_wire
+from services.gateway.workers.link import Metadata, WorkerLink
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
+from services.gateway.workers.view import WorkerView
+
+logger = logging.getLogger(__name__)
+
+_DNS_REFRESH_S = 5.0
+
+BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
+
+
+class Fleet:
+    """Owns one `WorkerLink` per address. A base stays known while its workers are unavailable."""
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        gateway_id: str,
+        pool: TemplatePool,
+        *,
+        base_seen: BaseSeen,
+        metadata: Metadata = (),
+        channel: OpenChannel = open_channel,
+    ) -> None:
+        """
+        Args:
+            workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name.
+            base_seen: called when a base appears or comes back with another model.
+            channel: opens the way to an address.
+        """
+        self._static = [w for w in workers if not w.startswith("dns:")]
+        self._names = [w.removeprefix("dns:").lstrip("/") for w in workers if w.startswith("dns:")]
+        self._gateway_id = gateway_id
+        self._pool = pool
+        self._base_seen = base_seen
+        self._metadata = metadata
+        self._channel = channel
+        self._pacer = WakeupPacer()
+        self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._bases: dict[str, ServedBase] = {}
+        self._change = asyncio.Event()
+
+    def bases(self) -> Mapping[str, ServedModel]:
+        """Bases in the order they were first seen."""
+        return {base_id: served.model for base_id, served in self._bases.items()}
+
+    def served(self, base_id: str) -> ServedBase:
+        """A base. Raises: NotFound."""
+        try:
+            return self._bases[base_id]
+        except KeyError:
+            raise NotFound(f"no base {base_id!r} is served here") from None
+
+    def views(self, base_id: str | None = None) -> list[WorkerView]:
+        """Views of a base's workers, or of all."""
+        views = [link.view() for link, _ in self._links.values()]
+        return [view for view in views if base_id is None or view.base_id == base_id]
+
+    def submit(self, address: str, job: WorkerJob) -> TokenStream:
+        """Start a job on the worker at an address. Raises: Unavailable."""
+        link, _ = self._links[address]
+        return link.submit(job)
+
+    async def load(self, address: str, digest: str, timeout_s: float) -> None:
+        """Load an adapter on the worker at an address. Raises: LoraplexError."""
+        if address not in self._links:
+            raise Unavailable(f"worker {address} is no longer there")
+        link, _ = self._links[address]
+        await link.load(digest, timeout_s)
+
+    async def next_change(self) -> None:
+        """Wait until any view changed."""
+        await self._change.wait()
+
+    async def run(self) -> None:
+        """Keep a link to every worker until cancelled; DNS names are resolved regularly."""
+        try:
+            while True:
+                addresses = dict.fromkeys([*self._static, *await self._looked_up()])
+                await self._keep(list(addresses))
+                await asyncio.sleep(_DNS_REFRESH_S if self._names else 3600.0)
+        finally:
+            await self._keep([])
+
+    async def _keep(self, addresses: list[str]) -> None:
+        """Open missing links, close those no longer wanted."""
+        for address in addresses:
+            if address not in self._links:
+                link = WorkerLink(
+                    address,
+                    self._gateway_id,
+                    model_seen=self._model_seen,
+                    changed=self._announce,
+                    metadata=self._metadata,
+                    channel=self._channel,
+                    pacer=self._pacer,
+                )
+                self._links[address] = (link, asyncio.create_task(link.run()))
+        for address in [known for known in self._links if known not in addresses]:
+            link, task = self._links.pop(address)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await link.close()
+            self._announce()
+
+    async def _looked_up(self) -> list[str]:
+        """Addresses of the DNS names; a failed look-up keeps the previous addresses."""
+        lookups: list[Awaitable[list[str]]] = [self._resolve(name) for name in self._names]
+        return [address for found in await asyncio.gather(*lookups) for address in found]
+
+    async def _resolve(self, name: str) -> list[str]:
+        host, _, port = name.rpartition(":")
+        try:
+            infos = await asyncio.get_running_loop().getaddrinfo(
+                host, int(port), type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            logger.warning("DNS look-up failed", extra={"name": name, "error": str(error)})
+            return [address for address in self._links if address not in self._static]
+        return sorted({_address(info[4][0], int(port)) for info in infos})
+
+    async def _model_seen(self, message: worker_pb2.GetModelResponse) -> bool:
+        """Record a base; returns False if its tokenizer files are needed too."""
+        known = self._bases.get(message.base_id)
+        model = base_from_wire(message, time.time())
+        if known is not None and _same(known.model, model):
+            return True
+        if message.tokenizer_digest and not message.tokenizer_files:
+            return False
+        tokenizer = await asyncio.to_thread(_tokenizer, message, self._pool)
+        self._bases[model.base_id] = ServedBase(model, tokenizer)
+        self._base_seen(message)
+        logger.info(
+            "base available", extra={"base": model.base_id, "max_model_len": model.max_model_len}
+        )
+        return True
+
+    def _announce(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+def _same(known: ServedModel, seen: ServedModel) -> bool:
+    return (known.fingerprint, known.tokenizer_digest, known.max_model_len) == (
+        seen.fingerprint,
+        seen.tokenizer_digest,
+        seen.max_model_len,
+    )
+
+
+def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> BaseTokenizer | IdsOnly:
+    files = {file.name: file.content for file in message.tokenizer_files}
+    if "tokenizer.json" not in files:
+        logger.warning("base without tokenizer.json", extra={"base": message.base_id})
+        return IdsOnly()
+    return BaseTokenizer(files, pool)
+
+
+def _address(host: str | int, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,0 +1,216 @@
+"""The session with one worker: every request of this gateway up, one message per step down."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.v1 import worker_pb2, worker_pb2_grpc
+from loraplex.wire_errors import from_detail, from_rpc_error
+from services.gateway.event_loop import now_s
+from services.gateway.request import WorkerJob, with_names
+from services.gateway.workers.convert import job_to_wire, tokens_from_wire
+from services.gateway.workers.token_stream import TokenStream, WakeupPacer
+
+logger = logging.getLogger(__name__)
+
+_END: Any = grpc.aio.EOF
+OPEN_TIMEOUT_S = 10.0
+ACK_S = 0.1
+_INDEX = re.compile(r"\[\d+\]$")
+
+
+class WorkerLost(Unavailable):
+    """The session broke: what was running there must continue elsewhere."""
+
+    reason = "WORKER_LOST"
+
+
+class WorkerSession:
+    """Multiplexes jobs over one stream. Lives on the event loop."""
+
+    def __init__(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceStub,
+        metadata: tuple[tuple[str, str], ...],
+        pacer: WakeupPacer,
+    ) -> None:
+        self._call: Any = stub.Session(metadata=metadata)
+        self._up: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._streams: dict[str, TokenStream] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        """Prompt length of each request that has no token yet."""
+        self.in_flight_tokens = 0
+        """Their sum."""
+        self._digests: dict[str, tuple[str, ...]] = {}
+        """Adapters of each request."""
+        self._uses: Counter[str] = Counter()
+        self.adapters: frozenset[str] = frozenset()
+        """Adapters of the requests that have not ended."""
+        self._numbers = itertools.count(1)
+        self._pacer = pacer
+        self._last_step = 0
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self.worker_id = ""
+        self.epoch = 0
+        self.is_open = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def open(self, gateway_id: str) -> None:
+        """Open the session with a handshake. Raises: LoraplexError."""
+        hello = worker_pb2.SessionHello(gateway_id=gateway_id)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._call.write(worker_pb2.SessionRequest(hello=hello))
+                message = await self._call.read()
+        except TimeoutError:
+            raise WorkerLost("the handshake with the worker timed out") from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        if message is _END or message.WhichOneof("message") != "welcome":
+            raise WorkerLost("the worker ended the session during the handshake")
+        self.worker_id, self.epoch = message.welcome.worker_id, message.welcome.epoch
+        self.is_open = True
+
+    def submit(self, job: WorkerJob) -> TokenStream:
+        """Submit a job. Raises: WorkerLost if the session is closed."""
+        if not self.is_open:
+            raise WorkerLost(f"worker {self.worker_id} is not connected")
+        wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
+        stream = TokenStream(lambda: self._cancel(wire_id), self._pacer)
+        self._streams[wire_id] = stream
+        self._pacer.num_streams += 1
+        num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
+        self.in_flight_tokens += num_tokens
+        self._note_adapters(wire_id, tuple(adapter.digest for adapter in job.adapters))
+        submit = job_to_wire(job, wire_id, now_s())
+        self._up.put_nowait(worker_pb2.SessionRequest(submit=submit))
+        return stream
+
+    async def run(self, heard: Callable[[], None]) -> None:
+        """Exchange messages until the stream ends, then fail the rest. Calls `heard` per message.
+
+        Raises: WorkerLost always, or the error that ended the stream; CancelledError where nothing
+        could be written any more.
+        """
+        writer = asyncio.create_task(self._write())
+        try:
+            while (message := await self._call.read()) is not _END:
+                heard()
+                self._handle(message.events)
+            raise WorkerLost(f"worker {self.worker_id} ended the session")
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            self.is_open = False
+            writer.cancel()
+            self._call.cancel()
+            self._fail_all()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._up.get())
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            logger.debug("session ended; the reader logs the reason")
+        finally:
+            # A session that can no longer send must not look open.
+            self._call.cancel()
+
+    def _handle(self, events: worker_pb2.StepEvents) -> None:
+        for event in events.tokens:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if event.token_ids:
+                self.in_flight_tokens -= self._prompt_tokens.pop(event.request_id, 0)
+            if event.finish_reason:
+                self._forget(event.request_id)
+            stream.put(tokens_from_wire(event, self.worker_id))
+        for failure in events.failures:
+            stream = self._streams.get(failure.request_id)
+            if stream is not None:
+                self._forget(failure.request_id)
+                stream.fail(with_client_fields(from_detail(failure.error)))
+        self._ack_soon(events.step)
+
+    def _ack_soon(self, step: int) -> None:
+        """Acknowledge after a while: one ack covers all steps before it, and each costs a
+        message."""
+        self._last_step = step
+        if self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_S, self._ack)
+
+    def _ack(self) -> None:
+        self._ack_timer = None
+        if self.is_open:
+            ack = worker_pb2.SessionAck(step=self._last_step)
+            self._up.put_nowait(worker_pb2.SessionRequest(ack=ack))
+
+    def _cancel(self, wire_id: str) -> None:
+        if self._forget(wire_id) and self.is_open:
+            cancel = worker_pb2.SessionCancel(request_id=wire_id)
+            self._up.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+
+    def _forget(self, wire_id: str) -> bool:
+        self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)
+        if self._streams.pop(wire_id, None) is None:
+            return False
+        self._pacer.num_streams -= 1
+        self._drop_adapters(wire_id)
+        return True
+
+    def _note_adapters(self, wire_id: str, digests: tuple[str, ...]) -> None:
+        self._digests[wire_id] = digests
+        self._uses.update(digests)
+        if not self.adapters.issuperset(digests):
+            self.adapters = frozenset(self._uses)
+
+    def _drop_adapters(self, wire_id: str) -> None:
+        digests = self._digests.pop(wire_id, ())
+        for digest in digests:
+            self._uses[digest] -= 1
+            if not self._uses[digest]:
+                del self._uses[digest]
+        if len(self._uses) < len(self.adapters):
+            self.adapters = frozenset(self._uses)
+
+    def _fail_all(self) -> None:
+        for stream in self._streams.values():
+            stream.fail(WorkerLost(f"the connection to worker {self.worker_id} was lost"))
+        self._pacer.num_streams -= len(self._streams)
+        self._streams.clear()
+        self._prompt_tokens.clear()
+        self.in_flight_tokens = 0
+        self._digests.clear()
+        self._uses.clear()
+        self.adapters = frozenset()
+
+
+def with_client_fields(error: LoraplexError) -> LoraplexError:
+    """A worker's refusal with the field names that the client sent. Mutates: error.
+
+    A worker names fields of the WorkerRequest that the gateway built, such as `prompt_ids[3]`.
+    Which ids and lengths an adapter allows is known only there, so its refusals reach clients,
+    which sent a prompt and flat options.
+    """
+    if not isinstance(error, InvalidRequest):
+        return error
+    return with_names(error, {v.field: _client_field(v.field) for v in error.violations})
+
+
+def _client_field(field: str) -> str:
+    name = _INDEX.sub("", field.removeprefix("sampling."))
+    return "prompt" if name == "prompt_ids" else name

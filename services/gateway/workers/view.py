@@ -1,0 +1,108 @@
+"""Immutable views of workers, as the router sees them. No grpc."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class Tier(enum.IntEnum):
+    """The nearest tier at which a worker holds an adapter."""
+
+    NONE = 0
+    DISK = 1
+    LOADING = 2
+    DEVICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Load as reported by the worker."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    max_distinct_adapters: int = 0
+    steps: int = 0
+    max_running_requests: int = 0
+    """Size of its batch; 0 = not reported."""
+    is_full: bool = False
+    """Requests wait for memory or for the token budget of its steps, not for batch slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterResidency:
+    """One adapter on one worker."""
+
+    digest: str
+    tier: Tier
+    max_rank: int = 0
+    device_bytes: int = 0
+    pinned: bool = False
+    running_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as last reported, and what this gateway has sent it since."""
+
+    worker_id: str
+    address: str
+    base_id: str
+    epoch: int = 0
+    connected: bool = False
+    """Its session stream is open."""
+    ready: bool = False
+    draining: bool = False
+    stale: bool = False
+    """It has not reported for several intervals."""
+    load: WorkerLoad = WorkerLoad()
+    adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
+    numerics: str = ""
+    in_flight: int = 0
+    """Requests of this gateway that have not ended."""
+    in_flight_tokens: int = 0
+    """Prompt tokens of those that have no first token yet."""
+    asked: frozenset[str] = frozenset()
+    """Adapters of those requests: requested, whether or not the worker reports them yet."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if a new request may be sent there."""
+        return self.connected and self.ready and not self.draining
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: the worker's count, or our own if that is larger and thus newer."""
+        reported = self.load.running_requests + self.load.waiting_requests
+        return max(reported, self.in_flight)
+
+    @property
+    def batch_capacity(self) -> int:
+        """Requests of this gateway that it can run at once.
+
+        That is the size of its batch without the requests of other gateways; while it is full, the
+        requests that it has.
+        """
+        if self.load.is_full:
+            return self.in_flight
+        others = max(self.num_requests - self.in_flight, 0)
+        return max(self.load.max_running_requests - others, 0)
+
+    def tier_of(self, digest: str) -> Tier:
+        """The tier of an adapter."""
+        found = self.adapters.get(digest)
+        tier = found.tier if found is not None else Tier.NONE
+        return max(tier, Tier.LOADING) if digest in self.asked else tier
+
+    @property
+    def num_loading(self) -> int:
+        """Adapters that are being loaded onto the device."""
+        reported = sum(each.tier is Tier.LOADING for each in self.adapters.values())
+        unreported = (self.adapters.get(digest) for digest in self.asked)
+        return reported + sum(each is None or each.tier < Tier.LOADING for each in unreported)

@@ -1,0 +1,113 @@
+"""The audit log: one object per change, written before its acknowledgement, never altered."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+
+from loraplex.errors import InvalidRequest
+from services.common.objects import ObjectInfo, ObjectStore
+from services.registry import layout
+from services.registry.records import (
+    AuditRecord,
+    decode,
+    encode,
+    first_ulid,
+    now_s,
+    time_of_ulid,
+    ulid,
+)
+
+_KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
+_END = layout.AUDIT + "~"
+"""Sorts after every entry."""
+_WINDOW_S = 60.0
+_BATCH_KEYS = 200
+
+
+class Audit:
+    """Writes and reads entries."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def write(
+        self,
+        actor: str,
+        tenant: str,
+        action: str,
+        subject: str,
+        *,
+        digest: str = "",
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        """Append one entry, stamped with the time of this machine."""
+        time_s = now_s()
+        entry = AuditRecord(time_s, actor, tenant, action, subject, digest, dict(details or {}))
+        await self._store.put(layout.audit(_date(time_s), ulid(time_s)), encode(entry))
+
+    async def page(
+        self, tenant: str, page_size: int, before: str = ""
+    ) -> tuple[list[AuditRecord], str]:
+        """Entries, newest first, and the key at which the next page begins; "" on the last page.
+
+        Args:
+            tenant: tenant of the entries; "" = all tenants.
+            before: key of the last entry of the previous page.
+
+        Raises:
+            InvalidRequest: `before` is no such key.
+        """
+        if before and not _KEY.fullmatch(before):
+            description = "is not a page token of this list; start again without one"
+            raise InvalidRequest.field("page_token", before, description)
+        entries: list[AuditRecord] = []
+        async for keys in self._backwards(before or _END):
+            records = await self._store.get_many(keys)
+            for key, data in zip(keys, records, strict=True):
+                entry = decode(AuditRecord, data) if data is not None else None
+                if entry is not None and tenant in ("", entry.tenant):
+                    entries.append(entry)
+                    if len(entries) == page_size:
+                        return entries, key
+        return entries, ""
+
+    async def _backwards(self, before: str) -> AsyncIterator[list[str]]:
+        """Keys that sort before one, newest first, in batches.
+
+        Stores list forwards only, so this looks through windows of time, each before the last one:
+        short where entries are dense, twice as long after every empty one.
+        """
+        oldest = [info.key async for info in _first(self._store.list_objects(layout.AUDIT))]
+        end_s = now_s() if before == _END else time_of_ulid(before.rpartition("/")[2])
+        window_s = _WINDOW_S
+        while oldest and before > oldest[0]:
+            end_s -= window_s
+            begin = _key_before(end_s)
+            keys = []
+            async for info in self._store.list_objects(layout.AUDIT, start_after=begin):
+                if info.key >= before:
+                    break
+                keys.append(info.key)
+            window_s = _WINDOW_S if keys else 2 * window_s
+            before = begin
+            keys.reverse()
+            for at in range(0, len(keys), _BATCH_KEYS):
+                yield keys[at : at + _BATCH_KEYS]
+
+
+async def _first(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[ObjectInfo]:
+    async for info in infos:
+        yield info
+        return
+
+
+def _key_before(time_s: float) -> str:
+    """A key that sorts before all entries of this moment, and after all earlier ones."""
+    time_s = max(0.0, time_s)
+    return layout.audit(_date(time_s), first_ulid(time_s))
+
+
+def _date(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(time_s))

@@ -1,0 +1,178 @@
+"""API keys: `lpx_<id>_<secret>`. The store holds a hash; the secret is shown once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from loraplex.api_keys import TOKEN, draw_key, token_of
+from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
+from loraplex.refs import DEFAULT_TENANT
+from services.common.callers import Caller
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.permissions import ROOT
+from services.registry.records import KeyRecord, now_s
+
+SCOPES = ("reader", "publisher", "admin")
+CACHE_S = 2.0
+"""A revoked key is refused at most this long after its revocation."""
+_FIRST_SCOPES = (*SCOPES, ROOT)
+_FIRST = "first admin key"
+
+
+class Keys:
+    """Creates, checks, lists and revokes keys."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._creating_first = asyncio.Lock()
+
+    async def create(
+        self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
+    ) -> tuple[KeyRecord, str]:
+        """A new key and its token. Raises InvalidRequest for unknown scopes."""
+        _check_scopes(scopes)
+        if ttl_s < 0:
+            raise InvalidRequest.field("ttl_s", ttl_s, "must not be negative; 0 = never expires")
+        return await self._created(tenant, scopes, ttl_s, description)
+
+    async def create_first(self) -> tuple[KeyRecord, str]:
+        """The first admin key and its token; it may act for every tenant.
+
+        Raises:
+            AlreadyExists: there is one already, even if it was revoked.
+        """
+        async with self._creating_first:
+            if any(ROOT in record.scopes for record in await self.list("")):
+                raise AlreadyExists(
+                    "the first admin key exists already; create others with it, or put a new one "
+                    "into the file LORAPLEX_ADMIN_KEY_FILE and restart the registry",
+                    reason="ADMIN_KEY_EXISTS",
+                )
+            return await self._created(DEFAULT_TENANT, _FIRST_SCOPES, 0.0, _FIRST)
+
+    async def _created(
+        self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
+    ) -> tuple[KeyRecord, str]:
+        created_s = now_s()
+        key_id, secret = draw_key()
+        record = KeyRecord(
+            key_id=key_id,
+            tenant=tenant,
+            scopes=tuple(scopes),
+            secret_sha256=_hash(secret),
+            created_s=created_s,
+            expires_s=created_s + ttl_s if ttl_s else 0.0,
+            description=description,
+        )
+        await documents.create(self._store, layout.key(key_id), record)
+        return record, token_of(key_id, secret)
+
+    async def list(self, tenant: str) -> list[KeyRecord]:
+        """Keys of one tenant, or of all where `tenant` is empty, ordered by id."""
+        records = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
+        return [record for record in records if tenant in ("", record.tenant)]
+
+    async def get(self, key_id: str) -> KeyRecord:
+        """Raises NotFound."""
+        legal = key_id.isalnum() and key_id.isascii()
+        record = None
+        if legal:
+            record = await documents.read(self._store, layout.key(key_id), KeyRecord)
+        if record is None:
+            raise NotFound(f"no key {key_id[:40]!r}")
+        return record
+
+    async def revoke(self, key_id: str) -> KeyRecord:
+        """Make a key invalid everywhere within `CACHE_S`."""
+        await self.get(key_id)
+
+        def step(current: KeyRecord | None) -> KeyRecord | None:
+            assert current is not None, "keys are never removed"
+            if current.revoked_s:
+                return None
+            generation = current.generation + 1
+            return dataclasses.replace(current, revoked_s=now_s(), generation=generation)
+
+        record = await documents.change(self._store, layout.key(key_id), KeyRecord, step)
+        assert record is not None, "keys are never removed"
+        self._cache.pop(key_id, None)
+        return record
+
+    async def check(self, token: str) -> Caller:
+        """The caller that holds a token.
+
+        Raises:
+            Unauthenticated: it is malformed, unknown, expired or revoked.
+        """
+        match = TOKEN.fullmatch(token)
+        record = await self._cached(match[1]) if match else None
+        if match is None or record is None:
+            raise Unauthenticated("the API key is unknown; check LORAPLEX_API_KEY")
+        if not hmac.compare_digest(record.secret_sha256, _hash(match[2])):
+            raise Unauthenticated("the API key is unknown; check LORAPLEX_API_KEY")
+        if record.revoked_s:
+            raise Unauthenticated(f"the API key {record.key_id} was revoked")
+        if record.expires_s and record.expires_s <= now_s():
+            raise Unauthenticated(f"the API key {record.key_id} has expired")
+        return Caller(record.tenant, record.key_id, frozenset(record.scopes))
+
+    async def admit_first_admin(self, path: Path) -> None:
+        """Make the token in a file the first admin key; it may act for every tenant.
+
+        Raises:
+            InvalidRequest: the file cannot be read or holds no token.
+        """
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise InvalidRequest.field(
+                "LORAPLEX_ADMIN_KEY_FILE", str(path), f"cannot be read: {error.strerror}"
+            ) from None
+        match = TOKEN.fullmatch(token)
+        if match is None:
+            description = (
+                "must contain a key lpx_<id>_<secret> with a secret of at least 16 characters"
+            )
+            raise InvalidRequest.field("LORAPLEX_ADMIN_KEY_FILE", str(path), description)
+
+        def step(current: KeyRecord | None) -> KeyRecord | None:
+            hashed = _hash(match[2])
+            if current is not None and current.secret_sha256 == hashed:
+                return None
+            generation = current.generation + 1 if current is not None else 1
+            return KeyRecord(
+                match[1], DEFAULT_TENANT, _FIRST_SCOPES, hashed, now_s(), generation=generation,
+                description=_FIRST,
+            )  # fmt: skip
+
+        await documents.change(self._store, layout.key(match[1]), KeyRecord, step)
+
+    async def _cached(self, key_id: str) -> KeyRecord | None:
+        read_s, record = self._cache.get(key_id, (float("-inf"), None))
+        if time.monotonic() - read_s > CACHE_S:
+            record = await documents.read(self._store, layout.key(key_id), KeyRecord)
+            if len(self._cache) > 100_000:
+                self._cache.clear()
+            self._cache[key_id] = (time.monotonic(), record)
+        return record
+
+
+def _check_scopes(scopes: Sequence[str]) -> None:
+    if not scopes:
+        raise InvalidRequest.field("scopes", "[]", f"give one or more of {', '.join(SCOPES)}")
+    for scope in scopes:
+        if scope not in SCOPES:
+            raise InvalidRequest.field("scopes", scope, f"must be one of {', '.join(SCOPES)}")
+
+
+def _hash(secret: str) -> str:
+    """Secrets are 96 random bits and more: a plain hash cannot be searched."""
+    return hashlib.sha256(secret.encode()).hexdigest()

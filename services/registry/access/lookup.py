@@ -1,0 +1,246 @@
+"""What callers may read: references, lists and watches. Reads the objects if there is no index."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex.errors import AdapterNotFound
+from loraplex.refs import Ref, split_choice
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.permissions import Access
+from services.registry.index.catalog import Catalog, CatalogDown, Found
+from services.registry.index.items import scope_of
+from services.registry.index.watch import Batch, watch
+from services.registry.records import AdapterRecord, TagRecord, VersionRecord
+
+_SCAN_ADAPTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedVersion:
+    """The version behind a reference."""
+
+    version: VersionRecord
+    adapter: AdapterRecord | None
+    tags: tuple[TagRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The filter of a list. Empty fields match everything."""
+
+    tenant: str = ""
+    name: str = ""
+    name_prefix: str = ""
+    base_id: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    all_versions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a list continues: after this version of this scope."""
+
+    scope: str = ""
+    version: int = 0
+
+
+class Lookup:
+    """Resolves references and lists adapters."""
+
+    def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+
+    async def resolve(self, ref: Ref, access: Access, split_key: str = "") -> ResolvedVersion:
+        """The live version that a reference means to this caller.
+
+        Raises:
+            AdapterNotFound: there is none, or another tenant's private one.
+        """
+        kind, selector = _selector(ref)
+        try:
+            found = await self._catalog.find(scope_of(ref.tenant, ref.name), kind, selector)
+        except CatalogDown:
+            found = await self._from_objects(ref.tenant, ref.name)
+        version = _selected(found, ref, split_key)
+        if version is None and ref.digest is not None:
+            # The newest version of this content was deleted; an older one may be alive.
+            found = await self.everything(ref.tenant, ref.name)
+            version = _selected(found, ref, split_key)
+        if version is None or not access.may_see(ref.tenant, found.adapter):
+            raise AdapterNotFound(str(ref))
+        return ResolvedVersion(version, found.adapter, found.tags)
+
+    async def everything(self, tenant: str, name: str) -> Found:
+        """All versions, tombstones included, and tags of one adapter."""
+        try:
+            return await self._catalog.find(scope_of(tenant, name), "all")
+        except CatalogDown:
+            return await self._from_objects(tenant, name)
+
+    async def page(
+        self, query: Query, access: Access, page_size: int, after: Cursor
+    ) -> tuple[list[ResolvedVersion], Cursor | None]:
+        """One page of a list, ordered by scope and version, and where the next one begins."""
+        entries: list[ResolvedVersion] = []
+        scope, number = after.scope, after.version
+        while True:
+            scanned = await self._scan(query, access, scope, including=number > 0)
+            for current, found in scanned:
+                for version in _kept(found, query, access, current):
+                    if current == scope and version.version <= number:
+                        continue
+                    if len(entries) == page_size:
+                        last = entries[-1].version
+                        return entries, Cursor(scope_of(last.tenant, last.name), last.version)
+                    entries.append(ResolvedVersion(version, found.adapter, found.tags))
+            if len(scanned) < _SCAN_ADAPTERS:
+                return entries, None
+            scope, number = scanned[-1][0], 0
+
+    async def _scan(
+        self, query: Query, access: Access, after: str, *, including: bool
+    ) -> list[tuple[str, Found]]:
+        """Up to `_SCAN_ADAPTERS` scopes after the given one that may match the query, in order."""
+        bound = ("[" if including else "(") + after if after else "-"
+        try:
+            own = await self._range("names", query, access, bound)
+            if query.tenant or access.sees_all:
+                return own
+            shared = await self._range("shared", query, access, bound)
+        except CatalogDown:
+            return await self._scan_objects(query, after, including=including)
+        merged = {scope: found for scope, found in [*own, *shared]}
+        return sorted(merged.items())[:_SCAN_ADAPTERS]
+
+    async def _range(
+        self, index: str, query: Query, access: Access, bound: str
+    ) -> list[tuple[str, Found]]:
+        owner = query.tenant or ("" if access.sees_all or index == "shared" else access.tenant)
+        low, high = bound, "+"
+        if owner:
+            prefix = f"{owner}/{query.name or query.name_prefix}"
+            high = f"({prefix}\x7f"
+            low = max(bound, f"[{prefix}", key=lambda b: b[1:]) if bound != "-" else f"[{prefix}"
+        _, page = await self._catalog.page(
+            index, low, high, _SCAN_ADAPTERS, all_versions=query.all_versions
+        )
+        return page
+
+    async def _from_objects(self, tenant: str, name: str) -> Found:
+        """One adapter, read from the objects."""
+        versions = layout.versions_folder(tenant, name)
+        tags = layout.tags_folder(tenant, name)
+        tag_records = await documents.read_folder(self._store, tags, TagRecord)
+        return Found(
+            tuple(tag for tag in tag_records if tag.is_shown),
+            tuple(await documents.read_folder(self._store, versions, VersionRecord)),
+            await documents.read(self._store, layout.adapter(tenant, name), AdapterRecord),
+        )
+
+    async def _scan_objects(
+        self, query: Query, after: str, *, including: bool
+    ) -> list[tuple[str, Found]]:
+        prefix = f"{layout.ADAPTERS}{query.tenant}/" if query.tenant else layout.ADAPTERS
+        places = {
+            layout.adapter_of(info.key) async for info in self._store.list_objects(prefix)
+        } - {None}
+        scopes = sorted(scope_of(*place) for place in places if place is not None)
+        rest = [scope for scope in scopes if scope > after or (including and scope == after)]
+        return [
+            (scope, await self._from_objects(*scope.split("/", 1)))
+            for scope in rest[:_SCAN_ADAPTERS]
+        ]
+
+
+def _selector(ref: Ref) -> tuple[str, str]:
+    if ref.digest is not None:
+        return "digest", ref.digest
+    if ref.version is not None:
+        return "version", str(ref.version)
+    return "tag", ref.tag or "latest"
+
+
+def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
+    number = ref.version
+    if ref.tag is not None:
+        tag = next((tag for tag in found.tags if tag.tag == ref.tag), None)
+        is_live = tag is not None and bool(tag.targets)
+        number = split_choice(tag.targets, split_key).version if tag and is_live else 0
+    matches: Callable[[VersionRecord], bool] = (
+        (lambda record: record.digest == ref.digest)
+        if ref.digest is not None
+        else (lambda record: record.version == number)
+    )
+    live = [record for record in found.versions if not record.deleted and matches(record)]
+    return live[-1] if live else None
+
+
+def _current(found: Found, live: list[VersionRecord]) -> list[VersionRecord]:
+    """The version that `latest` points at, as in `page.lua`; the newest if there is no such tag."""
+    latest = next((tag for tag in found.tags if tag.tag == "latest"), None)
+    if latest is not None and latest.targets:
+        number = max(latest.targets, key=lambda target: target.weight).version
+        return [record for record in live if record.version == number] or live[-1:]
+    return live[-1:]
+
+
+def _kept(found: Found, query: Query, access: Access, scope: str) -> list[VersionRecord]:
+    """The versions of one adapter that a list shows."""
+    tenant, _, name = scope.partition("/")
+    if not access.may_see(tenant, found.adapter):
+        return []
+    if query.tenant not in ("", tenant) or query.name not in ("", name):
+        return []
+    if not name.startswith(query.name_prefix):
+        return []
+    live = [record for record in found.versions if not record.deleted]
+    kept = live if query.all_versions else _current(found, live)
+    return [
+        record
+        for record in kept
+        if query.base_id in ("", record.base_id)
+        and all(record.labels.get(key) == value for key, value in query.labels)
+    ]
+
+
+async def visible_batches(catalog: Catalog, access: Access, token: str) -> AsyncIterator[Batch]:
+    """The watch of one caller: own adapters, public ones and shared ones.
+
+    An adapter that stops being visible is reported as deleted.
+    """
+    seen: set[str] = set()
+    async for batch in watch(catalog, token):
+        if access.sees_all:
+            yield batch
+            continue
+        shown = [await _shown(catalog, access, event, seen) for event in batch.events]
+        events = tuple(event for event in shown if event is not None)
+        yield dataclasses.replace(batch, events=events)
+
+
+async def _shown(
+    catalog: Catalog, access: Access, event: dict[str, Any], seen: set[str]
+) -> dict[str, Any] | None:
+    kind, doc = event["kind"], event["doc"]
+    if kind == "base":
+        return event
+    scope = scope_of(doc["tenant"], doc["name"])
+    if kind == "version":
+        adapter: AdapterRecord | None = AdapterRecord(
+            doc["tenant"], doc["name"], doc["visibility"], tuple(doc["shared_with"])
+        )
+    else:
+        adapter = (await catalog.find(scope, "tag", doc["tag"])).adapter
+    if access.may_see(doc["tenant"], adapter):
+        seen.add(scope)
+        return event
+    if scope not in seen:
+        return None
+    gone = {"generation": max(2, doc["generation"])} if kind == "version" else {"targets": []}
+    return {"kind": kind, "doc": {**doc, **gone}}

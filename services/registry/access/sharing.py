@@ -1,0 +1,93 @@
+"""Sharing of adapters: private, shared with some tenants, or public."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from loraplex.errors import AdapterNotFound, InvalidRequest
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.audit import Audit
+from services.registry.index.catalog import Catalog
+from services.registry.index.items import adapter_item, scope_of
+from services.registry.index.versions import Versions
+from services.registry.records import PRIVATE, SHARED, AdapterRecord
+
+MAX_SHARED_WITH = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """A change of sharing."""
+
+    visibility: int
+    """PRIVATE, SHARED or PUBLIC; 0 keeps it."""
+    shared_with: tuple[str, ...] = ()
+    pullable: bool | None = None
+    """None keeps the setting, except that a private adapter is not pullable."""
+
+
+class AdapterSharing:
+    """Changes who may use adapters."""
+
+    def __init__(
+        self, store: ObjectStore, catalog: Catalog, versions: Versions, audit: Audit
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._versions = versions
+        self._audit = audit
+
+    async def set(self, tenant: str, name: str, wanted: Wanted, actor: str) -> AdapterRecord:
+        """Change who may use an adapter, and return its record.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
+            InvalidRequest: a list of tenants without SHARED, or the other way round.
+        """
+        _check(wanted)
+        live = [record for record in await self._versions.of(tenant, name) if not record.deleted]
+        if not live:
+            raise AdapterNotFound(f"{tenant}/{name}")
+        operation = await self._catalog.note_pending(scope_of(tenant, name))
+
+        def step(current: AdapterRecord | None) -> AdapterRecord | None:
+            held = current or AdapterRecord(tenant, name, PRIVATE, generation=0)
+            changed = _changed(held, wanted)
+            if current is not None and changed == current:
+                return None
+            return dataclasses.replace(changed, generation=held.generation + 1)
+
+        key = layout.adapter(tenant, name)
+        record = await documents.change(self._store, key, AdapterRecord, step)
+        assert record is not None, "a shared adapter has a record"
+        details = {
+            "visibility": ("private", "shared", "public")[record.visibility - 1],
+            "shared_with": " ".join(record.shared_with),
+            "pullable": str(record.pullable).lower(),
+        }
+        await self._audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
+        items = [adapter_item(record, live)]
+        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+        return record
+
+
+def _check(wanted: Wanted) -> None:
+    if bool(wanted.shared_with) != (wanted.visibility == SHARED):
+        description = "needs tenants if and only if the visibility is 'shared'"
+        raise InvalidRequest.field("shared_with", list(wanted.shared_with), description)
+    if len(wanted.shared_with) > MAX_SHARED_WITH:
+        description = f"at most {MAX_SHARED_WITH} tenants; make it public"
+        raise InvalidRequest.field("shared_with", f"{len(wanted.shared_with)}", description)
+
+
+def _changed(held: AdapterRecord, wanted: Wanted) -> AdapterRecord:
+    visibility = wanted.visibility or held.visibility
+    kept = held.pullable and wanted.visibility != PRIVATE
+    pullable = kept if wanted.pullable is None else wanted.pullable
+    shared_with = tuple(sorted(set(wanted.shared_with)))
+    if not wanted.visibility:
+        shared_with = held.shared_with
+    return dataclasses.replace(
+        held, visibility=visibility, shared_with=shared_with, pullable=pullable
+    )

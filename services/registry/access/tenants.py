@@ -1,0 +1,78 @@
+"""Tenants and their quotas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from loraplex.errors import InvalidRequest, ResourceExhausted
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.index.catalog import Catalog
+from services.registry.records import TenantRecord
+
+FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(TenantRecord)
+    if field.name not in ("tenant", "generation")
+)
+"""What can be set of a tenant."""
+
+
+class Tenants:
+    """Reads and writes tenants; a tenant that was never set has no limits."""
+
+    def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+
+    async def get(self, tenant: str) -> TenantRecord:
+        """A tenant's limits."""
+        stored = await documents.read(self._store, layout.tenant(tenant), TenantRecord)
+        return stored or TenantRecord(tenant)
+
+    async def set(self, record: TenantRecord, fields: Collection[str] = ()) -> TenantRecord:
+        """Create a tenant, or change the named `fields` of it; none named = all.
+
+        Raises:
+            InvalidRequest: a tenant has no such field.
+        """
+        for field in fields:
+            if field not in FIELDS:
+                raise InvalidRequest.field("fields", field, f"must be one of {', '.join(FIELDS)}")
+        wanted = {field: getattr(record, field) for field in fields or FIELDS}
+
+        def step(current: TenantRecord | None) -> TenantRecord:
+            generation = current.generation + 1 if current is not None else 1
+            held = current or TenantRecord(record.tenant)
+            return dataclasses.replace(held, **wanted, generation=generation)
+
+        stored = await documents.change(
+            self._store, layout.tenant(record.tenant), TenantRecord, step
+        )
+        assert stored is not None, "a set tenant exists"
+        return stored
+
+    async def all(self) -> list[TenantRecord]:
+        """Every tenant that was set, ordered by id."""
+        return await documents.read_folder(self._store, layout.TENANTS, TenantRecord)
+
+    async def check_quota(self, tenant: str, more_bytes: int) -> None:
+        """Raises ResourceExhausted if another version of this size exceeds the quota."""
+        limits = await self.get(tenant)
+        if not limits.max_bytes and not limits.max_versions:
+            return
+        used_bytes, used_versions = await self._catalog.usage(tenant)
+        way_out = "delete versions, or ask an admin to raise the quota"
+        if limits.max_versions and used_versions + 1 > limits.max_versions:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} has {used_versions} of {limits.max_versions} versions; "
+                f"{way_out}",
+                reason="QUOTA_VERSIONS",
+            )
+        if limits.max_bytes and used_bytes + more_bytes > limits.max_bytes:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} uses {used_bytes} of {limits.max_bytes} bytes and this version "
+                f"needs {more_bytes}; {way_out}",
+                reason="QUOTA_BYTES",
+            )

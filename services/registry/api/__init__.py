@@ -1,0 +1,1 @@
+"""The gRPC API: servicers, and the conversion between records and messages."""

@@ -1,0 +1,219 @@
+"""The admin methods of RegistryService."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.errors import InvalidRequest, PermissionDenied
+from loraplex.refs import check_name, check_tag, parse_name, parse_ref
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+from services.common.callers import current_caller
+from services.registry.access.auth import comes_from_here
+from services.registry.access.permissions import Access
+from services.registry.access.sharing import Wanted
+from services.registry.access.signatures import Offered
+from services.registry.api import convert
+from services.registry.assembly import Registry
+from services.registry.index.catalog import CatalogDown
+from services.registry.publish.tags import TagAddress
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+MAX_FAILURE_CHARS = 1000
+
+
+class AdminService(registry_pb2_grpc.RegistryServiceServicer):
+    """Collection, index, audit, keys and tenants."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def CollectGarbage(
+        self, request: pb.CollectGarbageRequest, context: Any
+    ) -> pb.CollectGarbageResponse:
+        access = caller_access()
+        access.require_root()
+        collected = await self._registry.collector.collect(dry_run=request.dry_run)
+        if not request.dry_run:
+            details = {"objects": str(collected.deleted_objects)}
+            await self._registry.audit.write(
+                access.actor, access.tenant, "gc", "blobs", details=details
+            )
+        return pb.CollectGarbageResponse(
+            deleted_objects=collected.deleted_objects,
+            deleted_bytes=collected.deleted_bytes,
+            kept_objects=collected.kept_objects,
+        )
+
+    async def Reindex(self, request: pb.ReindexRequest, context: Any) -> pb.ReindexResponse:
+        caller_access().require_root()
+        epoch, versions, tags, bases = await self._registry.indexer.rebuild()
+        return pb.ReindexResponse(versions=versions, tags=tags, bases=bases, epoch=epoch)
+
+    async def ListAudit(self, request: pb.ListAuditRequest, context: Any) -> pb.ListAuditResponse:
+        access = caller_access()
+        tenant = request.tenant or ("" if access.is_root else access.tenant)
+        access.require("admin", tenant or None)
+        entries, token = await self._registry.audit.page(
+            tenant, page_size(request.page_size), request.page_token
+        )
+        return pb.ListAuditResponse(
+            entries=[convert.audit_to_proto(entry) for entry in entries], next_page_token=token
+        )
+
+    async def AttachSignature(
+        self, request: pb.AttachSignatureRequest, context: Any
+    ) -> pb.AttachSignatureResponse:
+        access = caller_access()
+        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        access.require("publisher", found.version.tenant)
+        signatures = self._registry.signatures
+        offered = Offered(request.bundle, request.public_key)
+        record = await signatures.attach(found.version, offered, access.actor)
+        version = convert.resolved_to_proto(found)
+        version.signers[:] = await signatures.signers(found.version)
+        return pb.AttachSignatureResponse(
+            version=version, signature=convert.signature_to_proto(record)
+        )
+
+    async def ListSignatures(
+        self, request: pb.ListSignaturesRequest, context: Any
+    ) -> pb.ListSignaturesResponse:
+        access = caller_access()
+        access.require("reader")
+        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        signatures = self._registry.signatures
+        version = convert.resolved_to_proto(found)
+        version.signers[:] = await signatures.signers(found.version)
+        return pb.ListSignaturesResponse(
+            version=version,
+            signatures=[convert.signature_to_proto(r) for r in await signatures.of(found.version)],
+            policy_keys=(await signatures.policy(found.version.tenant)).values(),
+        )
+
+    async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:
+        access = caller_access()
+        tenant = check_name(request.tenant or access.tenant, field="tenant")
+        access.require("admin", tenant)
+        record, token = await self._registry.keys.create(
+            tenant, request.scopes, request.ttl_s, request.description
+        )
+        await self._registry.audit.write(
+            access.actor,
+            tenant,
+            "key.create",
+            record.key_id,
+            details={"scopes": " ".join(record.scopes)},
+        )
+        return pb.CreateKeyResponse(key=convert.key_to_proto(record), token=token)
+
+    async def CreateFirstKey(
+        self, request: pb.CreateFirstKeyRequest, context: Any
+    ) -> pb.CreateFirstKeyResponse:
+        if not comes_from_here(context.peer()):
+            raise PermissionDenied(
+                "the first admin key is made on the registry's own machine; run the command "
+                "there, or name a file with one in LORAPLEX_ADMIN_KEY_FILE"
+            )
+        record, token = await self._registry.keys.create_first()
+        await self._registry.audit.write("", record.tenant, "key.bootstrap", record.key_id)
+        return pb.CreateFirstKeyResponse(key=convert.key_to_proto(record), token=token)
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Any) -> pb.ListKeysResponse:
+        access = caller_access()
+        tenant = request.tenant or ("" if access.is_root else access.tenant)
+        access.require("admin", tenant or None)
+        records = await self._registry.keys.list(tenant)
+        return pb.ListKeysResponse(keys=[convert.key_to_proto(record) for record in records])
+
+    async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Any) -> pb.RevokeKeyResponse:
+        access = caller_access()
+        access.require("admin")
+        found = await self._registry.keys.get(request.key_id)
+        access.require("admin", found.tenant)
+        record = await self._registry.keys.revoke(request.key_id)
+        await self._registry.audit.write(access.actor, record.tenant, "key.revoke", record.key_id)
+        return pb.RevokeKeyResponse(key=convert.key_to_proto(record))
+
+    async def SetTenant(self, request: pb.SetTenantRequest, context: Any) -> pb.SetTenantResponse:
+        access = caller_access()
+        tenant = check_name(request.tenant.tenant, field="tenant.tenant")
+        if {*request.fields} == {"signature_keys"}:
+            access.require("admin", tenant)
+        else:
+            access.require_root()
+        wanted = convert.tenant_from_proto(request.tenant)
+        record = await self._registry.tenants.set(wanted, request.fields)
+        details = {
+            "max_bytes": str(record.max_bytes),
+            "max_versions": str(record.max_versions),
+            "signature_keys": str(len(record.signature_keys)),
+        }
+        await self._registry.audit.write(
+            access.actor, record.tenant, "tenant.set", record.tenant, details=details
+        )
+        return pb.SetTenantResponse(tenant=await self._tenant(record.tenant))
+
+    async def ListTenants(
+        self, request: pb.ListTenantsRequest, context: Any
+    ) -> pb.ListTenantsResponse:
+        access = caller_access()
+        if not access.sees_all:
+            access.require("admin", request.tenant or None)
+        names = {request.tenant or access.tenant}
+        if access.sees_all and not request.tenant:
+            names |= {record.tenant for record in await self._registry.tenants.all()}
+        return pb.ListTenantsResponse(tenants=[await self._tenant(name) for name in sorted(names)])
+
+    async def SetSharing(
+        self, request: pb.SetSharingRequest, context: Any
+    ) -> pb.SetSharingResponse:
+        access = caller_access()
+        tenant, name = parse_name(request.name, access.tenant)
+        access.require("publisher", tenant)
+        wanted = Wanted(
+            int(request.visibility),
+            tuple(check_name(other, field="shared_with") for other in request.shared_with),
+            request.pullable if request.HasField("pullable") else None,
+        )
+        record = await self._registry.sharing.set(tenant, name, wanted, access.actor)
+        return convert.sharing_to_proto(record)
+
+    async def CheckKey(self, request: pb.CheckKeyRequest, context: Any) -> pb.CheckKeyResponse:
+        caller_access().require_service_or_root()
+        caller = await self._registry.keys.check(request.token)
+        record = await self._registry.keys.get(caller.key_id)
+        return pb.CheckKeyResponse(key=convert.key_to_proto(record))
+
+    async def FinishStagedMove(
+        self, request: pb.FinishStagedMoveRequest, context: Any
+    ) -> pb.FinishStagedMoveResponse:
+        access = caller_access()
+        access.require_service_or_root()
+        place = TagAddress(*parse_name(request.name, access.tenant), check_tag(request.tag))
+        failure = request.failure[:MAX_FAILURE_CHARS]
+        record = await self._registry.staging.finish(
+            place, request.generation, failure, access.actor
+        )
+        return pb.FinishStagedMoveResponse(tag=convert.tag_to_proto(record))
+
+    async def _tenant(self, tenant: str) -> pb.Tenant:
+        record = await self._registry.tenants.get(tenant)
+        try:
+            used = await self._registry.catalog.usage(tenant)
+        except CatalogDown:
+            used = (0, 0)
+        return convert.tenant_to_proto(record, *used)
+
+
+def caller_access() -> Access:
+    """The permissions of the current caller."""
+    return Access.of(current_caller.get())
+
+
+def page_size(wanted: int) -> int:
+    """The number of entries to return. Raises InvalidRequest for too many."""
+    if wanted > MAX_PAGE_SIZE:
+        raise InvalidRequest.field("page_size", wanted, f"must be at most {MAX_PAGE_SIZE}")
+    return wanted or DEFAULT_PAGE_SIZE

@@ -1,0 +1,326 @@
+"""Between the records of the registry and its protobuf messages."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from loraplex.adapter_format import rope_scaling
+from loraplex.adapter_format.pooling_fields import PoolingFields
+from loraplex.adapter_format.serving_fields import ROPE_FIELD
+from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.convert import (
+    geometry_from_proto,
+    geometry_to_proto,
+    pooling_to_proto,
+    violation_to_proto,
+)
+from loraplex.errors import InvalidAdapter, InvalidRequest
+from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
+from loraplex.v1 import registry_pb2 as pb
+from services.registry.access.lookup import Cursor, ResolvedVersion
+from services.registry.access.signatures import Offered, checked_keys
+from services.registry.publish.uploads import FileState, Options
+from services.registry.records import (
+    PRIVATE,
+    PUBLIC,
+    SHARED,
+    AdapterRecord,
+    AuditRecord,
+    BaseRecord,
+    KeyRecord,
+    Move,
+    SignatureRecord,
+    TagRecord,
+    TargetRecord,
+    TenantRecord,
+    VersionRecord,
+    build,
+)
+
+_VISIBILITY = {
+    PRIVATE: pb.VISIBILITY_PRIVATE,
+    SHARED: pb.VISIBILITY_SHARED,
+    PUBLIC: pb.VISIBILITY_PUBLIC,
+}
+
+MAX_LABELS = 64
+MAX_LABEL_KEY_CHARS = 63
+MAX_LABEL_VALUE_CHARS = 256
+
+
+def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
+    """What the client asked an upload to become. Raises InvalidRequest naming the field."""
+    owner, name = parse_name(message.name, tenant, field="options.name")
+    tags = [check_tag(tag, field="options.tags") for tag in message.tags]
+    if not message.no_latest:
+        tags.append(LATEST)
+    check_seconds(message.when_loaded_s, "options.when_loaded_s")
+    if message.visibility == pb.VISIBILITY_SHARED:
+        description = "an upload makes an adapter private or public; share it afterwards"
+        raise InvalidRequest.field("options.visibility", "shared", description)
+    check_labels(message.labels, "options.labels")
+    if message.parent:
+        parse_ref(message.parent, owner, field="options.parent")
+    return Options(
+        tenant=owner,
+        name=name,
+        tags=tuple(dict.fromkeys(tags)),
+        base_id=message.base_id,
+        visibility=int(message.visibility),
+        labels=dict(message.labels),
+        strict=message.strict,
+        parent=message.parent,
+        when_loaded_s=message.when_loaded_s,
+    )
+
+
+def offered_from_proto(messages: Iterable[pb.Signature]) -> list[Offered]:
+    """Signatures as a publisher sends them."""
+    return [Offered(message.bundle, message.public_key) for message in messages]
+
+
+def check_seconds(value: float, field: str) -> None:
+    """Raises InvalidRequest for what is no length of time."""
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidRequest.field(field, value, "must be a number of seconds, 0 or more")
+
+
+def check_labels(labels: Mapping[str, str], field: str) -> None:
+    """Raises InvalidRequest for too many or too long labels, and for one that is not served."""
+    if len(labels) > MAX_LABELS:
+        raise InvalidRequest.field(field, f"{len(labels)} labels", f"at most {MAX_LABELS}")
+    for key, value in labels.items():
+        most = rope_scaling.MAX_BYTES if key == ROPE_FIELD else MAX_LABEL_VALUE_CHARS
+        if not 0 < len(key) <= MAX_LABEL_KEY_CHARS or len(value) > most:
+            description = f"keys have 1-{MAX_LABEL_KEY_CHARS} characters, values at most {most}"
+            raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
+    if ROPE_FIELD in labels:
+        _check_rope_label(labels[ROPE_FIELD], f"{field}[{ROPE_FIELD}]")
+
+
+def _check_rope_label(label: str, field: str) -> None:
+    try:
+        rope_scaling.parse(label)
+    except InvalidAdapter as error:
+        raise InvalidRequest.field(field, label, error.message) from None
+
+
+def progress_to_proto(state: FileState) -> pb.FileProgress:
+    return pb.FileProgress(
+        path=state.file.path, committed_bytes=state.committed_bytes, complete=state.complete
+    )
+
+
+def version_to_proto(
+    record: VersionRecord, adapter: AdapterRecord | None, tags: Iterable[TagRecord] = ()
+) -> pb.AdapterVersion:
+    """A version with what its adapter and tags add.
+
+    Most lists are empty, and an empty one costs protobuf as much as a short one: only others are
+    set, as every lookup comes through here.
+    """
+    message = pb.AdapterVersion(
+        tenant=record.tenant,
+        name=record.name,
+        version=record.version,
+        digest=record.digest,
+        base_id=record.base_id,
+        base_fingerprint=record.base_fingerprint,
+        created_unix_s=record.created_s,
+        creator=record.creator,
+        parent=record.parent,
+        max_rank=record.max_rank,
+        num_modules=record.num_modules,
+        deleted=record.deleted,
+        visibility=pb.VISIBILITY_PRIVATE,
+        size_bytes=record.size_bytes,
+        peft_version=record.peft_version,
+        rope_scaling=record.rope_scaling,
+    )
+    for file in record.files:
+        message.files.add(path=file.path, size=file.size, sha256=file.sha256)
+    if record.labels:
+        message.labels.update(record.labels)
+    if record.warnings:
+        message.warnings.extend(map(violation_to_proto, record.warnings))
+    if record.signers:
+        message.signers.extend(record.signers)
+    if record.eos_token_ids:
+        message.eos_token_ids.extend(record.eos_token_ids)
+    if record.task != CAUSAL_LM or record.pooling != PoolingFields():
+        message.pooling.CopyFrom(pooling_to_proto(record.task, record.pooling))
+    for tag in tags:
+        if any(target.version == record.version for target in tag.targets):
+            message.tags.append(tag.tag)
+    if adapter is not None:
+        message.visibility = _VISIBILITY[adapter.visibility]
+        message.shared_with.extend(adapter.shared_with)
+        message.pullable = adapter.pullable
+    return message
+
+
+def resolved_to_proto(resolved: ResolvedVersion) -> pb.AdapterVersion:
+    return version_to_proto(resolved.version, resolved.adapter, resolved.tags)
+
+
+def targets_to_proto(targets: Sequence[TargetRecord]) -> list[pb.TagTarget]:
+    return [pb.TagTarget(version=t.version, digest=t.digest, weight=t.weight) for t in targets]
+
+
+def tag_to_proto(record: TagRecord) -> pb.Tag:
+    message = pb.Tag(
+        tenant=record.tenant,
+        name=record.name,
+        tag=record.tag,
+        generation=record.generation,
+        updated_unix_s=record.updated_s,
+        pending_reason=record.pending_reason,
+        pending_until_unix_s=record.pending_until_s,
+    )
+    for target in record.targets:
+        message.targets.add(version=target.version, digest=target.digest, weight=target.weight)
+    if record.pending:
+        message.pending.extend(targets_to_proto(record.pending))
+    return message
+
+
+def move_to_proto(move: Move) -> pb.TagMove:
+    return pb.TagMove(
+        generation=move.generation,
+        targets=targets_to_proto(move.targets),
+        moved_unix_s=move.moved_s,
+        mover=move.mover,
+    )
+
+
+def base_to_proto(record: BaseRecord) -> pb.Base:
+    geometry = geometry_to_proto(record.geometry)
+    geometry.weights_sha256 = record.weights_sha256
+    return pb.Base(
+        base_id=record.base_id,
+        geometry=geometry,
+        aliases=record.aliases,
+        max_lora_rank=record.max_lora_rank,
+    )
+
+
+def base_from_proto(message: pb.Base) -> BaseRecord:
+    """Raises InvalidRequest if the geometry cannot be used."""
+    return BaseRecord(
+        base_id=message.base_id,
+        geometry=geometry_from_proto(message.geometry),
+        weights_sha256=message.geometry.weights_sha256,
+        aliases=tuple(sorted(set(message.aliases))),
+        max_lora_rank=message.max_lora_rank,
+    )
+
+
+def event_to_proto(event: Mapping[str, Any]) -> pb.AdapterEvent:
+    """An event of the index, JSON {kind, doc}."""
+    kind, doc = event["kind"], event["doc"]
+    if kind == "tag":
+        return pb.AdapterEvent(tag=tag_to_proto(build(TagRecord, doc)))
+    if kind == "base":
+        return pb.AdapterEvent(base=base_to_proto(build(BaseRecord, doc)))
+    record = build(VersionRecord, doc)
+    sharing = AdapterRecord(
+        record.tenant,
+        record.name,
+        doc["visibility"],
+        tuple(doc["shared_with"]),
+        doc.get("pullable", False),
+    )
+    return pb.AdapterEvent(version=version_to_proto(record, sharing))
+
+
+def sharing_to_proto(record: AdapterRecord) -> pb.SetSharingResponse:
+    return pb.SetSharingResponse(
+        visibility=_VISIBILITY[record.visibility],
+        shared_with=record.shared_with,
+        pullable=record.pullable,
+    )
+
+
+def signature_to_proto(record: SignatureRecord) -> pb.Signature:
+    return pb.Signature(
+        key_sha256=record.key_sha256,
+        bundle=record.bundle.encode(),
+        public_key=record.public_key,
+        verified=bool(record.public_key),
+    )
+
+
+def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
+    return pb.AuditEntry(
+        time_unix_s=record.time_s,
+        actor=record.actor,
+        tenant=record.tenant,
+        action=record.action,
+        subject=record.subject,
+        digest=record.digest,
+        details=record.details,
+    )
+
+
+def key_to_proto(record: KeyRecord) -> pb.Key:
+    return pb.Key(
+        key_id=record.key_id,
+        tenant=record.tenant,
+        scopes=record.scopes,
+        created_unix_s=record.created_s,
+        expires_unix_s=record.expires_s,
+        revoked=record.revoked_s > 0,
+        description=record.description,
+    )
+
+
+def tenant_to_proto(record: TenantRecord, used_bytes: int, used_versions: int) -> pb.Tenant:
+    return pb.Tenant(
+        tenant=record.tenant,
+        max_bytes=record.max_bytes,
+        max_versions=record.max_versions,
+        used_bytes=used_bytes,
+        used_versions=used_versions,
+        requests_per_s=record.requests_per_s,
+        tokens_per_s=record.tokens_per_s,
+        max_concurrent=record.max_concurrent,
+        fairness_weight=record.fairness_weight,
+        signature_keys=record.signature_keys,
+    )
+
+
+def tenant_from_proto(message: pb.Tenant) -> TenantRecord:
+    return TenantRecord(
+        tenant=message.tenant,
+        max_bytes=message.max_bytes,
+        max_versions=message.max_versions,
+        requests_per_s=message.requests_per_s,
+        tokens_per_s=message.tokens_per_s,
+        max_concurrent=message.max_concurrent,
+        fairness_weight=message.fairness_weight,
+        signature_keys=checked_keys(message.signature_keys),
+    )
+
+
+def page_token(cursor: Cursor | None) -> str:
+    """Where the next page begins, for the caller to send back; "" after the last."""
+    if cursor is None:
+        return ""
+    text = json.dumps([cursor.scope, cursor.version])
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def cursor_of(token: str) -> Cursor:
+    """The place that a token names. Raises InvalidRequest."""
+    if not token:
+        return Cursor()
+    try:
+        scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
+        return Cursor(str(scope), int(version))
+    except ValueError:
+        description = "is not a page token of this list; start again without one"
+        raise InvalidRequest.field("page_token", token, description) from None

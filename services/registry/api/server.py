@@ -1,0 +1,340 @@
+"""RegistryService: converts messages, checks permissions and calls the parts of the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from loraplex.adapter_format.files import check_files
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
+from loraplex.convert import files_from_proto, violation_to_proto
+from loraplex.errors import InvalidRequest, NotFound, Unsupported
+from loraplex.refs import check_name, check_tag, parse_name, parse_ref
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+from services.common import grpc_server
+from services.registry.access.lookup import Query, visible_batches
+from services.registry.access.permissions import Access
+from services.registry.api import convert
+from services.registry.api.admin import AdminService, caller_access, page_size
+from services.registry.api.downloads import chunks_of
+from services.registry.assembly import Registry
+from services.registry.publish.inspection import check
+from services.registry.publish.metrics import WATCHERS, refusals_counted
+from services.registry.publish.tags import MAX_SIDES, TagAddress
+from services.registry.publish.uploads import UploadSession
+from services.registry.records import TargetRecord
+
+SERVICE_NAME = "loraplex.v1.RegistryService"
+
+
+class RegistryService(AdminService):
+    """Each method checks rights, converts, and calls one part."""
+
+    async def CreateUpload(
+        self, request: pb.CreateUploadRequest, context: Any
+    ) -> pb.CreateUploadResponse:
+        with refusals_counted():
+            session = await self._open_upload(request, caller_access())
+        return pb.CreateUploadResponse(
+            upload_id=session.upload_id, progress=await self._progress(session)
+        )
+
+    async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
+        options = convert.options_from_proto(request.options, access.tenant)
+        access.require_publishing(options.tenant)
+        files = files_from_proto(request.files)
+        findings = Findings()
+        check_files(files, findings)
+        findings.raise_if_refused()
+        registry = self._registry
+        await registry.bases.check_adapter_name(options.tenant, options.name)
+        await registry.bases.check_known(options.base_id)
+        if options.parent:
+            await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
+        offered = convert.offered_from_proto(request.options.signatures)
+        signed = await registry.signatures.accepted(options.tenant, files, offered, access.actor)
+        options = dataclasses.replace(options, signatures=signed)
+        await registry.tenants.check_quota(options.tenant, sum(file.size for file in files))
+        known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
+        return await registry.uploads.open(options, files, access.actor, known)
+
+    async def UploadPart(
+        self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
+    ) -> pb.UploadPartResponse:
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            raise InvalidRequest.field("upload_id", "", "the first message must name the upload")
+        session = await self._session(first.upload_id)
+        chunks = _chunks(first, request_iterator)
+        state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
+        return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
+
+    async def GetUpload(self, request: pb.GetUploadRequest, context: Any) -> pb.GetUploadResponse:
+        session = await self._session(request.upload_id)
+        response = pb.GetUploadResponse(upload_id=session.upload_id)
+        finished = await self._registry.uploads.finished(session.upload_id)
+        if finished is None:
+            response.progress.extend(await self._progress(session))
+        else:
+            response.finished.CopyFrom(convert.version_to_proto(finished.version, finished.adapter))
+            for file in session.files:
+                response.progress.add(path=file.path, committed_bytes=file.size, complete=True)
+        return response
+
+    async def FinishUpload(
+        self, request: pb.FinishUploadRequest, context: Any
+    ) -> pb.FinishUploadResponse:
+        session = await self._session(request.upload_id)
+        options, signatures = session.options, self._registry.signatures
+        with refusals_counted():
+            await signatures.check_upload(options.tenant, options.signatures)
+            done = await self._registry.publisher.finish(session)
+        await signatures.keep(done.version, options.signatures)
+        place = (done.version.tenant, done.version.name)
+        tags = (await self._registry.lookup.everything(*place)).tags
+        return pb.FinishUploadResponse(
+            version=convert.version_to_proto(done.version, done.adapter, tags),
+            created=done.created,
+            warnings=[violation_to_proto(warning) for warning in done.version.warnings],
+        )
+
+    async def ValidateAdapter(
+        self, request: pb.ValidateAdapterRequest, context: Any
+    ) -> pb.ValidateAdapterResponse:
+        caller_access().require("reader")
+        files = files_from_proto(request.files)
+        findings = Findings()
+        check_files(files, findings)
+        findings.raise_if_refused()
+        if request.options.name:
+            access = caller_access()
+            tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
+            offered = convert.offered_from_proto(request.options.signatures)
+            await self._registry.signatures.accepted(tenant, files, offered, access.actor)
+        labels = request.options.labels
+        convert.check_labels(labels, "options.labels")
+        base, report, warnings = await check(
+            self._registry.bases,
+            complete_config(request.adapter_config_json, rope_label=labels.get(ROPE_FIELD, "")),
+            request.safetensors_header,
+            files,
+            request.options.base_id,
+            strict=request.options.strict,
+        )
+        return pb.ValidateAdapterResponse(
+            warnings=[violation_to_proto(warning) for warning in warnings],
+            base_id=base.base_id,
+            max_rank=report.max_rank,
+        )
+
+    async def GetAdapter(
+        self, request: pb.GetAdapterRequest, context: Any
+    ) -> pb.GetAdapterResponse:
+        access = caller_access()
+        access.require("reader")
+        ref = parse_ref(request.ref, access.tenant)
+        found = await self._registry.lookup.resolve(ref, access, request.split_key)
+        return pb.GetAdapterResponse(
+            version=convert.resolved_to_proto(found),
+            tags=[convert.tag_to_proto(tag) for tag in found.tags],
+        )
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: Any
+    ) -> pb.ListAdaptersResponse:
+        access = caller_access()
+        access.require("reader")
+        query = Query(
+            tenant=request.tenant and check_name(request.tenant, field="tenant"),
+            name=request.name and check_name(request.name),
+            name_prefix=request.name_prefix,
+            base_id=request.base_id,
+            labels=tuple(request.labels.items()),
+            all_versions=request.all_versions,
+        )
+        page, cursor = await self._registry.lookup.page(
+            query, access, page_size(request.page_size), convert.cursor_of(request.page_token)
+        )
+        return pb.ListAdaptersResponse(
+            versions=[convert.resolved_to_proto(entry) for entry in page],
+            next_page_token=convert.page_token(cursor),
+        )
+
+    async def SetTag(self, request: pb.SetTagRequest, context: Any) -> pb.SetTagResponse:
+        access = caller_access()
+        tenant, name = parse_name(request.name, access.tenant)
+        access.require("publisher", tenant)
+        place = TagAddress(tenant, name, check_tag(request.tag))
+        convert.check_seconds(request.when_loaded_s, "when_loaded_s")
+        if request.when_loaded_s and (request.rollback or request.delete):
+            raise Unsupported.field(
+                "when_loaded_s", request.when_loaded_s, "only moves to named versions can be staged"
+            )
+        expect = request.expect if request.HasField("expect") else None
+        tags = self._registry.tags
+        if request.rollback:
+            record = await tags.rollback(place, request.rollback_version, expect, access.actor)
+        elif request.delete:
+            record = await tags.set(place, (), expect, access.actor)
+        else:
+            targets = await self._targets(place, request.targets, access)
+            if request.when_loaded_s and targets:
+                record = await self._registry.staging.begin(
+                    place, targets, expect, access.actor, request.when_loaded_s
+                )
+            else:
+                record = await tags.set(place, targets, expect, access.actor)
+        return pb.SetTagResponse(tag=convert.tag_to_proto(record))
+
+    async def ListTagHistory(
+        self, request: pb.ListTagHistoryRequest, context: Any
+    ) -> pb.ListTagHistoryResponse:
+        access = caller_access()
+        access.require("reader")
+        tenant, name = parse_name(request.name, access.tenant)
+        place = TagAddress(tenant, name, check_tag(request.tag))
+        record = await self._registry.tags.read(place)
+        found = await self._registry.lookup.everything(tenant, name)
+        if record is None or not access.may_see(tenant, found.adapter):
+            raise NotFound(f"no tag {place}")
+        return pb.ListTagHistoryResponse(
+            moves=[convert.move_to_proto(move) for move in reversed(record.moves)]
+        )
+
+    async def DeleteAdapterVersion(
+        self, request: pb.DeleteAdapterVersionRequest, context: Any
+    ) -> pb.DeleteAdapterVersionResponse:
+        access = caller_access()
+        deletion = self._registry.deletion
+        if request.all:
+            tenant, name = parse_name(request.ref, access.tenant, field="ref")
+            access.require("publisher", tenant)
+            deleted = await deletion.adapter(tenant, name, access.actor, purge=request.purge)
+        else:
+            if ":" not in request.ref and "@" not in request.ref:
+                raise InvalidRequest.field(
+                    "ref", request.ref, f"names no version; try '{request.ref}:v1', or --all"
+                )
+            ref = parse_ref(request.ref, access.tenant)
+            access.require("publisher", ref.tenant)
+            number = ref.version
+            if number is None:
+                number = (await self._registry.lookup.resolve(ref, access)).version.version
+            deleted = await deletion.version(
+                ref.tenant,
+                ref.name,
+                number,
+                access.actor,
+                force=request.force,
+                purge=request.purge,
+            )
+        return pb.DeleteAdapterVersionResponse(
+            deleted=[convert.version_to_proto(record, None) for record in deleted]
+        )
+
+    async def DownloadAdapter(
+        self, request: pb.DownloadAdapterRequest, context: Any
+    ) -> AsyncIterator[pb.DownloadAdapterResponse]:
+        access = caller_access()
+        access.require("reader")
+        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        access.require_pull(found.version.tenant, found.adapter)
+        yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
+        chunks = chunks_of(
+            self._registry.store,
+            found.version,
+            request.paths,
+            reader_verifies=request.reader_verifies,
+        )
+        async for chunk in chunks:
+            part = pb.FileChunk(path=chunk.path, offset=chunk.offset, data=chunk.data)
+            yield pb.DownloadAdapterResponse(chunk=part)
+
+    async def WatchAdapters(
+        self, request: pb.WatchAdaptersRequest, context: Any
+    ) -> AsyncIterator[pb.WatchAdaptersResponse]:
+        access = caller_access()
+        access.require("reader")
+        with WATCHERS.track_inprogress():
+            async for batch in visible_batches(
+                self._registry.catalog, access, request.resume_token
+            ):
+                yield pb.WatchAdaptersResponse(
+                    events=[convert.event_to_proto(event) for event in batch.events],
+                    resume_token=batch.token,
+                    snapshot_begin=batch.begins_snapshot,
+                    snapshot_end=batch.ends_snapshot,
+                )
+
+    async def RegisterBase(
+        self, request: pb.RegisterBaseRequest, context: Any
+    ) -> pb.RegisterBaseResponse:
+        access = caller_access()
+        access.require_service_or_root()
+        base = convert.base_from_proto(request.base)
+        stored = await self._registry.bases.register(base, replace=request.replace)
+        return pb.RegisterBaseResponse(base=convert.base_to_proto(stored))
+
+    async def ListBases(self, request: pb.ListBasesRequest, context: Any) -> pb.ListBasesResponse:
+        caller_access().require("reader")
+        bases = await self._registry.bases.all()
+        return pb.ListBasesResponse(bases=[convert.base_to_proto(base) for base in bases])
+
+    async def _session(self, upload_id: str) -> UploadSession:
+        """An upload of the caller's tenant."""
+        access = caller_access()
+        session = await self._registry.uploads.get(upload_id)
+        access.require("publisher", session.options.tenant)
+        return session
+
+    async def _progress(self, session: UploadSession) -> list[pb.FileProgress]:
+        states = await self._registry.uploads.state(session)
+        missing = [state.file for state in states if not state.complete]
+        known = await self._registry.blobs.known_files(session, missing)
+        progress = [convert.progress_to_proto(state) for state in states]
+        for state, message in zip(states, progress, strict=True):
+            if state.file in known:
+                message.committed_bytes, message.complete = state.file.size, True
+        return progress
+
+    async def _targets(
+        self, place: TagAddress, messages: Sequence[pb.TagTarget], access: Access
+    ) -> list[TargetRecord]:
+        """Targets named by version or digest, weights of 0 meaning 1."""
+        if not 1 <= len(messages) <= MAX_SIDES:
+            description = f"give 1-{MAX_SIDES} versions to point at"
+            raise InvalidRequest.field("targets", f"{len(messages)} targets", description)
+        targets = []
+        for message in messages:
+            number = message.version
+            if not number:
+                ref = parse_ref(f"{place.scope}@{message.digest}", field="targets.digest")
+                number = (await self._registry.lookup.resolve(ref, access)).version.version
+            targets.append(TargetRecord(number, message.digest, message.weight or 1))
+        if len({target.version for target in targets}) < len(targets):
+            raise InvalidRequest.field("targets", place.tag, "must not name a version twice")
+        return targets
+
+
+async def _chunks(
+    first: pb.UploadPartRequest, rest: AsyncIterator[pb.UploadPartRequest]
+) -> AsyncIterator[tuple[bytes, int]]:
+    data = first.data
+    yield data, first.crc32
+    offset = first.offset + len(data)
+    async for part in rest:
+        if part.offset != offset:
+            description = f"chunks must be contiguous: the next offset is {offset}"
+            raise InvalidRequest.field("offset", part.offset, description)
+        data = part.data  # Each look at it is a copy.
+        offset += len(data)
+        yield data, part.crc32
+
+
+def service(registry: Registry) -> grpc_server.Service:
+    """What `grpc_server.start` serves."""
+    add = registry_pb2_grpc.add_RegistryServiceServicer_to_server
+    return add, RegistryService(registry), SERVICE_NAME

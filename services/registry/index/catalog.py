@@ -1,0 +1,339 @@
+"""The index in Redis: what it holds, under which keys, and the scripts that change it.
+
+Nothing here is the truth: every document is a copy of an object, and the whole index is rebuilt
+from the objects when it is found empty or behind. All keys, with their prefix `loraplex:` left out:
+
+    epoch                    id of the current index; absent = no index
+    rebuild                  lease of a rebuild, its value the epoch being built
+    turn:<work>              claimed for an interval by the process that does periodic work
+    snapshot                 "<epoch> <number of its last event>" when the objects were last copied
+    dirty                    SET of scopes that changed while a rebuild was reading
+    pending                  HASH operation id -> "<unix ms> <scope>", noted before objects change
+    <epoch>:seq              number of the last event
+    <epoch>:events           STREAM of events, ids `<seq>-0`, field e = JSON {kind, doc}
+    <epoch>:names            ZSET of scopes with a live version, ordered by name
+    <epoch>:shared           ZSET of scopes that other tenants may see
+    <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter
+    <epoch>:t:<scope>        HASH tag -> tag
+    <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
+    <epoch>:bases            HASH base id -> base without its modules
+    <epoch>:use:<tenant>     HASH bytes, versions: what quotas count
+    <epoch>:blobs:<tenant>   HASH sha256 -> number of live versions that have this file
+
+A scope is `<tenant>/<name>`, or `bases`. Documents are stored as "<generation> <JSON>".
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, TypeVar
+
+import redis.asyncio
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from loraplex.errors import Unavailable
+from services.registry.index.gathering import RequestBatcher
+from services.registry.index.items import Item, arguments_of
+from services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord, decode
+
+PREFIX = "loraplex:"
+MAX_EVENTS = 100_000
+"""Events kept for watchers that resume; those further behind get a snapshot."""
+_REBUILD_LEASE_MS = 30_000
+_MAX_TRIES = 5
+_DROP_KEYS = 1000
+_MAX_FOUND_AT_ONCE = 64
+"""References resolved in one round trip, during which Redis does nothing else."""
+
+_STATES = ("BUSY", "MISCONF", "NOREPLICAS")
+"""First words of errors without a type in redis-py that concern the server, not the command."""
+_FULL = "its memory is full; raise its maxmemory"
+
+T = TypeVar("T")
+
+
+class CatalogDown(Unavailable):
+    """Redis cannot be reached, or holds no index yet."""
+
+    reason = "INDEX_UNAVAILABLE"
+
+
+class NoIndex(CatalogDown):
+    """Redis is there and empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the index knows about one adapter."""
+
+    tags: tuple[TagRecord, ...]
+    """Those that exist, ordered by name."""
+    versions: tuple[VersionRecord, ...]
+    adapter: AdapterRecord | None
+
+
+class Catalog:
+    """The index. Every method raises CatalogDown if Redis or the index is unavailable."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self.make_index: Callable[[], Awaitable[None]] | None = None
+        """Called by writers that find no index; set once the part that can is there."""
+        self._redis = client
+        self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
+        self._scripts = {
+            name: client.register_script(
+                resources.files("services.registry.index").joinpath(f"{name}.lua").read_text()
+            )
+            for name in ("apply", "read", "resolve", "page", "switch", "release")
+        }
+
+    async def epoch(self) -> str | None:
+        """The current index, or None where there is none."""
+        async with _translated():
+            value = await self._redis.get(f"{PREFIX}epoch")
+            return None if value is None else _text(value)
+
+    async def note_pending(self, scope: str) -> str:
+        """Note that objects of `scope` are about to change; returns the operation's id."""
+        operation = secrets.token_hex(8)
+        async with _translated():
+            now = await self._redis.time()
+            value = f"{int(now[0]) * 1000 + int(now[1]) // 1000} {scope}"
+            await _wait(self._redis.hset(f"{PREFIX}pending", operation, value))
+        return operation
+
+    async def pending(self) -> list[tuple[str, str, float]]:
+        """(operation id, scope, age in seconds) of changes that were noted and not yet applied."""
+        async with _translated():
+            now = await self._redis.time()
+            noted = await _wait(self._redis.hgetall(f"{PREFIX}pending"))
+        now_s = int(now[0]) + int(now[1]) / 1e6
+        split = [(_text(op), *_text(value).split(" ", 1)) for op, value in noted.items()]
+        return [(op, scope, now_s - int(noted_ms) / 1000) for op, noted_ms, scope in split]
+
+    async def forget_pending(self, operations: Iterable[str]) -> None:
+        """Remove notes whose scopes were read again."""
+        ids = list(operations)
+        if ids:
+            async with _translated():
+                await _wait(self._redis.hdel(f"{PREFIX}pending", *ids))
+
+    async def apply(
+        self, scope: str, items: Sequence[Item], *, operation: str = "", into_epoch: str = ""
+    ) -> None:
+        """Write documents and their events atomically; older generations change nothing.
+
+        Args:
+            operation: pending note to remove in the same transaction.
+            into_epoch: an index under construction, which has no watchers yet.
+        """
+        change = arguments_of(operation, scope, items, with_events=not into_epoch)
+        arguments: list[Any] = [MAX_EVENTS, into_epoch, *change]
+        await self._patiently(lambda: self._run("apply", arguments))
+
+    async def apply_many(
+        self, into_epoch: str, changes: Sequence[tuple[str, Sequence[Item]]]
+    ) -> None:
+        """`apply` for an index under construction, many scopes in one round trip."""
+        async with _translated(), self._redis.pipeline(transaction=False) as pipe:
+            for scope, items in changes:
+                change = arguments_of("", scope, items, with_events=False)
+                arguments: list[Any] = [0, into_epoch, *change]
+                await self._scripts["apply"](keys=[PREFIX], args=arguments, client=pipe)
+            await pipe.execute()
+
+    async def find(self, scope: str, kind: str, selector: str = "") -> Found:
+        """The versions that a tag, number or digest selects (kind `all`: every one), and the tags.
+
+        `selector` of a version is its number in decimal.
+        """
+        return await self._lookups.ask((scope, kind, selector))
+
+    async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
+        """Several `find` in one round trip."""
+        _, answers = await self._run("resolve", [text for triple in wanted for text in triple])
+        return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
+
+    async def page(
+        self, index: str, low: str, high: str, limit: int, *, all_versions: bool
+    ) -> tuple[str, list[tuple[str, Found]]]:
+        """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
+        documents)."""
+        which = "all" if all_versions else "current"
+        epoch, page = await self._run("page", [index, low, high, limit, which])
+        return _text(epoch), [(_text(scope), _found(tags, versions, adapter))
+                              for scope, adapter, tags, versions in page]  # fmt: skip
+
+    async def bases(self) -> list[BaseRecord]:
+        """All bases without their modules, ordered by id."""
+        _, values = await self._run("read", ["HVALS", "bases"])
+        return sorted((_record(BaseRecord, v) for v in values), key=lambda base: base.base_id)
+
+    async def usage(self, tenant: str) -> tuple[int, int]:
+        """(bytes, versions) that a tenant has live."""
+        question = ["HMGET", f"use:{tenant}", "bytes", "versions"]
+        _, values = await self._patiently(lambda: self._run("read", question))
+        return int(values[0] or 0), int(values[1] or 0)
+
+    async def known_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[str]:
+        """The files that a live version of this tenant refers to already."""
+        if not sha256s:
+            return []
+        question = ["HMGET", f"blobs:{tenant}", *sha256s]
+        _, values = await self._patiently(lambda: self._run("read", question))
+        return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
+
+    async def staged_until(self, time_s: float) -> list[tuple[str, str]]:
+        """(scope, tag) of staged moves that expired at this unix time or before."""
+        _, values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
+        return [(scope, tag) for tag, _, scope in (_text(v).partition(" ") for v in values)]
+
+    async def position(self) -> tuple[str, int]:
+        """(epoch, number of its last event) of the current index."""
+        epoch, sequence = await self._run("read", ["GET", "seq"])
+        return _text(epoch), int(sequence or 0)
+
+    async def read_events(
+        self, epoch: str, after: int, count: int, block_ms: int | None
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """(number, event) after a number, waiting up to `block_ms` for the first one."""
+        stream = f"{PREFIX}{epoch}:events"
+        async with _translated():
+            answer: Any = await self._redis.xread(
+                {stream: f"{after}-0"}, count=count, block=block_ms
+            )
+        entries = answer[0][1] if answer else []
+        return [(int(_text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
+
+    async def begin_rebuild(self) -> str | None:
+        """Take the rebuild lease; returns the new epoch, or None if another process rebuilds."""
+        epoch = secrets.token_hex(8)
+        async with _translated():
+            taken = await self._redis.set(f"{PREFIX}rebuild", epoch, nx=True, px=_REBUILD_LEASE_MS)
+            if taken:
+                await self._redis.delete(f"{PREFIX}dirty")
+        return epoch if taken else None
+
+    async def extend_rebuild(self) -> None:
+        """Extend the lease while documents are read. `switch` notices a lost lease."""
+        async with _translated():
+            await self._redis.pexpire(f"{PREFIX}rebuild", _REBUILD_LEASE_MS)
+
+    async def switch(self, epoch: str) -> list[str] | bool:
+        """Make a rebuilt index the current one.
+
+        Returns True when done, False when the lease was lost, or the scopes to read once more.
+        """
+        async with _translated():
+            answer = await self._scripts["switch"](keys=[PREFIX], args=[epoch])
+        if isinstance(answer, list):
+            return [_text(scope) for scope in answer]
+        return _text(answer) == "switched"
+
+    async def drop(self, epoch: str) -> None:
+        """Remove an index that is no longer, or never became, the current one."""
+        async with _translated():
+            batch: list[bytes] = []
+            async for key in self._redis.scan_iter(match=f"{PREFIX}{epoch}:*", count=1000):
+                batch.append(key)
+                if len(batch) >= _DROP_KEYS:
+                    await self._redis.unlink(*batch)
+                    batch = []
+            if batch:
+                await self._redis.unlink(*batch)
+
+    async def release_rebuild(self, epoch: str) -> None:
+        """Release the lease after a failure."""
+        async with _translated():
+            await self._scripts["release"](keys=[PREFIX], args=[epoch])
+
+    async def check_keeps_keys(self) -> None:
+        """Raises CatalogDown if Redis may evict keys: an incomplete index would look complete."""
+        async with _translated():
+            info = await self._redis.info("memory")
+        policy = info.get("maxmemory_policy", "")
+        if info.get("maxmemory") and policy.startswith("allkeys"):
+            raise CatalogDown(
+                f"metadata server: its maxmemory-policy {policy} may evict parts of the index; "
+                "set noeviction"
+            )
+
+    async def claim_interval(self, work: str, interval_s: float) -> bool:
+        """Claim some periodic `work` for this interval; True for one process of all."""
+        interval_ms = max(1, int(interval_s * 1000))
+        async with _translated():
+            return bool(await self._redis.set(f"{PREFIX}turn:{work}", 1, nx=True, px=interval_ms))
+
+    async def changes_since_snapshot(self) -> int | None:
+        """Events since `note_snapshot`; None if there was none for this index."""
+        epoch, sequence = await self.position()
+        async with _translated():
+            noted = await self._redis.get(f"{PREFIX}snapshot")
+        then_epoch, _, then = _text(noted or b" 0").partition(" ")
+        return sequence - int(then) if then_epoch == epoch else None
+
+    async def note_snapshot(self, epoch: str, sequence: int) -> None:
+        """Record that a snapshot covers the objects up to this position."""
+        async with _translated():
+            await self._redis.set(f"{PREFIX}snapshot", f"{epoch} {sequence}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do `work`, building the index first if there is none: writers wait for it, readers do
+        not."""
+        for _ in range(_MAX_TRIES):
+            try:
+                return await work()
+            except NoIndex:
+                if self.make_index is None:
+                    raise
+                await self.make_index()
+        return await work()
+
+    async def _run(self, script: str, arguments: list[Any]) -> Any:
+        async with _translated():
+            answer = await self._scripts[script](keys=[PREFIX], args=arguments)
+        if answer is None:
+            raise NoIndex("the index is being rebuilt", retry_after_s=1.0)
+        return answer
+
+
+@asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        if type(error) is ResponseError and not str(error).startswith(_STATES):
+            raise  # What no server would take is a bug here.
+        problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
+        raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
+
+
+def _found(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
+    records = (_record(TagRecord, value) for value in tags)
+    return Found(
+        tuple(sorted((tag for tag in records if tag.is_shown), key=lambda tag: tag.tag)),
+        tuple(sorted((_record(VersionRecord, v) for v in versions), key=lambda v: v.version)),
+        _record(AdapterRecord, adapter) if adapter else None,
+    )
+
+
+def _record(cls: Any, value: bytes) -> Any:
+    return decode(cls, value.split(b" ", 1)[1])
+
+
+async def _wait(answer: Awaitable[Any] | Any) -> Any:
+    """redis-py types hash commands as 'maybe awaitable'."""
+    return await answer
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

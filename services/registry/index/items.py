@@ -1,0 +1,152 @@
+"""Index entries of each kind of record: their scope, and the events that they cause."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.registry.records import (
+    PRIVATE,
+    AdapterRecord,
+    BaseRecord,
+    TagRecord,
+    VersionRecord,
+    to_fields,
+)
+
+BASES_SCOPE = "bases"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEvent:
+    """One change as watchers see it; the index ignores older generations."""
+
+    generation: int
+    kind: str
+    doc: dict[str, Any]
+
+    def to_doc(self) -> dict[str, Any]:
+        """As watchers read it."""
+        return {"kind": self.kind, "doc": self.doc}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One document for the index."""
+
+    key: str
+    field: str
+    generation: int
+    doc: dict[str, Any]
+    events: tuple[IndexEvent, ...]
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `apply.lua` derives more from: use, digest, number, visibility, staged_until_s."""
+
+
+def arguments_of(
+    operation: str, scope: str, items: Sequence[Item], *, with_events: bool
+) -> list[bytes]:
+    """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
+
+    Documents are named by their place among them, so that the script need not parse them.
+    """
+    documents: list[bytes] = []
+
+    def place(document: dict[str, Any]) -> int:
+        documents.append(msgspec.json.encode(document))
+        return len(documents)
+
+    entries = []
+    for item in items:
+        events = item.events if with_events else ()
+        entries_of_events = [{"generation": e.generation, "doc": place(e.to_doc())} for e in events]
+        head = {"key": item.key, "field": item.field, "generation": item.generation}
+        entries.append({**head, "doc": place(item.doc), "events": entries_of_events, **item.extra})
+    change = {"op": operation, "scope": scope, "items": entries}
+    return [msgspec.json.encode(change), *documents]
+
+
+def scope_of(tenant: str, name: str) -> str:
+    """The unit that the index changes atomically."""
+    return f"{tenant}/{name}"
+
+
+def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
+    """A version, and what it adds to the usage of its tenant."""
+    use = {
+        "tenant": record.tenant,
+        "bytes": record.size_bytes,
+        "blobs": sorted({file.sha256 for file in record.files}),
+    }
+    doc = to_fields(record)
+    return Item(
+        f"a:{scope_of(record.tenant, record.name)}",
+        f"v{record.version}",
+        record.generation,
+        doc,
+        (_version_event(record.generation, doc, adapter),),
+        {"use": use, "digest": record.digest, "number": record.version},
+    )
+
+
+def _version_event(
+    generation: int, doc: dict[str, Any], adapter: AdapterRecord | None
+) -> IndexEvent:
+    sharing = {
+        "visibility": adapter.visibility if adapter else PRIVATE,
+        "shared_with": adapter.shared_with if adapter else (),
+        "pullable": adapter.pullable if adapter else False,
+    }
+    return IndexEvent(generation, "version", {**doc, **sharing})
+
+
+def tag_item(record: TagRecord) -> Item:
+    """A tag, with an event for every move that the index may have missed."""
+    doc = to_fields(dataclasses.replace(record, moves=()))
+    events = []
+    for move in record.moves:
+        past = dataclasses.replace(
+            record,
+            targets=move.targets,
+            generation=move.generation,
+            updated_s=move.moved_s,
+            moves=(),
+            pending=(),
+            pending_reason="",
+        )
+        events.append(IndexEvent(move.generation, "tag", to_fields(past)))
+    if not events or events[-1].generation < record.generation or record.pending:
+        # Staged or dropped since the last move: the same targets, other pending ones.
+        events = [event for event in events if event.generation < record.generation]
+        events.append(IndexEvent(record.generation, "tag", doc))
+    return Item(f"t:{scope_of(record.tenant, record.name)}", record.tag, record.generation, doc,
+                tuple(events), {"staged_until_s": record.pending_until_s})  # fmt: skip
+
+
+def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
+    """Visibility of an adapter; watchers learn of it through `versions`, the live ones."""
+    return Item(
+        f"a:{scope_of(record.tenant, record.name)}",
+        "adapter",
+        record.generation,
+        to_fields(record),
+        tuple(_version_event(record.generation, to_fields(v), record) for v in versions),
+        {"visibility": record.visibility},
+    )
+
+
+def base_item(record: BaseRecord) -> Item:
+    """A base without its modules, which are large and seldom needed."""
+    geometry = dataclasses.replace(record.geometry, modules=())
+    doc = to_fields(dataclasses.replace(record, geometry=geometry))
+    return Item(
+        BASES_SCOPE,
+        record.base_id,
+        record.generation,
+        doc,
+        (IndexEvent(record.generation, "base", doc),),
+    )

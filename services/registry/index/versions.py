@@ -1,0 +1,56 @@
+"""All versions of one adapter, from the index and, if it lacks some, from the objects."""
+
+from __future__ import annotations
+
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.index.catalog import Catalog, CatalogDown
+from services.registry.index.items import Item, scope_of, tag_item, version_item
+from services.registry.records import AdapterRecord, TagRecord, VersionRecord
+
+
+class Versions:
+    """Reads version records."""
+
+    def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+
+    async def of(self, tenant: str, name: str) -> list[VersionRecord]:
+        """Every version, tombstones included, by number. The list of numbers is the objects'."""
+        try:
+            indexed = (await self._catalog.find(scope_of(tenant, name), "all")).versions
+        except CatalogDown:
+            indexed = ()
+        known = {record.version: record for record in indexed}
+        prefix = layout.versions_folder(tenant, name)
+        keys = {
+            int(info.key.removeprefix(prefix).removesuffix(".json")): info.key
+            async for info in self._store.list_objects(prefix)
+        }
+        unknown = [key for number, key in keys.items() if number not in known]
+        for record in await documents.read_all(self._store, unknown, VersionRecord):
+            known[record.version] = record
+        return [known[number] for number in sorted(keys)]
+
+    async def read(self, tenant: str, name: str, number: int) -> VersionRecord | None:
+        """One version from the objects, a tombstone too."""
+        return await documents.read(
+            self._store, layout.version(tenant, name, number), VersionRecord
+        )
+
+    async def items_of_tag(self, tag: TagRecord) -> list[Item]:
+        """Index entries of a tag, preceded by the versions that it points at and the index lacks:
+        another process may have moved it to a version that is not indexed yet."""
+        items = []
+        adapter_key = layout.adapter(tag.tenant, tag.name)
+        for target in tag.targets:
+            scope = scope_of(tag.tenant, tag.name)
+            found = await self._catalog.find(scope, "version", str(target.version))
+            record = None
+            if not found.versions:
+                record = await self.read(tag.tenant, tag.name, target.version)
+            if record is not None:
+                adapter = await documents.read(self._store, adapter_key, AdapterRecord)
+                items.append(version_item(record, adapter))
+        return [*items, tag_item(tag)]

@@ -1,0 +1,144 @@
+"""Watching: a snapshot, then every change in order, resumable.
+
+A token is `<epoch>:<sequence>`. Sequences are gapless within an epoch, so a watcher that was away
+gets exactly what it missed; where the index was lost (another epoch), or too much was missed, it
+gets a new snapshot. Within one watch a tag or version never goes back to an older generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from services.registry.index.catalog import Catalog, CatalogDown, Found
+from services.registry.index.items import base_item, tag_item, version_item
+
+_PAGE_SCOPES = 200
+_EVENTS = 500
+_BLOCK_MS = 1000
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Changes in order. `token` is "" inside a snapshot, which cannot be resumed half-way."""
+
+    events: tuple[dict[str, Any], ...]
+    """JSON {kind, doc} as in the index."""
+    token: str
+    begins_snapshot: bool = False
+    ends_snapshot: bool = False
+
+
+class _SnapshotNeeded(Exception):
+    """The watcher's position is no longer in the index."""
+
+
+async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
+    """Yield changes after `token` ("" = everything) without end; waits while there is no index."""
+    epoch, sequence = _parse(token)
+    while True:
+        try:
+            if not epoch:
+                raise _SnapshotNeeded
+            async for batch in _follow(catalog, epoch, sequence):
+                sequence = _parse(batch.token)[1]
+                yield batch
+        except _SnapshotNeeded:
+            try:
+                async for batch in _snapshot(catalog):
+                    epoch, sequence = _parse(batch.token)
+                    yield batch
+            except (CatalogDown, _SnapshotNeeded):
+                epoch = ""
+                await asyncio.sleep(_RETRY_S)
+        except CatalogDown:
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Batch]:
+    """Events after a number until the epoch ends. Empty batches show that the watch is alive."""
+    await _last_sequence(catalog, epoch, after)
+    while True:
+        entries = await catalog.read_events(epoch, after, _EVENTS, _BLOCK_MS)
+        if entries:
+            if [number for number, _ in entries] != _run(after, len(entries)):
+                raise _SnapshotNeeded
+            after = entries[-1][0]
+            yield Batch(tuple(event for _, event in entries), f"{epoch}:{after}")
+        else:
+            await _last_sequence(catalog, epoch, after)
+
+
+async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
+    """Number of the last event, if this index is current and contains the given number."""
+    current, last = await catalog.position()
+    if current != epoch or last < after:
+        raise _SnapshotNeeded
+    return last
+
+
+async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
+    """A complete snapshot, ending at a number before which nothing is missing."""
+    epoch, begin = await catalog.position()
+    newest: dict[str, int] = {}
+    events = [event.to_doc() for base in await catalog.bases() for event in base_item(base).events]
+    yield Batch(tuple(events), "", begins_snapshot=True)
+    after = "-"
+    while True:
+        of, page = await catalog.page("names", after, "+", _PAGE_SCOPES, all_versions=True)
+        if of != epoch:
+            raise _SnapshotNeeded
+        if not page:
+            break
+        found = [event for scope, found in page for event in _events_of(found)]
+        newest.update({_key(event): int(event["doc"]["generation"]) for event in found})
+        yield Batch(tuple(found), "")
+        after = f"({page[-1][0]}"
+    async for batch in _catch_up(catalog, epoch, begin, newest):
+        yield batch
+
+
+async def _catch_up(
+    catalog: Catalog, epoch: str, begin: int, newest: dict[str, int]
+) -> AsyncIterator[Batch]:
+    """Changes made while the pages were read, without those already shown; ends the snapshot."""
+    end = await _last_sequence(catalog, epoch, begin)
+    while begin < end:
+        entries = await catalog.read_events(epoch, begin, min(_EVENTS, end - begin), None)
+        if [number for number, _ in entries] != _run(begin, len(entries)) or not entries:
+            raise _SnapshotNeeded
+        begin = entries[-1][0]
+        fresh = [e for _, e in entries if int(e["doc"]["generation"]) > newest.get(_key(e), 0)]
+        yield Batch(tuple(fresh), "")
+    yield Batch((), f"{epoch}:{end}", ends_snapshot=True)
+
+
+def _events_of(found: Found) -> list[dict[str, Any]]:
+    """The current state of one adapter: its live versions, then its tags."""
+    items = [version_item(v, found.adapter) for v in found.versions if not v.deleted]
+    docs = [event.to_doc() for item in items for event in item.events]
+    for tag in found.tags:
+        docs.append({"kind": "tag", "doc": tag_item(tag).doc})
+    return docs
+
+
+def _key(event: dict[str, Any]) -> str:
+    doc = event["doc"]
+    if event["kind"] == "base":
+        return f"base {doc['base_id']}"
+    number = doc["tag"] if event["kind"] == "tag" else doc["version"]
+    return f"{event['kind']} {doc['tenant']}/{doc['name']} {number}"
+
+
+def _run(after: int, count: int) -> list[int]:
+    return list(range(after + 1, after + 1 + count))
+
+
+def _parse(token: str) -> tuple[str, int]:
+    epoch, colon, sequence = token.partition(":")
+    if not colon or not sequence.isdigit():
+        return "", 0
+    return epoch, int(sequence)

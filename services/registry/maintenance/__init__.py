@@ -1,0 +1,1 @@
+"""Keeping the store and the index in order: garbage collection, rebuilds, snapshots."""

@@ -1,0 +1,91 @@
+"""What a registry does regularly: collect garbage, write snapshots, give up late tag moves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.errors import LoraplexError
+from services.registry.access.audit import Audit
+from services.registry.index.catalog import Catalog, CatalogDown
+from services.registry.maintenance.gc import Collector
+from services.registry.maintenance.snapshots import Snapshots
+from services.registry.publish.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "registry"
+"""The actor in the audit log."""
+_CHECK_S = 600.0
+_EXPIRE_CHECK_S = 1.0
+_SNAPSHOT_CHECK_S = 60.0
+SNAPSHOT_CHANGES = 1000
+"""Fewer changes cost a rebuild only seconds, which is not worth another snapshot."""
+
+
+async def collect_regularly(
+    catalog: Catalog, collector: Collector, audit: Audit, interval_s: float
+) -> None:
+    """Collect garbage once per interval, however many registries there are; 0 = never.
+
+    The metadata server decides which registry does it. That only saves work: collectors may run
+    at the same time.
+    """
+    while interval_s:
+        await asyncio.sleep(min(interval_s, _CHECK_S))
+        try:
+            if await catalog.claim_interval("gc", interval_s):
+                await collect_once(collector, audit)
+        except LoraplexError as error:
+            logger.warning("garbage not collected", extra={"problem": error.message})
+        except Exception:
+            logger.exception("garbage collection failed")
+
+
+async def collect_once(collector: Collector, audit: Audit) -> None:
+    """Collect garbage, and record it in the audit log if anything was deleted."""
+    collected = await collector.collect()
+    if collected.deleted_objects:
+        details = {"objects": str(collected.deleted_objects)}
+        await audit.write(ACTOR, "", "gc", "blobs", details=details)
+
+
+async def expire_regularly(staging: Staging) -> None:
+    """Drop staged moves that are late. Every registry does this; the first one succeeds."""
+    while True:
+        await asyncio.sleep(_EXPIRE_CHECK_S)
+        try:
+            await staging.expire()
+        except CatalogDown:
+            continue  # The task that keeps the index logs this.
+        except LoraplexError as error:
+            logger.warning("staged moves not checked", extra={"problem": error.message})
+        except Exception:
+            logger.exception("staged moves not checked")
+
+
+async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
+    """Write a snapshot whenever enough has changed, if the store supports that.
+
+    The metadata server decides which registry does it, as for collections.
+    """
+    while snapshots.are_useful:
+        await asyncio.sleep(_SNAPSHOT_CHECK_S)
+        try:
+            if await catalog.claim_interval("snapshot", _SNAPSHOT_CHECK_S):
+                await copy_if_due(catalog, snapshots)
+        except LoraplexError as error:
+            logger.warning("no snapshot written", extra={"problem": error.message})
+        except Exception:
+            logger.exception("snapshot failed")
+
+
+async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:
+    """Write a snapshot if the index is new or has changed much since the last one."""
+    changes = await catalog.changes_since_snapshot()
+    if changes is not None and changes < SNAPSHOT_CHANGES:
+        return False
+    position = await catalog.position()
+    await snapshots.write()
+    await catalog.note_snapshot(*position)
+    return True

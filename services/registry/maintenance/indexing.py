@@ -1,0 +1,247 @@
+"""Keeps the index equal to the objects: repairs what it missed, rebuilds it if it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.index.catalog import Catalog, CatalogDown, NoIndex
+from services.registry.index.items import (
+    BASES_SCOPE,
+    Item,
+    adapter_item,
+    base_item,
+    scope_of,
+    tag_item,
+    version_item,
+)
+from services.registry.maintenance.snapshots import Snapshots
+from services.registry.publish.metrics import INDEX_LAG_S, REBUILDS
+from services.registry.publish.publisher import Publisher
+from services.registry.publish.uploads import Uploads
+from services.registry.records import (
+    AdapterRecord,
+    BaseRecord,
+    TagRecord,
+    VersionRecord,
+    decode,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 3
+_PENDING_AGE_S = 60.0
+"""A change that was noted this long ago and is not applied belongs to a process that died."""
+
+
+class Indexer:
+    """Repairs and rebuilds."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        uploads: Uploads,
+        publisher: Publisher,
+        snapshots: Snapshots,
+    ) -> None:
+        self._store = store
+        self._snapshots = snapshots
+        self._catalog = catalog
+        self._uploads = uploads
+        self._publisher = publisher
+        self._rebuilding = asyncio.Lock()
+        self._seen: tuple[str, int] = ("", 0)
+
+    async def start(self) -> None:
+        """Build the index if needed and complete interrupted publications, before the first read.
+
+        Raises: CatalogDown, also if Redis may drop parts of an index.
+        """
+        await self._catalog.check_keeps_keys()
+        await self.ensure()
+        await self.recover()
+        await self.repair(0.0)
+
+    async def keep(self, interval_s: float) -> None:
+        """Check regularly that the index exists and is complete; repair it if not."""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self.ensure()
+                await self.repair(_PENDING_AGE_S)
+            except CatalogDown as error:
+                logger.warning("index unavailable", extra={"problem": error.message})
+            except Exception:
+                logger.exception("index check failed")
+
+    async def ensure(self) -> None:
+        """Rebuild if there is no index, or if it went back in time after a failover."""
+        epoch = None
+        with contextlib.suppress(NoIndex):
+            epoch, sequence = await self._catalog.position()
+            seen_epoch, seen_sequence = self._seen
+            if epoch != seen_epoch or sequence >= seen_sequence:
+                self._seen = (epoch, sequence)
+                return
+            logger.warning("index went back in time", extra={"from": seen_sequence, "to": sequence})
+        async with self._rebuilding:
+            if await self._catalog.epoch() != epoch:
+                return
+            for _ in range(_MAX_TRIES):
+                with contextlib.suppress(NoIndex):
+                    await self._rebuild()
+                    return
+            await self._rebuild()
+
+    async def recover(self) -> int:
+        """Complete publications that died between becoming visible and being acknowledged."""
+        count = 0
+        for upload_id in await self._uploads.unfinished():
+            count += await self._publisher.recover(upload_id)
+        if count:
+            logger.info("interrupted publications completed", extra={"count": count})
+        return count
+
+    async def repair(self, min_age_s: float) -> None:
+        """Read scopes again whose noted changes never reached the index."""
+        noted = await self._catalog.pending()
+        INDEX_LAG_S.set(max((age_s for _, _, age_s in noted), default=0.0))
+        pending = [entry for entry in noted if entry[2] >= min_age_s]
+        if not pending:
+            return
+        if min_age_s:
+            await self.recover()
+        for scope in {scope for _, scope, _ in pending}:
+            await self.refresh(scope)
+        # Younger notes stay: their writers may be about to change objects still.
+        dead = [operation for operation, _, age_s in pending if age_s >= _PENDING_AGE_S]
+        await self._catalog.forget_pending(dead)
+
+    async def refresh(self, scope: str) -> None:
+        """Update one scope from its objects."""
+        await self._catalog.apply(scope, await self._items_of(scope))
+
+    async def rebuild(self) -> tuple[str, int, int, int]:
+        """Build a new index from the objects and replace the old one.
+
+        Returns (epoch, versions, tags, bases), deleted ones not counted. Where another process
+        rebuilds already, waits for it instead and counts nothing.
+        """
+        async with self._rebuilding:
+            return await self._rebuild()
+
+    async def _rebuild(self) -> tuple[str, int, int, int]:
+        before = await self._catalog.epoch()
+        epoch = await self._catalog.begin_rebuild()
+        while epoch is None:
+            await asyncio.sleep(0.2)
+            now = await self._catalog.epoch()
+            if now is not None and now != before:
+                return now, 0, 0, 0
+            epoch = await self._catalog.begin_rebuild()
+        try:
+            counts = await self._fill(epoch)
+            await self._switch(epoch)
+        except BaseException:
+            await self._catalog.release_rebuild(epoch)
+            await self._catalog.drop(epoch)
+            raise
+        self._seen = (epoch, 0)
+        REBUILDS.inc()
+        if before is not None:
+            await self._catalog.drop(before)
+        logger.info("index rebuilt", extra={"epoch": epoch, "versions": counts[0]})
+        return (epoch, *counts)
+
+    async def _switch(self, epoch: str) -> None:
+        """Read what changed during the rebuild until nothing did, then make the index current."""
+        while (left := await self._catalog.switch(epoch)) is not True:
+            if left is False:
+                raise NoIndex("Redis was emptied during the rebuild", retry_after_s=1.0)
+            for scope in left if isinstance(left, list) else ():
+                items = await self._items_of(scope)
+                await self._catalog.apply(scope, items, into_epoch=epoch)
+
+    async def _fill(self, epoch: str) -> tuple[int, int, int]:
+        """Read every document into the index under construction; returns the number of live
+        ones."""
+        bases = await self._items_of(BASES_SCOPE)
+        await self._catalog.apply(BASES_SCOPE, bases, into_epoch=epoch)
+        versions = tags = 0
+        applying: asyncio.Task[None] | None = None
+        try:
+            async for batch in self._snapshots.documents():
+                adapters = _adapters(batch)
+                versions += sum(len(adapter.live) for adapter in adapters)
+                tags += sum(tag.is_shown for adapter in adapters for tag in adapter.tags)
+                # The next documents are read while Redis takes these.
+                if applying is not None:
+                    await applying
+                applying = asyncio.create_task(self._fill_batch(epoch, adapters))
+        finally:
+            if applying is not None:
+                await applying
+        return versions, tags, len(bases)
+
+    async def _fill_batch(self, epoch: str, adapters: Sequence[_Adapter]) -> None:
+        await self._catalog.apply_many(epoch, [(a.scope, a.items()) for a in adapters])
+        await self._catalog.extend_rebuild()
+
+    async def _items_of(self, scope: str) -> list[Item]:
+        if scope == BASES_SCOPE:
+            bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
+            return [base_item(base) for base in bases]
+        prefix = layout.adapter_folder(*scope.split("/", 1))
+        keys = [info.key async for info in self._store.list_objects(prefix)]
+        found = zip(keys, await self._store.get_many(keys), strict=True)
+        documents_ = {key: data for key, data in found if data is not None}
+        return _Adapter.of(scope, documents_).items()
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """All documents of one adapter."""
+
+    scope: str
+    record: AdapterRecord | None
+    versions: list[VersionRecord]
+    tags: list[TagRecord]
+
+    @classmethod
+    def of(cls, scope: str, found: Mapping[str, bytes]) -> _Adapter:
+        """Decode documents, given by their keys."""
+        data = found.get(layout.adapter(*scope.split("/", 1)))
+        keys = sorted(found)
+        return cls(
+            scope,
+            decode(AdapterRecord, data) if data is not None else None,
+            [decode(VersionRecord, found[key]) for key in keys if "/versions/" in key],
+            [decode(TagRecord, found[key]) for key in keys if "/tags/" in key],
+        )
+
+    @property
+    def live(self) -> list[VersionRecord]:
+        """The versions that are not deleted."""
+        return [version for version in self.versions if not version.deleted]
+
+    def items(self) -> list[Item]:
+        """Index entries, with versions before the tags that point at them."""
+        items = [adapter_item(self.record, self.live)] if self.record is not None else []
+        items += [version_item(version, self.record) for version in self.versions]
+        return items + [tag_item(tag) for tag in self.tags]
+
+
+def _adapters(documents_: Sequence[tuple[str, bytes]]) -> list[_Adapter]:
+    """The documents of whole adapters, by adapter."""
+    scopes: dict[str, dict[str, bytes]] = {}
+    for key, data in documents_:
+        place = layout.adapter_of(key)
+        if place is not None:
+            scopes.setdefault(scope_of(*place), {})[key] = data
+    return [_Adapter.of(scope, found) for scope, found in scopes.items()]

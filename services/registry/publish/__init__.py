@@ -1,0 +1,1 @@
+"""Creating and deleting versions and tags: uploads, checks, publishing, staged moves."""

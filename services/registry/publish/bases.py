@@ -1,0 +1,196 @@
+"""Bases: the frozen models that adapters are checked against."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from loraplex.adapter_format import AdapterConfig
+from loraplex.errors import (
+    AlreadyExists,
+    InvalidAdapter,
+    InvalidRequest,
+    Unavailable,
+    Violation,
+)
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.index.catalog import Catalog, CatalogDown
+from services.registry.index.items import BASES_SCOPE, base_item
+from services.registry.records import BaseRecord
+
+MAX_ID_CHARS = 160
+_BASE_FIELD = "adapter_config.json:base_model_name_or_path"
+
+
+class Bases:
+    """The registered bases."""
+
+    def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+
+    async def register(self, base: BaseRecord, *, replace: bool) -> BaseRecord:
+        """Record a base; the same id with another geometry is refused unless `replace`.
+
+        Raises:
+            InvalidRequest: the id is malformed.
+            AlreadyExists: the id belongs to another base or to an adapter.
+        """
+        _check_id(base.base_id)
+        await self._check_no_adapter(base.base_id)
+
+        def step(current: BaseRecord | None) -> BaseRecord | None:
+            if current is None:
+                return dataclasses.replace(base, generation=1)
+            changed = current.geometry.fingerprint != base.geometry.fingerprint
+            if changed and not replace:
+                raise AlreadyExists(
+                    f"base {base.base_id!r} is registered with another geometry "
+                    f"({current.geometry.fingerprint}); choose another id, or replace it"
+                )
+            merged = dataclasses.replace(
+                base,
+                generation=current.generation,
+                aliases=base.aliases if changed else _united(current.aliases, base.aliases),
+            )
+            if merged == current:
+                return None
+            return dataclasses.replace(merged, generation=current.generation + 1)
+
+        operation = await self._catalog.note_pending(BASES_SCOPE)
+        stored = await documents.change(self._store, layout.base(base.base_id), BaseRecord, step)
+        assert stored is not None, "a registered base exists"
+        await self._catalog.apply(BASES_SCOPE, [base_item(stored)], operation=operation)
+        return stored
+
+    async def get(self, base_id: str) -> BaseRecord | None:
+        """A base with its geometry."""
+        return await documents.read(self._store, layout.base(base_id), BaseRecord)
+
+    async def all(self) -> list[BaseRecord]:
+        """Every base with its geometry, ordered by id."""
+        bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
+        return sorted(bases, key=lambda base: base.base_id)
+
+    async def summaries(self) -> list[BaseRecord]:
+        """Every base without its modules: from the index, or from the objects where it is away."""
+        try:
+            return await self._catalog.bases()
+        except CatalogDown:
+            return await self.all()
+
+    async def check_adapter_name(self, tenant: str, name: str) -> None:
+        """Check that an adapter does not take a base's id. Raises AlreadyExists."""
+        ids = {base.base_id for base in await self.summaries()}
+        for taken in (name, f"{tenant}/{name}"):
+            if taken in ids:
+                raise AlreadyExists(f"{taken!r} is the id of a base; choose another adapter name")
+
+    async def check_known(self, wanted: str) -> None:
+        """Refuse an upload with an unknown base before its bytes are sent.
+
+        Raises:
+            Unavailable: no base is known yet.
+            InvalidAdapter: there are bases, but none is called `wanted`.
+        """
+        bases = await self.summaries()
+        if not bases:
+            raise _no_base()
+        if wanted and _by_name(bases, wanted) is None:
+            raise _unknown("base", wanted, bases)
+
+    async def choose(
+        self, wanted: str, config: AdapterConfig
+    ) -> tuple[BaseRecord, list[Violation]]:
+        """Choose the base of an adapter; returns it with warnings about the choice.
+
+        `wanted`, else the base that the config names, else the only one known.
+
+        Raises:
+            Unavailable: no base is known yet.
+            InvalidAdapter: none of several fits; lists them.
+        """
+        bases = await self.all()
+        if not bases:
+            raise _no_base()
+        named = config.base_model_name_or_path or ""
+        if wanted:
+            chosen = _by_name(bases, wanted)
+            if chosen is None:
+                raise _unknown("base", wanted, bases)
+        else:
+            chosen = _by_name(bases, named) or _by_name(bases, _id_of(named))
+            if chosen is None and len(bases) == 1:
+                chosen = bases[0]
+            if chosen is None:
+                raise _unknown(_BASE_FIELD, named, bases)
+        return chosen, _name_warnings(chosen, named)
+
+    async def _check_no_adapter(self, base_id: str) -> None:
+        tenant, slash, name = base_id.partition("/")
+        places = [(tenant, name)] if slash else [("default", base_id)]
+        for place in places:
+            prefix = layout.versions_folder(*place)
+            if "/" in place[1] or not _plain(prefix):
+                continue
+            async for _ in self._store.list_objects(prefix):
+                raise AlreadyExists(
+                    f"{base_id!r} is the name of an adapter; serve the base under another id"
+                )
+
+
+def _check_id(base_id: str) -> None:
+    printable = base_id.isascii() and base_id.isprintable() and " " not in base_id
+    if not base_id or len(base_id) > MAX_ID_CHARS or not printable or base_id[0] in "-./":
+        raise InvalidRequest.field(
+            "base.base_id",
+            base_id,
+            f"must be 1-{MAX_ID_CHARS} visible ASCII characters and not begin with '-', '.' or '/'",
+        )
+
+
+def _united(aliases: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*aliases, *more}))
+
+
+def _plain(prefix: str) -> bool:
+    return prefix == prefix.lower() and "//" not in prefix
+
+
+def _by_name(bases: list[BaseRecord], name: str) -> BaseRecord | None:
+    for base in bases:
+        if name and name == base.base_id:
+            return base
+    found = [base for base in bases if name and name in base.aliases]
+    return found[0] if len(found) == 1 else None
+
+
+def _id_of(named: str) -> str:
+    """PEFT writes the folder that a base was loaded from; bases in folders are called by its last
+    name. What may be a hub id stays."""
+    is_path = named.startswith(("/", "./", "../", "~")) or named.count("/") > 1
+    return named.rstrip("/").rpartition("/")[2] if is_path else named
+
+
+def _no_base() -> Unavailable:
+    return Unavailable(
+        "no base is registered yet: start a worker and a gateway, or run 'registry base add'",
+        reason="NO_BASE",
+        retry_after_s=2.0,
+    )
+
+
+def _unknown(field: str, value: str, bases: list[BaseRecord]) -> InvalidAdapter:
+    known = ", ".join(repr(base.base_id) for base in bases)
+    description = f"is not registered; registered bases: {known}; choose one with --base"
+    return InvalidAdapter.of([Violation.of(field, value, description)])
+
+
+def _name_warnings(base: BaseRecord, named: str) -> list[Violation]:
+    if not named or {named, _id_of(named)} & {base.base_id, *base.aliases}:
+        return []
+    description = (
+        f"names another model than base {base.base_id!r}, whose tensor shapes it fits; make sure "
+        "that it was trained on it"
+    )
+    return [Violation.of(_BASE_FIELD, named, description)]

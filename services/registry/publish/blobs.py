@@ -1,0 +1,97 @@
+"""The bytes of an upload: where they are, and how they become content-addressed blobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from loraplex.adapter_format import File
+from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
+from services.common.objects import ObjectStore, Segment
+from services.registry import layout
+from services.registry.publish.failpoint import failpoint
+from services.registry.publish.inspection import Inspected, Source
+from services.registry.publish.uploads import Uploads, UploadSession
+
+BLOB_FRESH_S = 12 * 3600.0
+"""Blobs older than this are written again before they are referred to: half of the age at which
+the collector removes unreferenced ones."""
+
+
+class Blobs:
+    """All blobs of a store."""
+
+    def __init__(self, store: ObjectStore, uploads: Uploads) -> None:
+        self._store = store
+        self._uploads = uploads
+
+    async def sources(self, session: UploadSession) -> list[Source]:
+        """The stored bytes of each file.
+
+        Raises:
+            InvalidAdapter: they were refused and deleted.
+            Blocked: some are missing.
+        """
+        states = await self._uploads.state(session)
+        missing = [state for state in states if not state.complete]
+        known = await self.known_files(session, [state.file for state in missing])
+        sources, lacking = [], []
+        for state in states:
+            if state.complete:
+                parts = tuple(state.segments())
+                sources.append(Source(state.file, parts, state.known_sha256))
+            elif state.file in known:
+                key = layout.blob(state.file.sha256)
+                whole = Segment(key, 0, state.file.size, whole=True)
+                sources.append(Source(state.file, (whole,), ""))
+            else:
+                lacking.append(f"{state.file.path} ({state.committed_bytes}/{state.file.size})")
+        if lacking:
+            refusal = await self._uploads.refusal(session.upload_id)
+            if refusal is not None and not any(state.committed_bytes for state in missing):
+                raise InvalidAdapter.of(refusal.violations)
+            raise Blocked(
+                f"the upload is not complete: {', '.join(lacking)}", reason="UPLOAD_INCOMPLETE"
+            )
+        return sources
+
+    async def known_files(self, session: UploadSession, files: Sequence[File]) -> set[File]:
+        """Files whose bytes this tenant has already, so that they need not be sent."""
+        usable = {*session.known} - {*session.damaged}
+        candidates = [file for file in files if file.sha256 in usable]
+        known = set()
+        for file in candidates:
+            info = await self._store.head(layout.blob(file.sha256))
+            if info is not None and info.size == file.size:
+                known.add(file)
+        return known
+
+    async def keep(
+        self, sources: Sequence[Source], inspected: Inspected, damaged: Sequence[str]
+    ) -> None:
+        """Store all bytes as content-addressed blobs, then check that they are there.
+
+        Files are stored concurrently, because the cost is waiting for the disk. Blobs with a sha256
+        in `damaged` are overwritten.
+        """
+        now = await self._store.clock_s()
+        await asyncio.gather(
+            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources)
+        )
+        manifest = layout.blob(inspected.digest)
+        if not await self._is_fresh(manifest, len(inspected.manifest), now):
+            await self._store.put(manifest, inspected.manifest)
+        failpoint("publish.manifest")
+        for key in (manifest, *(layout.blob(source.file.sha256) for source in sources)):
+            if await self._store.head(key) is None:
+                raise LoraplexError(f"blob {key} vanished while it was being published")
+
+    async def _keep_one(self, source: Source, now: float, is_damaged: bool) -> None:
+        key = layout.blob(source.file.sha256)
+        if is_damaged or not await self._is_fresh(key, source.file.size, now):
+            await self._store.compose(key, source.segments)
+        failpoint("publish.blob")
+
+    async def _is_fresh(self, key: str, size: int, now: float) -> bool:
+        info = await self._store.head(key)
+        return info is not None and info.size == size and now - info.modified_s < BLOB_FRESH_S

@@ -1,0 +1,145 @@
+"""Deleting: a version becomes a tombstone, so that its number never means other bytes again."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from loraplex.errors import AdapterNotFound, Blocked
+from loraplex.refs import LATEST
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.audit import Audit
+from services.registry.access.signatures import Signatures
+from services.registry.index.catalog import Catalog
+from services.registry.index.items import Item, scope_of, version_item
+from services.registry.index.versions import Versions
+from services.registry.publish.failpoint import failpoint
+from services.registry.publish.tags import TagAddress, Tags
+from services.registry.records import AdapterRecord, TagRecord, TargetRecord, VersionRecord, now_s
+
+
+class Deletion:
+    """Deletes versions, and the tags that point at them."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        tags: Tags,
+        versions: Versions,
+        audit: Audit,
+        signatures: Signatures,
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._tags = tags
+        self._versions = versions
+        self._audit = audit
+        self._signatures = signatures
+
+    async def version(
+        self, tenant: str, name: str, number: int, mover: str, *, force: bool, purge: bool
+    ) -> list[VersionRecord]:
+        """Delete one version; `latest` falls back to the newest one left.
+
+        Raises:
+            Blocked: a tag other than latest points at it, and not `force`.
+            AdapterNotFound: there is no such version, or it is deleted and not to be purged.
+        """
+        record = await self._versions.read(tenant, name, number)
+        if record is None or (record.deleted and (record.purged or not purge)):
+            raise AdapterNotFound(f"{tenant}/{name}:v{number}")
+        holders = [tag for tag in await self._tags_at(tenant, name, number) if tag.tag != LATEST]
+        if holders and not force:
+            names = ", ".join(sorted(tag.tag for tag in holders))
+            raise Blocked(
+                f"{tenant}/{name}:v{number} has the tag {names}; move it first, or use --force",
+                reason="VERSION_IS_TAGGED",
+            )
+        return await self._delete(tenant, name, [number], mover, purge=purge)
+
+    async def adapter(
+        self, tenant: str, name: str, mover: str, *, purge: bool
+    ) -> list[VersionRecord]:
+        """Delete every version and tag of an adapter."""
+        records = await self._versions.of(tenant, name)
+        numbers = [r.version for r in records if not r.deleted or (purge and not r.purged)]
+        if not numbers:
+            raise AdapterNotFound(f"{tenant}/{name}")
+        return await self._delete(tenant, name, numbers, mover, purge=purge)
+
+    async def _delete(
+        self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
+    ) -> list[VersionRecord]:
+        """Write tombstones first: a writer that points a tag at a version checks its record
+        after."""
+        operation = await self._catalog.note_pending(scope_of(tenant, name))
+        deleted = [await self._bury(tenant, name, number, purge) for number in numbers]
+        failpoint("delete.tombstone")
+        items: list[Item] = []
+        for tag in await self._all_tags(tenant, name):
+            moved = await self._release(tag, mover)
+            items += await self._versions.items_of_tag(moved) if moved is not None else []
+        adapter = await documents.read(self._store, layout.adapter(tenant, name), AdapterRecord)
+        items += [version_item(record, adapter) for record in deleted]
+        for record in deleted:
+            subject = f"{tenant}/{name}:v{record.version}"
+            action = "version.purge" if purge else "version.delete"
+            await self._audit.write(mover, tenant, action, subject, digest=record.digest)
+        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+        return deleted
+
+    async def _bury(self, tenant: str, name: str, number: int, purge: bool) -> VersionRecord:
+        def step(current: VersionRecord | None) -> VersionRecord | None:
+            assert current is not None, "version records are never removed"
+            if current.deleted and (current.purged or not purge):
+                return None
+            return dataclasses.replace(
+                current,
+                generation=current.generation + 1,
+                deleted_s=current.deleted_s or now_s(),
+                purged=purge,
+            )
+
+        key = layout.version(tenant, name, number)
+        record = await documents.change(self._store, key, VersionRecord, step)
+        assert record is not None, "version records are never removed"
+        return record
+
+    async def _release(self, tag: TagRecord, mover: str) -> TagRecord | None:
+        """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
+        live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
+        if all(target.version in live for target in tag.targets):
+            return None
+        fallback: list[TargetRecord] = []
+        unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
+        if tag.tag == LATEST and live.keys() - unsigned:
+            newest = live[max(live.keys() - unsigned)]
+            fallback = [TargetRecord(newest.version, newest.digest)]
+
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+            held = current.targets if current is not None else ()
+            return None if all(target.version in live for target in held) else fallback
+
+        address = TagAddress(tag.tenant, tag.name, tag.tag)
+        return await self._tags.move(address, choose, mover, secrets.token_hex(8))
+
+    async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
+        """Live versions by the objects, because the index may lack the newest tombstone."""
+        folder = layout.versions_folder(tenant, name)
+        records = await documents.read_folder(self._store, folder, VersionRecord)
+        return [record for record in records if not record.deleted]
+
+    async def _all_tags(self, tenant: str, name: str) -> list[TagRecord]:
+        folder = layout.tags_folder(tenant, name)
+        records = await documents.read_folder(self._store, folder, TagRecord)
+        return [record for record in records if record.targets]
+
+    async def _tags_at(self, tenant: str, name: str, number: int) -> list[TagRecord]:
+        return [
+            tag
+            for tag in await self._all_tags(tenant, name)
+            if any(target.version == number for target in tag.targets)
+        ]

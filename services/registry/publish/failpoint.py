@@ -1,0 +1,29 @@
+"""Named steps at which a test can kill the process, as if power were lost.
+
+`LORAPLEX_FAILPOINTS=publish.version` arms a step for the first time it is reached;
+`publish.version:2` for the second. Unarmed steps cost one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import os
+
+EXIT_CODE = 86
+
+_armed: dict[str, int] = {}
+
+
+def arm(text: str) -> None:
+    """Arm a comma-separated list of `step` or `step:count`."""
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, count = item.partition(":")
+        _armed[name] = int(count or 1)
+
+
+def failpoint(name: str) -> None:
+    """End the process at once and without clean-up if a test armed this step."""
+    if name not in _armed:
+        return
+    _armed[name] -= 1
+    if _armed[name] <= 0:
+        os._exit(EXIT_CODE)

@@ -1,0 +1,206 @@
+"""Checks the content of an upload: config, header and every tensor value, in constant memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from loraplex.adapter_format import (
+    CONFIG_FILE,
+    TENSOR_FILE,
+    File,
+    Report,
+    core_manifest,
+    digest_of,
+    parse_config,
+    parse_header,
+    prefix_bytes,
+    validate,
+)
+from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
+from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
+from loraplex.adapter_format.tensor_scan import TensorScan, warnings_of_zeros
+from loraplex.errors import DataLoss, InvalidAdapter, Violation
+from services.common.objects import ObjectStore, Segment, read_chunks
+from services.registry.publish.bases import Bases
+from services.registry.publish.scanning import Scans
+from services.registry.records import BaseRecord
+
+DEFAULT_MAX_RANK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of one declared file are."""
+
+    file: File
+    segments: tuple[Segment, ...]
+    known_sha256: str
+    """What the content is known to hash to; "" = it must be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """An adapter that may be published."""
+
+    base: BaseRecord
+    report: Report
+    manifest: bytes
+    digest: str
+    warnings: tuple[Violation, ...]
+
+
+class DamagedFile(DataLoss):
+    """The received bytes differ from the declared ones."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__(
+            f"{file.path} does not match its declared sha256 {file.sha256}: it changed while it "
+            "was read, or was damaged on the way; upload it again"
+        )
+        self.path = file.path
+
+
+async def inspect(
+    store: ObjectStore,
+    bases: Bases,
+    scans: Scans,
+    sources: Sequence[Source],
+    base_id: str,
+    *,
+    rope_label: str = "",
+    strict: bool,
+) -> Inspected:
+    """Validate an adapter from its stored bytes. `rope_label`: as `complete_config` takes it.
+
+    Raises:
+        InvalidAdapter: with every violation.
+        DamagedFile: a file does not match its sha256.
+        Unavailable: no base is known.
+    """
+    try:
+        return await _inspect(store, bases, scans, sources, base_id, rope_label, strict)
+    except InvalidAdapter:
+        # Damaged bytes look like a bad adapter; the cause comes before its effects.
+        for source in sources:
+            await _verify(store, source, None)
+        raise
+
+
+async def _inspect(
+    store: ObjectStore,
+    bases: Bases,
+    scans: Scans,
+    sources: Sequence[Source],
+    base_id: str,
+    rope_label: str,
+    strict: bool,
+) -> Inspected:
+    by_path = {source.file.path: source for source in sources}
+    config_bytes = await _whole(store, by_path[CONFIG_FILE])
+    generation = by_path.get(GENERATION_FILE)
+    config_bytes = complete_config(
+        config_bytes,
+        generation_config=None if generation is None else await _whole(store, generation),
+        rope_label=rope_label,
+    )
+    tensors = by_path[TENSOR_FILE]
+    first = await _read(store, tensors, 0, LENGTH_BYTES)
+    header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
+    files = [source.file for source in sources]
+    base, report, warnings = await check(
+        bases, config_bytes, header_bytes, files, base_id, strict=strict
+    )
+    zero_tensors = scans.zero_tensors(tensors.known_sha256)
+    scan = None
+    if zero_tensors is None:
+        scan = TensorScan(parse_header(header_bytes, tensors.file.size))
+    for source in sources:
+        await _verify(store, source, scan.feed if scan and source is tensors else None)
+    if scan is not None:
+        zero_tensors = await asyncio.to_thread(scan.finish)
+    warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
+    _refuse_if_strict(warnings, strict)
+    manifest = core_manifest(report, files, base.geometry.fingerprint)
+    return Inspected(base, report, manifest, digest_of(manifest), warnings)
+
+
+async def check(
+    bases: Bases,
+    config_bytes: bytes,
+    header_bytes: bytes,
+    files: Sequence[File],
+    base_id: str,
+    *,
+    strict: bool,
+) -> tuple[BaseRecord, Report, tuple[Violation, ...]]:
+    """Validate config and header against the base that the adapter is for."""
+    size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
+    config = await asyncio.to_thread(parse_config, config_bytes)
+    base, warnings = await bases.choose(base_id, config)
+    report = await asyncio.to_thread(
+        validate,
+        config_bytes,
+        header_bytes,
+        size,
+        files,
+        base.geometry,
+        base.max_lora_rank or DEFAULT_MAX_RANK,
+        strict,
+    )
+    found = (*report.warnings, *warnings)
+    _refuse_if_strict(found, strict)
+    return base, report, found
+
+
+def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:
+    if strict and warnings:
+        raise InvalidAdapter.of(warnings)
+
+
+async def _verify(store: ObjectStore, source: Source, feed: Callable[[bytes], None] | None) -> None:
+    """Read a file once: hash it unless its hash is known, and hand its bytes to `feed`."""
+    if source.known_sha256:
+        if source.known_sha256 != source.file.sha256:
+            raise DamagedFile(source.file)
+        if feed is None:
+            return
+    hasher = None if source.known_sha256 else hashlib.sha256()
+    async for chunk in _chunks(store, source):
+        await asyncio.to_thread(_digest_chunk, chunk, hasher, feed)
+    if hasher is not None and hasher.hexdigest() != source.file.sha256:
+        raise DamagedFile(source.file)
+
+
+def _digest_chunk(
+    chunk: bytes, hasher: hashlib._Hash | None, feed: Callable[[bytes], None] | None
+) -> None:
+    if hasher is not None:
+        hasher.update(chunk)
+    if feed is not None:
+        feed(chunk)
+
+
+async def _chunks(store: ObjectStore, source: Source) -> AsyncIterator[bytes]:
+    for segment in source.segments:
+        async for chunk in read_chunks(store, segment.key, segment.offset, segment.length):
+            yield chunk
+
+
+async def _whole(store: ObjectStore, source: Source) -> bytes:
+    """A small file."""
+    return await _read(store, source, 0, source.file.size)
+
+
+async def _read(store: ObjectStore, source: Source, offset: int, length: int) -> bytes:
+    """A range of bytes of a file, across its segments."""
+    data = bytearray()
+    for segment in source.segments:
+        if offset < segment.length and len(data) < length:
+            take = min(segment.length - offset, length - len(data))
+            async for chunk in read_chunks(store, segment.key, segment.offset + offset, take):
+                data += chunk
+        offset = max(0, offset - segment.length)
+    return bytes(data)

@@ -1,0 +1,346 @@
+"""Publishing: the only way to create a version.
+
+    session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags -> audit
+            -> index and event -> acknowledgement
+
+Nothing is visible before the version record, which is created only where none is. A crash after it
+is rolled forward from the intent, by the next try of the client or of any registry; a crash before
+it leaves only bytes that the collector finds unreferenced. Every step may be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+from loraplex.adapter_format import File
+from loraplex.adapter_format.serving_fields import ROPE_FIELD
+from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.audit import Audit
+from services.registry.access.tenants import Tenants
+from services.registry.index.catalog import Catalog
+from services.registry.index.items import Item, adapter_item, scope_of, version_item
+from services.registry.index.versions import Versions
+from services.registry.publish.bases import Bases
+from services.registry.publish.blobs import Blobs
+from services.registry.publish.failpoint import failpoint
+from services.registry.publish.inspection import DamagedFile, Inspected, Source, inspect
+from services.registry.publish.metrics import UPLOADS
+from services.registry.publish.scanning import Scans
+from services.registry.publish.staging import Staging
+from services.registry.publish.tags import TagAddress, Tags
+from services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
+from services.registry.records import (
+    PRIVATE,
+    AdapterRecord,
+    TagRecord,
+    TargetRecord,
+    VersionRecord,
+    now_s,
+)
+
+_MAX_TRIES = 5
+
+
+class Publisher:
+    """Creates versions from finished uploads."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        uploads: Uploads,
+        blobs: Blobs,
+        bases: Bases,
+        tags: Tags,
+        staging: Staging,
+        versions: Versions,
+        tenants: Tenants,
+        audit: Audit,
+        scans: Scans,
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._uploads = uploads
+        self._blobs = blobs
+        self._bases = bases
+        self._tags = tags
+        self._staging = staging
+        self._versions = versions
+        self._tenants = tenants
+        self._audit = audit
+        self._scans = scans
+
+    async def finish(self, session: UploadSession) -> Finished:
+        """Publish a session whose files are complete. Safe to repeat, also after a crash.
+
+        Raises:
+            Blocked: bytes are missing, or damaged in the store.
+            InvalidAdapter: validation refused it; nothing was published.
+            DataLoss: a file is not what was declared; its bytes must be sent again.
+            ResourceExhausted: the tenant's quota is full.
+            Unavailable: store or index is away; nothing was acknowledged, try again.
+        """
+        done = await self._uploads.finished(session.upload_id)
+        if done is not None:
+            return done
+        sources = await self._blobs.sources(session)
+        options = session.options
+        try:
+            inspected = await inspect(
+                self._store,
+                self._bases,
+                self._scans,
+                sources,
+                options.base_id,
+                rope_label=(options.labels or {}).get(ROPE_FIELD, ""),
+                strict=options.strict,
+            )
+        except DamagedFile as error:
+            await self._send_again(session, sources, error)
+            raise
+        except InvalidAdapter as error:
+            await self._uploads.refuse(session, error.violations)
+            raise
+        failpoint("publish.inspected")
+        operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
+        failpoint("publish.pending")
+        await self._blobs.keep(sources, inspected, session.damaged)
+        for _ in range(_MAX_TRIES):
+            version, created = await self._claim(session, inspected, sources)
+            failpoint("publish.version")
+            finished = await self._make_visible(session, version, created, operation)
+            if finished is not None:
+                return finished
+        raise Conflict("the version is deleted again and again while it is published; try later")
+
+    async def _send_again(
+        self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
+    ) -> None:
+        """Drop bytes that differ from the declared ones. Raises Blocked if they had not to be
+        sent, so that clients open the session again and send them."""
+        [source] = [source for source in sources if source.file.path == damage.path]
+        sha256 = source.file.sha256
+        if [segment.key for segment in source.segments] != [layout.blob(sha256)]:
+            return await self._uploads.reopen(session.upload_id, damage.path)
+        await self._uploads.want_in_place_of(session, sha256)
+        message = f"{damage.path} is damaged in the store; send it again"
+        raise Blocked(message, reason="UPLOAD_INCOMPLETE") from damage
+
+    async def recover(self, upload_id: str) -> bool:
+        """Complete a publication that died after its version record; returns whether there was one.
+
+        Tags move only if they were not moved since the publication began.
+        """
+        intent = await self._uploads.intent(upload_id)
+        if intent is None:
+            return False
+        session = await self._uploads.get(upload_id)
+        version = await self._intended_version(session, intent)
+        if version is None:
+            return False
+        operation = await self._catalog.note_pending(scope_of(version.tenant, version.name))
+        created = version.upload_id == upload_id
+        return await self._make_visible(session, version, created, operation, intent) is not None
+
+    async def _intended_version(
+        self, session: UploadSession, intent: Intent
+    ) -> VersionRecord | None:
+        options = session.options
+        if intent.version:
+            key = layout.version(options.tenant, options.name, intent.version)
+            found = await documents.read(self._store, key, VersionRecord)
+            return found if found is not None and not found.deleted else None
+        for record in await self._versions.of(options.tenant, options.name):
+            if record.upload_id == session.upload_id and not record.deleted:
+                return record
+        return None
+
+    async def _claim(
+        self, session: UploadSession, inspected: Inspected, sources: Sequence[Source]
+    ) -> tuple[VersionRecord, bool]:
+        """The version of this content: an existing one, or one with a new number."""
+        options = session.options
+        wanted = await self._record(session, inspected, [source.file for source in sources])
+        while True:
+            records = await self._versions.of(options.tenant, options.name)
+            same = next((r for r in reversed(records) if _same_content(r, wanted)), None)
+            generations = await self._tag_generations(options.tenant, options.name, options.tags)
+            if same is not None:
+                intent = Intent(same.digest, same.version, generations)
+                await self._uploads.intend(session.upload_id, intent)
+                return same, same.upload_id == session.upload_id
+            await self._tenants.check_quota(options.tenant, wanted.size_bytes)
+            intent = Intent(wanted.digest, 0, generations)
+            await self._uploads.intend(session.upload_id, intent)
+            failpoint("publish.intent")
+            number = max((record.version for record in records), default=0) + 1
+            record = dataclasses.replace(wanted, version=number, created_s=now_s())
+            key = layout.version(options.tenant, options.name, number)
+            if await documents.create(self._store, key, record):
+                return record, True
+
+    async def _record(
+        self, session: UploadSession, inspected: Inspected, files: Sequence[File]
+    ) -> VersionRecord:
+        options = session.options
+        scaling = inspected.report.config.rope_scaling
+        return VersionRecord(
+            tenant=options.tenant,
+            name=options.name,
+            version=0,
+            digest=inspected.digest,
+            base_id=inspected.base.base_id,
+            base_fingerprint=inspected.base.geometry.fingerprint,
+            created_s=0.0,
+            files=tuple(files),
+            creator=session.creator,
+            labels=dict(options.labels or {}),
+            parent=options.parent,
+            max_rank=inspected.report.max_rank,
+            num_modules=inspected.report.num_modules,
+            warnings=inspected.warnings,
+            peft_version=inspected.report.config.peft_version or "",
+            signers=tuple(sorted(s.key_sha256 for s in options.signatures if s.public_key)),
+            upload_id=session.upload_id,
+            task=inspected.report.config.task,
+            pooling=inspected.report.pooling,
+            rope_scaling=scaling.to_json() if scaling else "",
+            eos_token_ids=inspected.report.config.eos_token_ids,
+        )
+
+    async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:
+        records = {tag: await self._tags.read(TagAddress(tenant, name, tag)) for tag in tags}
+        return {tag: record.generation if record else 0 for tag, record in records.items()}
+
+    async def _make_visible(
+        self,
+        session: UploadSession,
+        version: VersionRecord,
+        created: bool,
+        operation: str,
+        recovering: Intent | None = None,
+    ) -> Finished | None:
+        """Everything after the version record: visibility, tags, audit, index, acknowledgement.
+
+        Returns None if the version was deleted in the meantime: the content needs a new number.
+        """
+        items: list[Item] = []
+        adapter = await self._set_visibility(session, items)
+        failpoint("publish.visibility")
+        items.append(version_item(version, adapter))
+        for tag in session.options.tags:
+            if session.options.when_loaded_s:
+                await self._stage_tag(session, tag, version, recovering)
+            else:
+                record = await self._move_tag(session, tag, version, created, recovering)
+                items += await self._versions.items_of_tag(record) if record is not None else []
+            failpoint("publish.tag")
+        now = await self._versions.read(version.tenant, version.name, version.version)
+        if now is None or now.deleted:
+            return None
+        action = "version.publish" if created else "version.republish"
+        subject = f"{version.tenant}/{version.name}:v{version.version}"
+        await self._audit.write(
+            session.creator, version.tenant, action, subject, digest=version.digest,
+            details={"tags": " ".join(session.options.tags), "base": version.base_id},
+        )  # fmt: skip
+        failpoint("publish.audit")
+        await self._catalog.apply(
+            scope_of(version.tenant, version.name), items, operation=operation
+        )
+        failpoint("publish.index")
+        finished = Finished(version, adapter, created)
+        await self._uploads.finish(session.upload_id, finished)
+        UPLOADS.labels("created" if created else "unchanged").inc()
+        return finished
+
+    async def _move_tag(
+        self,
+        session: UploadSession,
+        tag: str,
+        version: VersionRecord,
+        created: bool,
+        recovering: Intent | None,
+    ) -> TagRecord | None:
+        target = TargetRecord(version.version, version.digest)
+
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+            generation = current.generation if current is not None else 0
+            if recovering and recovering.tag_generations.get(tag, 0) != generation:
+                return None
+            if created and current is not None and _is_newer(current, version.version):
+                return None
+            return [target]
+
+        address = TagAddress(version.tenant, version.name, tag)
+        move_id = f"{session.upload_id}:v{version.version}"
+        return await self._tags.move(address, choose, session.creator, move_id)
+
+    async def _stage_tag(
+        self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
+    ) -> None:
+        """Stage a tag until workers have loaded the version, unless the tag is deleted."""
+        address = TagAddress(version.tenant, version.name, tag)
+        if recovering is not None:
+            current = await self._tags.read(address)
+            generation = current.generation if current is not None else 0
+            if recovering.tag_generations.get(tag, 0) != generation:
+                return
+        target = TargetRecord(version.version, version.digest)
+        with contextlib.suppress(AdapterNotFound):
+            await self._staging.begin(
+                address, [target], None, session.creator, session.options.when_loaded_s
+            )
+
+    async def _set_visibility(
+        self, session: UploadSession, items: list[Item]
+    ) -> AdapterRecord | None:
+        """Change the visibility if the upload asks for it; returns the resulting record."""
+        options = session.options
+
+        def step(current: AdapterRecord | None) -> AdapterRecord | None:
+            held = current.visibility if current is not None else PRIVATE
+            if options.visibility in (0, held):
+                return None
+            if current is None:
+                return AdapterRecord(options.tenant, options.name, options.visibility)
+            generation = current.generation + 1
+            return dataclasses.replace(
+                current, visibility=options.visibility, generation=generation
+            )
+
+        key = layout.adapter(options.tenant, options.name)
+        adapter = await documents.change(self._store, key, AdapterRecord, step)
+        if adapter is not None:
+            live = [r for r in await self._versions.of(options.tenant, options.name)
+                    if not r.deleted and r.upload_id != session.upload_id]  # fmt: skip
+            items.append(adapter_item(adapter, live))
+        return adapter
+
+
+def _same_content(record: VersionRecord, wanted: VersionRecord) -> bool:
+    """Same digest, and the same files that decoding does not need."""
+    return (
+        not record.deleted
+        and record.digest == wanted.digest
+        and _extra_files(record) == _extra_files(wanted)
+    )
+
+
+def _extra_files(record: VersionRecord) -> set[File]:
+    return {file for file in record.files if file.path != "adapter_config.json"}
+
+
+def _is_newer(current: TagRecord, version: int) -> bool:
+    """Whether the publication of a newer version put the tag where it is.
+
+    Only then is leaving it alone the same as having moved it just before: a move by hand may have
+    been made on the condition that the tag was not moved in between.
+    """
+    last = current.moves[-1]
+    target = last.targets[0].version if last.targets else 0
+    return target > version and last.move_id.endswith(f":v{target}")

@@ -1,0 +1,156 @@
+"""Staged tag moves: the new targets are pending until workers have loaded them.
+
+A gateway that sees a pending tag loads its targets and then finishes the move; the generation it
+saw must still be the tag's, so of several gateways exactly one does. A move by hand cancels what
+is pending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence
+
+from loraplex.errors import AdapterNotFound, Conflict
+from services.common.objects import ObjectStore
+from services.registry import documents
+from services.registry.access.audit import Audit
+from services.registry.index.catalog import Catalog
+from services.registry.index.versions import Versions
+from services.registry.publish.tags import TagAddress, Tags, check_expected, describe, moved
+from services.registry.records import TagRecord, TargetRecord, now_s
+
+WAITING = "waiting for workers to load it"
+NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"
+MAX_STAGE_S = 86_400.0
+GATEWAYS_S = 2.0
+"""Gateways give up first, as they know a better reason."""
+ACTOR = "registry"
+"""The actor in the audit log for dropped moves."""
+
+
+class Staging:
+    """Begins and ends staged moves."""
+
+    def __init__(
+        self, store: ObjectStore, catalog: Catalog, tags: Tags, versions: Versions, audit: Audit
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._tags = tags
+        self._versions = versions
+        self._audit = audit
+
+    async def begin(
+        self,
+        address: TagAddress,
+        targets: Sequence[TargetRecord],
+        expect: str | None,
+        mover: str,
+        within_s: float,
+    ) -> TagRecord:
+        """Make targets pending; a later call replaces them and their time limit. A tag that
+        points there already stays as it is.
+
+        Raises:
+            Conflict: the tag differs from `expect` (a digest, or "none").
+            AdapterNotFound: a target does not exist.
+        """
+        wanted = await self._tags.resolved(address, targets)
+        until_s = now_s() + min(within_s, MAX_STAGE_S)
+
+        def step(current: TagRecord | None) -> TagRecord | None:
+            check_expected(address, current, expect)
+            if current is not None and wanted == current.targets:
+                return _without_pending(current, "") if current.pending else None
+            before = current or moved(address, None, (), mover, secrets.token_hex(8))
+            return dataclasses.replace(
+                before,
+                generation=before.generation + (current is not None),
+                pending=wanted,
+                pending_reason=WAITING,
+                pending_until_s=until_s,
+                pending_mover=mover,
+            )
+
+        return await self._changed(address, step, "tag.stage", mover)
+
+    async def finish(
+        self, address: TagAddress, generation: int, failure: str, actor: str
+    ) -> TagRecord:
+        """Move a tag to its pending targets, or drop them for the reason in `failure`.
+
+        Raises:
+            Conflict: the tag has changed since `generation`, or nothing is pending.
+        """
+        gone = await self._first_gone(address)
+
+        def step(current: TagRecord | None) -> TagRecord:
+            if current is None or current.generation != generation or not current.pending:
+                raise Conflict(f"{address} has nothing pending of generation {generation}")
+            reason = failure or gone
+            if not reason and now_s() > current.pending_until_s:
+                reason = "no worker had it loaded in time"
+            if reason:
+                shown = f"{describe(current.pending)} was not taken: {reason}"
+                return _without_pending(current, shown)
+            mover = current.pending_mover
+            return moved(address, current, current.pending, mover, secrets.token_hex(8))
+
+        return await self._changed(address, step, "tag.drop" if failure else "tag.set", actor)
+
+    async def expire(self) -> int:
+        """Drop moves that gateways neither made nor gave up in time; returns their number."""
+        late = await self._catalog.staged_until(now_s() - GATEWAYS_S)
+        count = 0
+        for scope, tag in late:
+            tenant, _, name = scope.partition("/")
+            address = TagAddress(tenant, name, tag)
+            seen = await self._tags.read(address)
+            if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
+                continue
+            with contextlib.suppress(Conflict):
+                await self.finish(address, seen.generation, NOBODY, ACTOR)
+                count += 1
+        return count
+
+    async def _first_gone(self, address: TagAddress) -> str:
+        """Why the pending targets are no longer valid; "" if they are."""
+        seen = await self._tags.read(address)
+        try:
+            await self._tags.resolved(address, seen.pending if seen is not None else ())
+        except AdapterNotFound as error:
+            return error.message
+        return ""
+
+    async def _changed(
+        self,
+        address: TagAddress,
+        step: Callable[[TagRecord | None], TagRecord | None],
+        action: str,
+        actor: str,
+    ) -> TagRecord:
+        operation = await self._catalog.note_pending(address.scope)
+        record = await documents.change(self._store, address.key, TagRecord, step)
+        assert record is not None, "a stage writes a tag or finds one"
+        targets = record.pending or record.targets
+        details = {"targets": describe(targets), "generation": str(record.generation)}
+        digest = targets[0].digest if targets else ""
+        await self._audit.write(
+            actor, address.tenant, action, str(address), digest=digest, details=details
+        )
+        items = await self._versions.items_of_tag(record)
+        await self._catalog.apply(address.scope, items, operation=operation)
+        return record
+
+
+def _without_pending(record: TagRecord, reason: str) -> TagRecord:
+    return dataclasses.replace(
+        record,
+        generation=record.generation + 1,
+        pending=(),
+        pending_reason=reason,
+        pending_until_s=0.0,
+        pending_mover="",
+    )

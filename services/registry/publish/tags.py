@@ -1,0 +1,234 @@
+"""Tags: moved by compare-and-set in the objects, with a record of their last moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence, Set
+
+from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
+from services.common.objects import ObjectStore
+from services.registry import documents, layout
+from services.registry.access.audit import Audit
+from services.registry.access.signatures import Signatures
+from services.registry.index.catalog import Catalog
+from services.registry.index.items import scope_of
+from services.registry.index.versions import Versions
+from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
+
+MAX_SIDES = 16
+NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TagAddress:
+    """The address of one tag."""
+
+    tenant: str
+    name: str
+    tag: str
+
+    @property
+    def key(self) -> str:
+        return layout.tag(self.tenant, self.name, self.tag)
+
+    @property
+    def scope(self) -> str:
+        return scope_of(self.tenant, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.scope}:{self.tag}"
+
+
+class Tags:
+    """Moves tags."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        catalog: Catalog,
+        versions: Versions,
+        audit: Audit,
+        signatures: Signatures,
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._versions = versions
+        self._audit = audit
+        self._signatures = signatures
+
+    async def read(self, address: TagAddress) -> TagRecord | None:
+        """A tag from the objects; deleted ones too."""
+        return await documents.read(self._store, address.key, TagRecord)
+
+    async def move(
+        self,
+        address: TagAddress,
+        choose: Callable[[TagRecord | None], Sequence[TargetRecord] | None],
+        mover: str,
+        move_id: str,
+    ) -> TagRecord | None:
+        """Point a tag at the result of `choose(current)` (None = leave it), once per `move_id`.
+
+        Changes the object only: the caller updates the index. Returns the resulting tag.
+        """
+
+        def step(current: TagRecord | None) -> TagRecord | None:
+            if current is not None and any(move.move_id == move_id for move in current.moves):
+                return None
+            targets = choose(current)
+            if targets is None or (current is not None and tuple(targets) == current.targets):
+                return None
+            return moved(address, current, tuple(targets), mover, move_id)
+
+        return await documents.change(self._store, address.key, TagRecord, step)
+
+    async def set(
+        self, address: TagAddress, targets: Sequence[TargetRecord], expect: str | None, mover: str
+    ) -> TagRecord:
+        """Point a tag at versions; without targets it is deleted.
+
+        Raises:
+            Conflict: the tag differs from `expect` (a digest, or "none").
+            AdapterNotFound: a target does not exist, or there is no tag to delete.
+        """
+        wanted = [await self._resolved(address, target) for target in targets]
+
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
+            check_expected(address, current, expect)
+            if not wanted and (current is None or not current.targets):
+                raise AdapterNotFound(str(address), "there is no such tag to delete")
+            return wanted
+
+        return await self._move_and_index(
+            address, choose, mover, "tag.set" if wanted else "tag.delete"
+        )
+
+    async def rollback(
+        self, address: TagAddress, version: int, expect: str | None, mover: str
+    ) -> TagRecord:
+        """Move a tag back to its previous targets, or to `version` if that is not 0.
+
+        Skips targets with a version that was deleted since, or that lacks a signature which
+        its tenant demands by now.
+        """
+        target = await self._resolved(address, TargetRecord(version, "")) if version else None
+        versions = await self._versions.of(address.tenant, address.name)
+        unsigned = await self._signatures.unsigned(address.tenant, versions)
+        live = {r.version for r in versions if not r.deleted} - unsigned
+
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
+            check_expected(address, current, expect)
+            return [target] if target is not None else _previous(address, current, live)
+
+        return await self._move_and_index(address, choose, mover, "tag.rollback")
+
+    async def _move_and_index(
+        self,
+        address: TagAddress,
+        choose: Callable[[TagRecord | None], Sequence[TargetRecord]],
+        mover: str,
+        action: str,
+    ) -> TagRecord:
+        operation = await self._catalog.note_pending(address.scope)
+        try:
+            record = await self.move(address, choose, mover, secrets.token_hex(8))
+        except Conflict:
+            # The refused caller has seen the newer tag, so later readers must see it too.
+            seen = await self.read(address)
+            items = await self._versions.items_of_tag(seen) if seen else []
+            await self._catalog.apply(address.scope, items, operation=operation)
+            raise
+        assert record is not None, "choose returned targets"
+        record = await self._without_deleted_targets(address, record, mover)
+        details = {"targets": describe(record.targets), "generation": str(record.generation)}
+        digest = record.targets[0].digest if record.targets else ""
+        await self._audit.write(
+            mover, address.tenant, action, str(address), digest=digest, details=details
+        )
+        items = await self._versions.items_of_tag(record)
+        await self._catalog.apply(address.scope, items, operation=operation)
+        return record
+
+    async def _without_deleted_targets(
+        self, address: TagAddress, record: TagRecord, mover: str
+    ) -> TagRecord:
+        """Remove targets that were deleted while the tag moved.
+
+        A deletion checks the tags after writing tombstones, and a move checks the versions after
+        moving, so that one of them notices.
+        """
+        versions = [
+            await self._versions.read(address.tenant, address.name, target.version)
+            for target in record.targets
+        ]
+        if all(version is not None and not version.deleted for version in versions):
+            return record
+
+        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+            return () if current is not None and current.targets == record.targets else None
+
+        settled = await self.move(address, choose, mover, secrets.token_hex(8))
+        assert settled is not None, "tags are never removed"
+        return settled
+
+    async def resolved(
+        self, address: TagAddress, targets: Sequence[TargetRecord]
+    ) -> tuple[TargetRecord, ...]:
+        """Targets with version and digest. Raises AdapterNotFound if one is not live."""
+        return tuple([await self._resolved(address, target) for target in targets])
+
+    async def _resolved(self, address: TagAddress, target: TargetRecord) -> TargetRecord:
+        """A target with version and digest, checked to be live and signed as its tenant demands."""
+        if target.weight < 1:
+            raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
+        record = await self._versions.read(address.tenant, address.name, target.version)
+        if record is None or record.deleted:
+            raise AdapterNotFound(f"{address.scope}:v{target.version}")
+        await self._signatures.check(record)
+        return TargetRecord(record.version, record.digest, target.weight)
+
+
+def check_expected(address: TagAddress, current: TagRecord | None, expect: str | None) -> None:
+    """Raises Conflict unless the tag is what the caller last saw."""
+    if expect is None:
+        return
+    live = current.targets if current is not None else ()
+    matches = not live if expect == NONE else len(live) == 1 and live[0].digest == expect
+    if not matches:
+        found = describe(live) if live else NONE
+        raise Conflict(f"{address} is {found}, expected {expect}; read it again, then decide")
+
+
+def describe(targets: Sequence[TargetRecord]) -> str:
+    """A description such as `v3=90 v4=10`, or a digest if the tag is not split."""
+    if len(targets) == 1:
+        return f"v{targets[0].version} {targets[0].digest}"
+    return " ".join(f"v{target.version}={target.weight}" for target in targets) or NONE
+
+
+def _previous(
+    address: TagAddress, current: TagRecord | None, live: Set[int]
+) -> Sequence[TargetRecord]:
+    """The last targets before the present ones whose versions are all `live`."""
+    if current is not None:
+        for move in reversed(current.moves):
+            wanted = {target.version for target in move.targets}
+            if wanted and wanted <= live and move.targets != current.targets:
+                return move.targets
+    raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
+
+
+def moved(
+    address: TagAddress,
+    current: TagRecord | None,
+    targets: tuple[TargetRecord, ...],
+    mover: str,
+    move_id: str,
+) -> TagRecord:
+    generation = current.generation + 1 if current is not None else 1
+    time_s = now_s()
+    move = Move(generation, targets, time_s, mover, move_id)
+    moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
+    # A direct move cancels a staged one: the last request wins.
+    return TagRecord(address.tenant, address.name, address.tag, targets, generation, time_s, moves)

@@ -1,0 +1,337 @@
+"""Upload sessions, kept in the object store so that any replica can continue them.
+
+A file arrives as parts. A part is named by its offset, size and sha256, so listing the parts of a
+session shows how far it is. The run of bytes from 0 that parts cover without a gap is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from loraplex.adapter_format import TENSOR_FILE, File
+from loraplex.errors import InvalidRequest, NotFound, Violation
+from services.common.objects import ObjectStore, Segment
+from services.registry import documents, layout
+from services.registry.publish.failpoint import failpoint
+from services.registry.publish.part_writer import MAX_PART_BYTES, PartWriter, damaged
+from services.registry.publish.scanning import ArrivingScan, Scans
+from services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, encode
+
+MAX_CHUNK_BYTES = 1 << 20
+SESSION_MAX_AGE_S = 24 * 3600.0
+_REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the client asked an upload to become."""
+
+    tenant: str
+    name: str
+    tags: tuple[str, ...]
+    """Tags to move, `latest` included unless it is to stay."""
+    base_id: str = ""
+    visibility: int = 0
+    """0 keeps what the adapter has."""
+    labels: dict[str, str] | None = None
+    strict: bool = False
+    parent: str = ""
+    when_loaded_s: float = 0.0
+    signatures: tuple[SignatureRecord, ...] = ()
+    """Checked signatures, to be kept with the version."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadSession:
+    """An upload: the declared files and options, and the caller."""
+
+    upload_id: str
+    options: Options
+    files: tuple[File, ...]
+    creator: str
+    created_s: float
+    known: tuple[str, ...] = ()
+    """sha256 of files that the tenant referred to already when the session opened. Kept here, so
+    that files which the client need not send stay known if the index is lost."""
+    damaged: tuple[str, ...] = ()
+    """sha256 of files whose stored bytes turned out to be others: sent all the same, and put in
+    their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a publication is about to make visible."""
+
+    digest: str
+    version: int
+    """The existing version that has this content; 0 where a new one is made."""
+    tag_generations: dict[str, int]
+    """Generation of each tag before its move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The acknowledgement, kept for clients that ask again."""
+
+    version: VersionRecord
+    adapter: AdapterRecord | None
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why validation refused the bytes that were sent, kept for clients that ask again."""
+
+    violations: tuple[Violation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPart:
+    """A stored range of bytes of one file."""
+
+    key: str
+    offset: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """How much of a file is safe."""
+
+    file: File
+    parts: tuple[UploadPart, ...]
+    """Those that cover the committed bytes, in order; each may begin before the end of the last."""
+    committed_bytes: int
+
+    @property
+    def complete(self) -> bool:
+        return self.committed_bytes == self.file.size
+
+    def segments(self) -> list[Segment]:
+        """The committed bytes as segments of parts."""
+        segments, position = [], 0
+        for part in self.parts:
+            skip = position - part.offset
+            segments.append(Segment(part.key, skip, part.size - skip, whole=skip == 0))
+            position = part.offset + part.size
+        return segments
+
+    @property
+    def known_sha256(self) -> str:
+        """The sha256 of the content if one part holds all of it; else ""."""
+        single = len(self.parts) == 1 and self.parts[0].size == self.file.size
+        return self.parts[0].sha256 if single else ""
+
+
+class Uploads:
+    """All sessions of a store."""
+
+    def __init__(self, store: ObjectStore, scans: Scans) -> None:
+        self._store = store
+        self._scans = scans
+
+    async def open(
+        self, options: Options, files: Sequence[File], creator: str, known: Sequence[str] = ()
+    ) -> UploadSession:
+        """Open a session, or return the open one for the same files and options.
+
+        Args:
+            known: sha256 of the files that the tenant refers to already.
+        """
+        ordered = tuple(sorted(files, key=lambda file: file.path))
+        same = _fingerprint(options, ordered, creator)
+        now_s = await self._store.clock_s()
+        found = await self._open_session(same, now_s)
+        if found is not None:
+            return found
+        upload_id = f"{same}-{secrets.token_hex(8)}"
+        session = UploadSession(upload_id, options, ordered, creator, now_s, tuple(known))
+        await documents.create(self._store, layout.upload_session(session.upload_id), session)
+        failpoint("upload.session")
+        return session
+
+    async def get(self, upload_id: str) -> UploadSession:
+        """The session of an id. Raises NotFound."""
+        session = None
+        if _is_upload_id(upload_id):
+            session = await documents.read(
+                self._store, layout.upload_session(upload_id), UploadSession
+            )
+        if session is None:
+            raise NotFound(f"no upload {upload_id!r}: it expired or never was; start it again")
+        return session
+
+    async def state(self, session: UploadSession) -> list[FileState]:
+        """The committed bytes of each file."""
+        prefix = layout.upload_parts(session.upload_id)
+        parts: dict[int, list[UploadPart]] = {}
+        async for info in self._store.list_objects(prefix):
+            index, name = info.key.removeprefix(prefix).split("/")
+            offset, size, sha256 = name.split("-")
+            parts.setdefault(int(index), []).append(
+                UploadPart(info.key, int(offset), int(size), sha256)
+            )
+        return [_covered(file, parts.get(index, [])) for index, file in enumerate(session.files)]
+
+    async def receive(
+        self,
+        session: UploadSession,
+        path: str,
+        offset: int,
+        chunks: AsyncIterator[tuple[bytes, int]],
+    ) -> FileState:
+        """Store the bytes of one file from `offset` on; returns the state of the file.
+
+        Bytes that arrived before a stream broke are kept. Bytes already committed are skipped.
+
+        Args:
+            chunks: (data, crc32 of data) in order.
+
+        Raises:
+            InvalidRequest: an unknown path, a gap before `offset`, too much data.
+            DataLoss: a chunk does not match its crc32.
+        """
+        index, state = await self._file_state(session, path)
+        if offset > state.committed_bytes:
+            message = f"leaves a gap: continue from committed byte {state.committed_bytes}"
+            raise InvalidRequest.field("offset", offset, message)
+        skip = state.committed_bytes - offset
+        begin = state.committed_bytes
+        scan = _scan_of(state.file) if begin == 0 else None
+        writer = PartWriter(self._store, session.upload_id, index, begin, scan)
+        try:
+            async for data, crc32 in chunks:
+                if len(data) > MAX_CHUNK_BYTES:
+                    description = "chunks are at most 1 MiB"
+                    raise InvalidRequest.field("data", f"{len(data)} bytes", description)
+                if skip:
+                    if zlib.crc32(data) != crc32:
+                        raise damaged()
+                    crc32 = zlib.crc32(data[skip:])
+                fresh, skip = data[skip:], max(0, skip - len(data))
+                if writer.end + len(fresh) > state.file.size:
+                    raise InvalidRequest.field(
+                        "data", f"{writer.end + len(fresh)} bytes", "is more than was declared"
+                    )
+                await writer.write(fresh, crc32)
+        finally:
+            await writer.finish()
+        state = (await self._file_state(session, path))[1]
+        if scan is not None and state.known_sha256:
+            zero_tensors = await asyncio.to_thread(scan.finish)
+            if zero_tensors is not None:
+                self._scans.remember(state.known_sha256, zero_tensors)
+        return state
+
+    async def _file_state(self, session: UploadSession, path: str) -> tuple[int, FileState]:
+        for index, state in enumerate(await self.state(session)):
+            if state.file.path == path:
+                return index, state
+        known = ", ".join(file.path for file in session.files)
+        raise InvalidRequest.field("path", path, f"is not a file of this upload; it has {known}")
+
+    async def finished(self, upload_id: str) -> Finished | None:
+        """The acknowledgement, if the session is published."""
+        return await documents.read(self._store, layout.upload_finished(upload_id), Finished)
+
+    async def intent(self, upload_id: str) -> Intent | None:
+        """The last intent of the session, if there is one."""
+        return await documents.read(self._store, layout.upload_intent(upload_id), Intent)
+
+    async def intend(self, upload_id: str, intent: Intent) -> None:
+        """Record what is about to become visible, replacing an earlier intent."""
+        await self._store.put(layout.upload_intent(upload_id), encode(intent))
+
+    async def finish(self, upload_id: str, finished: Finished) -> None:
+        """Record the acknowledgement and delete the parts."""
+        await documents.create(self._store, layout.upload_finished(upload_id), finished)
+        failpoint("publish.finished")
+        parts = [
+            info.key async for info in self._store.list_objects(layout.upload_parts(upload_id))
+        ]
+        await asyncio.gather(*map(self._store.delete, parts))
+
+    async def refuse(self, session: UploadSession, violations: Sequence[Violation]) -> None:
+        """Record a refusal and drop the bytes, which are of no further use. Sent again, they are
+        looked at again: another base may be known by then."""
+        refusal = Refusal(tuple(violations))
+        await self._store.put(layout.upload_refused(session.upload_id), encode(refusal))
+        for file in session.files:
+            await self.reopen(session.upload_id, file.path)
+
+    async def refusal(self, upload_id: str) -> Refusal | None:
+        """The last refusal of this session."""
+        return await documents.read(self._store, layout.upload_refused(upload_id), Refusal)
+
+    async def reopen(self, upload_id: str, path: str) -> None:
+        """Drop the parts of a file whose content is not what was declared."""
+        index, _ = await self._file_state(await self.get(upload_id), path)
+        async for info in self._store.list_objects(f"{layout.upload_parts(upload_id)}{index:03d}/"):
+            await self._store.delete(info.key)
+
+    async def want_in_place_of(self, session: UploadSession, sha256: str) -> None:
+        """Require a file whose blob in the store is damaged to be sent again."""
+        wanting = replace(session, damaged=(*session.damaged, sha256))
+        await self._store.put(layout.upload_session(session.upload_id), encode(wanting))
+
+    async def unfinished(self) -> list[str]:
+        """Ids of sessions that intended to publish and were not acknowledged."""
+        intended, finished = set(), set()
+        async for info in self._store.list_objects(layout.UPLOADS):
+            upload_id, _, rest = info.key.removeprefix(layout.UPLOADS).partition("/")
+            if rest == "intent.json":
+                intended.add(upload_id)
+            elif rest == "finished.json":
+                finished.add(upload_id)
+        return sorted(intended - finished)
+
+    async def _open_session(self, same: str, now_s: float) -> UploadSession | None:
+        keys = [info.key async for info in self._store.list_objects(f"{layout.UPLOADS}{same}-")]
+        for key in keys:
+            folder = key.removesuffix("session.json")
+            if key == folder or f"{folder}finished.json" in keys:
+                continue
+            session = await documents.read(self._store, key, UploadSession)
+            if session is not None and now_s - session.created_s < _REUSE_MAX_AGE_S:
+                return session
+        return None
+
+
+def _scan_of(file: File) -> ArrivingScan | None:
+    """A scan to feed while the file arrives, where it may arrive as one part."""
+    one_part = file.path == TENSOR_FILE and file.size <= MAX_PART_BYTES
+    return ArrivingScan(file.size) if one_part else None
+
+
+def _covered(file: File, parts: list[UploadPart]) -> FileState:
+    """Choose the parts that reach furthest from byte 0 on without a gap."""
+    chosen: list[UploadPart] = []
+    position = 0
+    while position < file.size:
+        reaching = [part for part in parts if part.offset <= position]
+        best = max(reaching, key=lambda part: part.offset + part.size, default=None)
+        if best is None or best.offset + best.size <= position:
+            break
+        chosen.append(best)
+        position = best.offset + best.size
+    return FileState(file, tuple(chosen), position)
+
+
+def _fingerprint(options: Options, files: tuple[File, ...], creator: str) -> str:
+    """A hash that is equal for equal uploads by one caller, including labels and tags."""
+    text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
+                 options.visibility, sorted((options.labels or {}).items()), options.strict,
+                 options.parent, options.when_loaded_s, files, creator,
+                 sorted(signature.key_sha256 for signature in options.signatures)))  # fmt: skip
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _is_upload_id(text: str) -> bool:
+    head, dash, tail = text.partition("-")
+    return bool(dash) and all(c in "0123456789abcdef" for c in head + tail) and len(text) == 49

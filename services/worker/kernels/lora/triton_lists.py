@@ -1,0 +1,122 @@
+"""The Triton program that lists a step's groups, and what it shares with those that use the lists.
+
+See README.md for the words of records and lists.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WORDS = tl.constexpr(8)
+RUN_WORDS = tl.constexpr(4)
+INDEX_WORDS = tl.constexpr(4)
+GROUP_ROWS = tl.constexpr(16)
+TILE_ROWS = tl.constexpr(16)
+TILE_NUMBERS = tl.constexpr(16 * 16)
+NO_ROW = tl.constexpr(-(1 << 62))
+
+
+@triton.jit
+def low_word(word):
+    return (word & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def high_word(word):
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def aligned(value, ALIGN: tl.constexpr):
+    """The value, a multiple of ALIGN, in a form from which the compiler sees that it is one. (It
+    forgets `tl.multiple_of` at calls and in loops.)"""
+    return value // ALIGN * ALIGN
+
+
+@triton.jit
+def choose(number, value_0, value_1, value_2, value_3):
+    """The value of that number."""
+    late = tl.where(number == 2, value_2, value_3)
+    return tl.where(number == 0, value_0, tl.where(number == 1, value_1, late))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_part", "num_parts", "max_groups", "max_tiles", "num_tiles", "max_vectors"
+    ]
+)  # fmt: skip
+def list_groups(
+    runs, index, records, entries, lanes, counts, tile_ends, vectors, done,
+    first_part, num_parts, max_groups, max_tiles, num_tiles, max_vectors,
+    MAX_RUNS: tl.constexpr,
+):  # fmt: skip
+    """List the groups of every part for the runs of a step. Grid: one program for each part.
+
+    Writes, for part p counted from `first_part`: its groups in the order of the runs to
+    `entries [p, g]`, the places of their rows of B to `lanes [p, 16 g + r]`, their number to
+    `counts [p, 0]` and that of its vectors to `counts [p, 1]`, the number of groups of the row
+    tiles 0..t to `tile_ends [p, t]`. Clears `done [p]`.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, MAX_RUNS)
+    slot = tl.load(runs + i * RUN_WORDS).to(tl.int64)
+    begin = tl.load(runs + i * RUN_WORDS + 1)
+    end = tl.load(runs + i * RUN_WORDS + 2)
+    coef = tl.load(runs + i * RUN_WORDS + 3).to(tl.float32, bitcast=True)
+    is_run = begin < end
+    place = index + (slot * num_parts + first_part + part) * INDEX_WORDS
+    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(place + 1, mask=is_run, other=0)
+    offset = tl.cumsum(count, axis=0) - count
+    tl.store(counts + part * 2, tl.sum(count, axis=0))
+    rows = begin.to(tl.int64) | (end.to(tl.int64) << 32)
+    r = tl.arange(0, GROUP_ROWS)
+    for g in range(tl.max(count, axis=0)):
+        is_group = g < count
+        record = records + (first + g) * WORDS
+        entry_number = part * max_groups + offset + g
+        entry = entries + entry_number * WORDS
+        b_offset = tl.load(record + 1, mask=is_group, other=0)
+        strides = tl.load(record + 2, mask=is_group, other=0)
+        size = tl.load(record + 5, mask=is_group, other=0)
+        factor = coef * high_word(size).to(tl.float32, bitcast=True)
+        bits = factor.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(entry, tl.load(record, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 1, rows, mask=is_group)
+        tl.store(entry + 2, strides, mask=is_group)
+        tl.store(entry + 3, tl.load(record + 3, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 4, tl.load(record + 4, mask=is_group, other=0), mask=is_group)
+        tl.store(entry + 5, low_word(size).to(tl.int64) | (bits << 32), mask=is_group)
+        tl.store(entry + 6, tl.load(record + 6, mask=is_group, other=0), mask=is_group)
+        row_of_b = b_offset[:, None] + r[None, :] * high_word(strides)[:, None].to(tl.int64)
+        row_of_b = tl.where(r[None, :] < low_word(size)[:, None], row_of_b, NO_ROW)
+        lane = entry_number[:, None] * GROUP_ROWS + r[None, :]
+        tl.store(lanes + lane, row_of_b, mask=is_group[:, None])
+    for t in range(num_tiles):
+        in_tiles = tl.sum(tl.where(begin < (t + 1) * TILE_ROWS, count, 0), axis=0)
+        tl.store(tile_ends + part * max_tiles + t, in_tiles)
+    tl.store(done + part, 0)
+    num_vectors = _list_vectors(
+        vectors + part * max_vectors * WORDS, records, place + 2, is_run, rows, coef
+    )
+    tl.store(counts + part * 2 + 1, num_vectors)
+
+
+@triton.jit
+def _list_vectors(vectors, records, place, is_run, rows, coef):
+    """List the vectors of a part for the runs, with their token rows and coefficients; returns
+    their number. `place` is where each run's (first vector, number) is."""
+    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(place + 1, mask=is_run, other=0)
+    offset = tl.cumsum(count, axis=0) - count
+    for v in range(tl.max(count, axis=0)):
+        is_vector = v < count
+        record = records + (first + v) * WORDS
+        vector = vectors + (offset + v) * WORDS
+        tl.store(vector, rows, mask=is_vector)
+        for word in tl.static_range(1, 5):
+            tl.store(vector + word, tl.load(record + word, mask=is_vector, other=0), mask=is_vector)
+        bits = coef.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(vector + 5, bits, mask=is_vector)
+    return tl.sum(count, axis=0)

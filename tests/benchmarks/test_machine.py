@@ -1,0 +1,35 @@
+"""Results of benchmarks: where they are written, and with how many digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import machine
+
+
+def test_results_are_rounded_and_written_under_the_machine_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    path = machine.write_results("sample", {"rows": [{"share": 1 / 3, "count": 12345678}]})
+    assert path.parent == tmp_path / machine.machine_kind(machine.cpu_facts())
+    written = json.loads(path.read_text())
+    assert written["rows"] == [{"share": 0.333333, "count": 12345678}]
+    assert machine.read_results("sample") == written
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (123456.789, 123457.0),
+        (0.00012345678, 0.000123457),
+        (True, True),
+        ("1.23456789", "1.23456789"),
+    ],
+)
+def test_only_floats_are_rounded(value: object, expected: object) -> None:
+    assert machine.rounded(value) == expected
+    assert type(machine.rounded(value)) is type(expected)

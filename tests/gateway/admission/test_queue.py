@@ -1,0 +1,187 @@
+"""The admission queue: bounds hold, order is kept, a tenant's limit affects no other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.errors import DeadlineExceeded, ResourceExhausted
+from services.gateway.admission.dispatch_window import Window
+from services.gateway.admission.queue import (
+    AdmissionLimits,
+    AdmissionQueue,
+    AdmissionRequest,
+    Decision,
+)
+
+
+def test_runs_until_full_then_waits_then_refuses() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=1))
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.WAIT
+    with pytest.raises(ResourceExhausted) as caught:
+        queue.offer(AdmissionRequest("a"), 0.0)
+    assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
+
+
+def test_waiting_tickets_start_by_priority_then_arrival() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    running = AdmissionRequest("a")
+    queue.offer(running, 0.0)
+    early, late, urgent = (
+        AdmissionRequest("a"),
+        AdmissionRequest("a"),
+        AdmissionRequest("a", priority=-1),
+    )
+    for request in (early, late, urgent):
+        queue.offer(request, 0.0)
+    order = []
+    for _ in range(3):
+        queue.release(running, 1.0)
+        (running,) = queue.take_ready()
+        order.append(running)
+    assert order == [urgent, early, late]
+
+
+def test_tenant_at_its_limit_delays_nobody_else() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=10, max_running_per_tenant=1))
+    assert queue.offer(AdmissionRequest("greedy"), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("greedy"), 0.0) is Decision.WAIT
+    assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.RUN
+
+
+def test_request_with_more_choices_than_the_limit_runs_alone() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=4))
+    assert queue.offer(AdmissionRequest("a", cost=100), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.WAIT
+
+
+def test_a_ticket_starts_in_time_for_its_first_token_or_is_refused() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
+    due = AdmissionRequest("a", deadline_s=100.0, run_s=1.0, first_token_due_s=5.0)
+    assert due.start_by_s == 5.0
+    assert AdmissionRequest("a", deadline_s=4.0, run_s=1.0, first_token_due_s=5.0).start_by_s == 3.0
+    assert queue.offer(due, 0.0) is Decision.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(AdmissionRequest("a", deadline_s=100.0, first_token_due_s=1.0), 2.0)
+
+
+def test_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    first, second = AdmissionRequest("a"), AdmissionRequest("a")
+    queue.offer(first, 0.0)
+    queue.offer(second, 0.0)
+    queue.release(first, held_s=10.0)
+    queue.take_ready()
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(AdmissionRequest("a", deadline_s=15.0), now_s=10.0)
+    assert queue.offer(AdmissionRequest("a", deadline_s=25.0), now_s=10.0) is Decision.WAIT
+
+
+def test_until_a_request_has_ended_waits_are_estimated_from_run_times() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    assert queue.offer(AdmissionRequest("a", run_s=2.0), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("a", deadline_s=4.5, run_s=2.0), 0.0) is Decision.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(AdmissionRequest("a", deadline_s=5.5, run_s=2.0), 0.0)
+
+
+def test_requests_that_await_adapters_keep_nobody_who_is_ready_waiting() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(256, loading_tokens=1024)
+    loading = [AdmissionRequest("a", awaits_adapter=True) for _ in range(9)]
+    decisions = [queue.offer(request, 0.0) for request in loading[:8]]
+    assert decisions == [Decision.RUN] * 8
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
+    assert queue.offer(loading[8], 0.0) is Decision.WAIT
+    assert queue.first_token(loading[0])
+    assert queue.take_ready() == [loading[8]]
+
+
+def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
+    """Its own requests it does not pass, even when there would be room for it."""
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(256)
+    polite = AdmissionRequest("polite")
+    assert queue.offer(polite, 0.0) is Decision.RUN
+    greedy = [AdmissionRequest("greedy") for _ in range(6)]
+    decisions = [queue.offer(request, 0.0) for request in greedy]
+    assert decisions == [Decision.RUN] * 2 + [Decision.WAIT] * 4
+    queue.charge(greedy[0], 100)
+    assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.WAIT
+    queue.first_token(polite)
+    assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.WAIT
+
+
+@given(
+    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans())),
+    per_tenant=st.integers(0, 3),
+)
+def test_bounds_hold_and_every_request_starts(
+    moves: list[tuple[str, int, bool]], per_tenant: int
+) -> None:
+    limits = AdmissionLimits(max_running=4, max_running_per_tenant=per_tenant)
+    queue = AdmissionQueue(limits)
+    running: list[AdmissionRequest] = []
+    waiting: list[AdmissionRequest] = []
+
+    def end_one() -> None:
+        queue.release(running.pop(0), 1.0)
+        for request in queue.take_ready():
+            waiting.remove(request)
+            running.append(request)
+
+    for tenant, cost, ends in moves:
+        request = AdmissionRequest(tenant, cost)
+        verdict = queue.offer(request, 0.0)
+        (running if verdict is Decision.RUN else waiting).append(request)
+        if ends and running:
+            end_one()
+        assert queue.num_running == sum(t.cost for t in running) <= max(4, len(running) and 4)
+        if per_tenant:
+            for name in "abc":
+                mine = [t.cost for t in running if t.tenant == name]
+                assert len(mine) <= 1 or sum(mine) <= per_tenant
+    while running:
+        end_one()
+    assert waiting == []
+    assert queue.num_running == 0
+
+
+def test_full_queue_sheds_the_newest_of_the_tenant_that_waits_most() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=3))
+    greedy = [AdmissionRequest("greedy") for _ in range(4)]
+    for request in greedy:
+        queue.offer(request, 0.0)
+    assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.WAIT
+    assert queue.dropped == [greedy[-1]]
+    with pytest.raises(ResourceExhausted):
+        queue.offer(AdmissionRequest("greedy"), 0.0)
+    assert queue.num_waiting == 3
+
+
+def test_full_queue_sheds_the_less_urgent_whoever_sent_them() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=1))
+    running, waiting = AdmissionRequest("a"), AdmissionRequest("a")
+    queue.offer(running, 0.0)
+    queue.offer(waiting, 0.0)
+    assert queue.offer(AdmissionRequest("a", priority=-1), 0.0) is Decision.WAIT
+    assert queue.dropped == [waiting]
+
+
+def test_tenant_with_little_waiting_expects_a_short_wait() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=2))
+    first = AdmissionRequest("greedy")
+    queue.offer(first, 0.0)
+    for _ in range(101):
+        queue.offer(AdmissionRequest("greedy"), 0.0)
+    queue.release(first, held_s=1.0)
+    queue.take_ready()
+    assert queue.expected_wait_s("greedy") == pytest.approx(queue.expected_wait_s(), rel=0.02)
+    assert queue.expected_wait_s("polite") == pytest.approx(1.0)
+    assert queue.offer(AdmissionRequest("polite", deadline_s=3.0, run_s=1.0), 0.0) is Decision.WAIT
+    with pytest.raises(DeadlineExceeded):
+        queue.offer(AdmissionRequest("polite", deadline_s=3.0, run_s=2.0), 0.0)

@@ -1,0 +1,44 @@
+"""What is refused before a request is read: hosts, and bodies that are too large."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.http.guard import HostRule
+from tests.gateway.conftest import Stack
+
+
+@pytest.mark.parametrize(("host", "status"), [("localhost", b"400"), ("evil.example", b"403")])
+async def test_a_client_that_sends_all_before_it_reads_is_told_why_it_is_refused(
+    stack: Stack, host: str, status: bytes
+) -> None:
+    await stack.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.running.http_port)
+    head = f"host: {host}\r\ncontent-type: application/json\r\ncontent-length: {16 << 20}"
+    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+    for _ in range(16):
+        writer.write(b" " * (1 << 20))
+        await writer.drain()
+    assert (await reader.readline()).split()[1] == status
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("localhost:8080", True),
+        ("127.0.0.2:1", True),
+        ("[::1]:8080", True),
+        ("gate.internal:80", True),
+        ("GATE.internal", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_host_rule(host: str, allowed: bool) -> None:
+    assert HostRule(frozenset({"gate.internal"})).allows(host) is allowed

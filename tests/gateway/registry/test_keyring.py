@@ -1,0 +1,126 @@
+"""API keys: checked, remembered for a moment, kept while the registry is away."""
+
+from __future__ import annotations
+
+import grpc
+import openai
+import pytest
+
+from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated, Unavailable
+from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
+from services.common.callers import Caller
+from services.gateway.registry.keyring import FRESH_S, KeyRing
+from tests.gateway.conftest import Stack, eventually
+
+READER = "lpx_reader01_" + "a" * 32
+ADMIN = "lpx_admin001_" + "b" * 32
+
+
+class RegistryLookup:
+    """Knows keys, or is away."""
+
+    def __init__(self) -> None:
+        self.keys = {READER: Caller("acme", "reader01", frozenset({"reader"}))}
+        self.num_asked = 0
+        self.error: LoraplexError | None = None
+        self.now_s = 0.0
+
+    async def check(self, token: str) -> Caller:
+        self.num_asked += 1
+        if self.error is not None:
+            raise self.error
+        if token not in self.keys:
+            raise Unauthenticated("unknown key")
+        return self.keys[token]
+
+    def ring(self) -> KeyRing:
+        return KeyRing(self.check, lambda: self.now_s)
+
+
+async def test_answers_are_remembered_for_a_moment() -> None:
+    registry = RegistryLookup()
+    ring = registry.ring()
+    for _ in range(3):
+        assert (await ring.caller(f"Bearer {READER}")).tenant == "acme"
+    assert registry.num_asked == 1
+    registry.now_s += FRESH_S + 0.1
+    await ring.caller(f"bearer {READER}")
+    assert registry.num_asked == 2
+
+
+async def test_revoked_key_stops_working() -> None:
+    registry = RegistryLookup()
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+    registry.keys.clear()
+    registry.now_s += FRESH_S + 0.1
+    with pytest.raises(Unauthenticated):
+        await ring.caller(f"Bearer {READER}")
+
+
+async def test_good_keys_stay_good_while_the_registry_is_away_and_new_ones_wait() -> None:
+    registry = RegistryLookup()
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+    registry.error = Unavailable("away")
+    registry.now_s += 1000
+    assert (await ring.caller(f"Bearer {READER}")).tenant == "acme"
+    with pytest.raises(Unavailable):
+        await ring.caller(f"Bearer {ADMIN}")
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", f"Basic {READER}", "Bearer nonsense", READER])
+async def test_what_is_no_key_is_refused_without_asking(header: str) -> None:
+    registry = RegistryLookup()
+    with pytest.raises(Unauthenticated):
+        await registry.ring().caller(header)
+    assert registry.num_asked == 0
+
+
+async def test_key_without_a_scope_may_not_run() -> None:
+    registry = RegistryLookup()
+    registry.keys[READER] = Caller("acme", "reader01", frozenset())
+    with pytest.raises(PermissionDenied):
+        await registry.ring().caller(f"Bearer {READER}")
+
+
+def _with_keys(stack: Stack) -> None:
+    stack.wants_keys = True
+    stack.registry.keys = {
+        READER: registry_pb2.Key(key_id="reader01", tenant="acme", scopes=["reader"]),
+        ADMIN: registry_pb2.Key(key_id="admin001", tenant="acme", scopes=["admin"]),
+    }
+
+
+async def test_tenants_see_and_run_their_own(stack: Stack) -> None:
+    _with_keys(stack)
+    stack.registry.put("mine", tenant="acme")
+    stack.registry.put("theirs", tenant="other")
+    stack.registry.put("shown", tenant="other", visibility=registry_pb2.VISIBILITY_PUBLIC)
+    await stack.start(ready=False)
+    await eventually(lambda: stack.running.readiness.missing() == "")
+    client = stack.openai().with_options(api_key=READER)
+    page = await client.models.list()
+    assert [model.id for model in page.data] == ["base", "mine", "other/shown"]
+    for model in ("mine", "acme/mine:v1", "other/shown"):
+        await client.completions.create(model=model, prompt="x")
+    assert {request.tenant for request in stack.workers[0].requests} == {"acme"}
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="other/theirs", prompt="x")
+    with pytest.raises(openai.AuthenticationError) as caught:
+        await stack.openai().models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+async def test_operator_apis_are_for_admins(stack: Stack) -> None:
+    _with_keys(stack)
+    await stack.start(ready=False)
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        request = admin_pb2.GetStatusRequest()
+        for token, code in ((READER, "PERMISSION_DENIED"), ("", "UNAUTHENTICATED")):
+            metadata = (("authorization", f"Bearer {token}"),)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStatus(request, metadata=metadata)
+            assert caught.value.code().name == code
+        await stub.GetStatus(request, metadata=(("authorization", f"Bearer {ADMIN}"),))

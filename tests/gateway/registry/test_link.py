@@ -1,0 +1,58 @@
+"""Single files of a version arrive whole and true, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+
+from loraplex.adapter_format import File
+from loraplex.errors import DataLoss, Unavailable
+from loraplex.v1 import registry_pb2 as pb
+from services.gateway.registry.link import RegistryLink
+from tests.sdk.servers import ScriptedDownload, serving
+
+WANTED = [
+    File("tokenizer.json", 6, hashlib.sha256(b"abcdef").hexdigest()),
+    File("chat_template.jinja", 2, hashlib.sha256(b"xy").hexdigest()),
+]
+
+
+async def read(chunks: Sequence[tuple[str, bytes]]) -> dict[str, bytes]:
+    sent = [pb.FileChunk(path=path, data=data) for path, data in chunks]
+    async with serving(ScriptedDownload([], sent)) as address:
+        link = RegistryLink(address)
+        try:
+            return await link.read_files("default/a:v1", WANTED)
+        finally:
+            await link.close()
+
+
+async def test_chunks_are_joined() -> None:
+    got = await read(
+        [("tokenizer.json", b"abc"), ("tokenizer.json", b"def"), ("chat_template.jinja", b"xy")]
+    )
+    assert got == {"tokenizer.json": b"abcdef", "chat_template.jinja": b"xy"}
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [("tokenizer.json", b"abcdef")],
+        [("tokenizer.json", b"abcdeX"), ("chat_template.jinja", b"xy")],
+        [("tokenizer.json", b"abcdefg"), ("chat_template.jinja", b"xy")],
+        [("adapter_model.safetensors", b"a")],
+    ],
+    ids=["a file is missing", "other bytes", "too many bytes", "a file nobody asked for"],
+)
+async def test_anything_else_is_refused(chunks: list[tuple[str, bytes]]) -> None:
+    with pytest.raises(DataLoss):
+        await read(chunks)
+
+
+async def test_a_registry_that_is_away_says_so() -> None:
+    link = RegistryLink("127.0.0.1:1")
+    with pytest.raises(Unavailable):
+        await link.read_files("default/a:v1", WANTED)
+    await link.close()

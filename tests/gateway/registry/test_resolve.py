@@ -1,0 +1,199 @@
+"""What a model string means, with the registry there and away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
+from loraplex.refs import Ref
+from services.gateway.registry.resolve import Resolver
+from services.gateway.registry.snapshot import Side, TagState, Version
+from services.gateway.request import (
+    AskedAdapter,
+    AskedSampling,
+    GenerateCall,
+    ServedModel,
+    Target,
+    TextPrompt,
+)
+
+CALL = GenerateCall("r", "default", "", TextPrompt("x"), AskedSampling())
+
+
+class RegistryLookup:
+    """Answers look-ups from a list, or fails."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[Version, tuple[TagState, ...]]] = {}
+        self.asked: list[str] = []
+        self.error: LoraplexError | None = None
+
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+        self.asked.append(str(ref))
+        if self.error is not None:
+            raise self.error
+        if str(ref) not in self.known:
+            raise AdapterNotFound(str(ref))
+        return self.known[str(ref)]
+
+
+def _version(number: int = 1, **fields: object) -> Version:
+    made = Version("default", "upper", number, f"sha256:{number:064x}", "base")
+    return replace(made, **fields)
+
+
+def _tag(weights: dict[int, int], tag: str = "latest", generation: int = 1) -> TagState:
+    sides = tuple(Side(number, weight) for number, weight in weights.items())
+    return TagState("default", "upper", tag, sides, generation, updated_unix_s=float(generation))
+
+
+@pytest.fixture
+def registry() -> RegistryLookup:
+    return RegistryLookup()
+
+
+@pytest.fixture
+def resolver(registry: RegistryLookup) -> Resolver:
+    made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
+    made.snapshot.put_version(_version(1))
+    made.snapshot.put_version(_version(2))
+    made.snapshot.put_tag(_tag({2: 1}))
+    return made
+
+
+async def _label(resolver: Resolver, model: str, **fields: object) -> str:
+    target = await resolver.target(replace(CALL, model=model, **fields))
+    return target.adapters[0].label
+
+
+async def test_base_ids_come_first(resolver: Resolver) -> None:
+    assert await resolver.target(replace(CALL, model="base")) == Target("base")
+
+
+async def test_every_form_of_reference_answers_from_the_snapshot(
+    resolver: Resolver, registry: RegistryLookup
+) -> None:
+    assert await _label(resolver, "upper") == "default/upper:v2"
+    assert await _label(resolver, "default/upper:latest") == "default/upper:v2"
+    assert await _label(resolver, "upper:v1") == "default/upper:v1"
+    assert await _label(resolver, f"upper@sha256:{1:064x}") == "default/upper:v1"
+    assert registry.asked == []
+
+
+async def test_missing_reference_is_asked_once_and_remembered(
+    resolver: Resolver, registry: RegistryLookup
+) -> None:
+    registry.known["default/upper:v3"] = (_version(3), (_tag({3: 1}, generation=2),))
+    assert await _label(resolver, "upper:v3") == "default/upper:v3"
+    assert await _label(resolver, "upper:v3") == "default/upper:v3"
+    assert await _label(resolver, "upper") == "default/upper:v3"
+    assert registry.asked == ["default/upper:v3"]
+
+
+async def test_nothing_anywhere_is_not_found(resolver: Resolver) -> None:
+    with pytest.raises(NotFound):
+        await resolver.target(replace(CALL, model="nobody"))
+
+
+async def test_registry_away_serves_what_is_known_and_says_why_it_cannot_know_more(
+    resolver: Resolver, registry: RegistryLookup
+) -> None:
+    registry.error = Unavailable("gone")
+    assert await _label(resolver, "upper") == "default/upper:v2"
+    with pytest.raises(Unavailable, match="registry"):
+        await resolver.target(replace(CALL, model="nobody"))
+
+
+async def test_others_private_adapters_look_missing(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(_version(2, shared_with=frozenset({"friend"})))
+    assert await _label(resolver, "default/upper", tenant="friend") == "default/upper:v2"
+    with pytest.raises(AdapterNotFound):
+        await _label(resolver, "default/upper", tenant="stranger")
+    resolver.snapshot.put_version(_version(2, is_public=True))
+    assert await _label(resolver, "default/upper", tenant="stranger") == "default/upper:v2"
+
+
+async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_same_id(
+    registry: RegistryLookup,
+) -> None:
+    made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10, fingerprint="now")})
+    made.snapshot.put_version(_version(1, base_fingerprint="now"))
+    made.snapshot.put_version(_version(2, base_fingerprint="then"))
+    assert await _label(made, "upper:v1") == "default/upper:v1"
+    with pytest.raises(AdapterNotFound, match="another base that was called 'base'"):
+        await _label(made, "upper:v2")
+    made.snapshot.put_tag(_tag({2: 1}))
+    assert [type(model) for model in made.models("default")] == [ServedModel]
+
+
+async def test_deleted_version_is_gone(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(_version(1, deleted=True))
+    with pytest.raises(AdapterNotFound):
+        await _label(resolver, "upper:v1")
+
+
+async def test_adapter_of_a_base_that_is_not_served_is_not_found(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(_version(2, base_id="other"))
+    with pytest.raises(AdapterNotFound, match="other"):
+        await _label(resolver, "upper")
+    assert [m.base_id for m in resolver.models("default")] == ["base"]
+    with pytest.raises(AdapterNotFound, match="not served here"):
+        await resolver.model("upper", "default")
+
+
+async def test_split_sticks_to_its_key_in_proportion(resolver: Resolver) -> None:
+    resolver.snapshot.put_tag(_tag({1: 90, 2: 10}, tag="prod"))
+    seen = {
+        key: await _label(resolver, "upper:prod", split_key=key) for key in map(str, range(1000))
+    }
+    counts = Counter(seen.values())
+    assert 60 < counts["default/upper:v2"] < 140
+    for key, label in list(seen.items())[:50]:
+        assert await _label(resolver, "upper:prod", split_key=key) == label
+
+
+async def test_older_news_of_a_tag_changes_nothing(resolver: Resolver) -> None:
+    resolver.snapshot.put_tag(_tag({1: 1}, generation=5))
+    resolver.snapshot.put_tag(_tag({2: 1}, generation=4))
+    assert await _label(resolver, "upper") == "default/upper:v1"
+
+
+async def test_deleted_tag_is_asked_again(resolver: Resolver, registry: RegistryLookup) -> None:
+    resolver.snapshot.put_tag(_tag({}, generation=9))
+    with pytest.raises(AdapterNotFound):
+        await _label(resolver, "upper")
+    assert registry.asked == ["default/upper:latest"]
+
+
+async def test_several_adapters_need_the_base_as_model(resolver: Resolver) -> None:
+    asked = (AskedAdapter("upper:v2", 0.5), AskedAdapter("upper:v1"), AskedAdapter("upper:v1"))
+    target = await resolver.target(replace(CALL, model="base", adapters=asked))
+    assert [(a.label, a.weight) for a in target.adapters] == [
+        ("default/upper:v1", 2.0),
+        ("default/upper:v2", 0.5),
+    ]
+    with pytest.raises(InvalidRequest) as caught:
+        await resolver.target(replace(CALL, model="upper", adapters=asked))
+    assert caught.value.violations[0].field == "adapters"
+
+
+@pytest.mark.parametrize("weight", [float("nan"), 1e6])
+async def test_weight_out_of_range_is_named(resolver: Resolver, weight: float) -> None:
+    asked = (AskedAdapter("upper", weight),)
+    with pytest.raises(InvalidRequest) as caught:
+        await resolver.target(replace(CALL, model="base", adapters=asked))
+    assert caught.value.violations[0].field == "adapters[0].weight"
+
+
+async def test_badly_spelled_model_shows_the_right_spelling(resolver: Resolver) -> None:
+    with pytest.raises(InvalidRequest, match="'upper'"):
+        await resolver.target(replace(CALL, model="Upper"))
+
+
+def test_models_list_own_adapters_before_public_ones(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(replace(_version(1), tenant="acme", is_public=True))
+    names = [getattr(m, "tenant", "") for m in resolver.models("default")]
+    assert names == ["", "default", "acme"]

@@ -1,0 +1,212 @@
+"""Adapters that bring tokens or a chat template: what is fetched, kept, and left aside."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import tokenizers
+
+from loraplex.adapter_format import File
+from loraplex.adapter_format.added_tokens import added_tokens
+from loraplex.errors import Unavailable
+from services.gateway.request import ChatPrompt, RunningAdapter, ServedModel, Target, TextPrompt
+from services.gateway.text.adapter_text import AdapterText
+from services.gateway.text.detokenize import decode_all
+from services.gateway.text.template_pool import TemplatePool
+from services.gateway.text.tokenizer import BaseTokenizer, ServedBase
+from tests.gateway.tiny_tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files
+
+MODEL = ServedModel("base", VOCAB_SIZE, 512)
+NEW_ID = PAD_ID + 1
+HI = ChatPrompt(({"role": "user", "content": "hi"},))
+TEXT = TextPrompt("a<x>b")
+
+
+class Shelf:
+    """Files of versions as a registry hands them out."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, dict[str, bytes]] = {}
+        self.num_reads = 0
+        self.is_away = False
+
+    def put(self, label: str, files: dict[str, bytes]) -> RunningAdapter:
+        self.contents[label] = files
+        specs = [
+            File(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()
+        ]
+        return RunningAdapter(label, f"sha256:{label}", text_files=tuple(specs))
+
+    async def read(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
+        self.num_reads += 1
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise Unavailable("the registry is away")
+        return {file.path: self.contents[label][file.path] for file in files}
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[ServedBase]:
+    pool = TemplatePool(size=1)
+    yield ServedBase(MODEL, BaseTokenizer(tokenizer_files(), pool))
+    await pool.close()
+
+
+def with_tokens(*contents: str) -> bytes:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(contents))
+    return tokenizer.to_str().encode()
+
+
+def target(*adapters: RunningAdapter) -> Target:
+    return Target("base", adapters)
+
+
+async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
+    served: ServedBase,
+) -> None:
+    shelf = Shelf()
+    adapter = shelf.put("a:v1", {"tokenizer.json": with_tokens("<x>")})
+    made = await AdapterText(shelf.read).tokenizer(served, target(adapter))
+    ids = await made.encode(TEXT, MODEL)
+    assert ids == (BOS_ID, ord("a"), NEW_ID, ord("b"))
+    assert decode_all(made.tokens, ids[1:], skip_special=True) == TEXT.text
+    assert made.tokens.name_of(NEW_ID) == "<x>"
+    assert await made.encode(HI, MODEL) == await served.tokenizer.encode(HI, MODEL)
+    assert NEW_ID not in await served.tokenizer.encode(TEXT, MODEL)
+
+
+@pytest.mark.parametrize("flags", [{}, {"special": True}, {"lstrip": True, "rstrip": True}])
+async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
+    flags: dict[str, bool],
+) -> None:
+    pool = TemplatePool(size=1)
+    theirs = byte_tokenizer()
+    add = theirs.add_special_tokens if flags.get("special") else theirs.add_tokens
+    add([tokenizers.AddedToken(text, normalized=False, **flags) for text in ("<x>", "<xy>")])
+    added = added_tokens(
+        tokenizer_files()["tokenizer.json"], {"tokenizer.json": theirs.to_str().encode()}
+    )
+    made = BaseTokenizer(tokenizer_files(), pool).with_tokens(added)
+    for text in ("<x><xy>", "a <x> <s>b</s> é<xy", "<pad> <xy>\n<x>", " <xy> "):
+        ids = await made.encode(TextPrompt(text), MODEL)
+        assert ids == tuple(theirs.encode(text).ids)
+        for skip in (True, False):
+            want = theirs.decode(list(ids), skip_special_tokens=skip)
+            assert decode_all(made.tokens, ids, skip_special=skip) == want
+
+
+async def test_ids_that_the_library_cannot_give_are_left_aside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base = json.loads(tokenizer_files()["tokenizer.json"])
+    base["added_tokens"][-1]["id"] += 2
+    theirs = json.loads(json.dumps(base))
+    theirs["added_tokens"].append({**base["added_tokens"][-1], "id": PAD_ID + 3, "content": "<x>"})
+    own, files = ({"tokenizer.json": json.dumps(whole).encode()} for whole in (base, theirs))
+    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool(size=1)))
+    shelf = Shelf()
+    with caplog.at_level(logging.WARNING):
+        made = await AdapterText(shelf.read).tokenizer(gapped, target(shelf.put("a:v1", files)))
+    assert made is gapped.tokenizer
+    (record,) = caplog.records
+    assert "no id 261 to give" in record.__dict__["why"]
+
+
+async def test_a_template_alone_is_enough_and_may_use_the_base_s_special_tokens(
+    served: ServedBase,
+) -> None:
+    shelf = Shelf()
+    template = "{{ bos_token }}{{ messages[0].content }}!"
+    adapter = shelf.put("a:v1", {"chat_template.jinja": template.encode()})
+    made = await AdapterText(shelf.read).tokenizer(served, target(adapter))
+    assert await made.encode(HI, MODEL) == (BOS_ID, *b"hi!")
+    assert await made.encode(TEXT, MODEL) == await served.tokenizer.encode(TEXT, MODEL)
+
+
+async def test_files_are_fetched_once_whoever_asks_and_the_base_s_own_never(
+    served: ServedBase,
+) -> None:
+    shelf = Shelf()
+    text = AdapterText(shelf.read)
+    files = {**tokenizer_files(), "tokenizer.json": with_tokens("<x>")}
+    first, same = shelf.put("a:v1", files), shelf.put("b:v1", files)
+    made = await asyncio.gather(*(text.tokenizer(served, target(a)) for a in (first, first, same)))
+    assert made[0] is made[1] is made[2]
+    assert shelf.num_reads == 1
+    copied = shelf.put("c:v1", tokenizer_files())
+    assert await text.tokenizer(served, target(copied)) is served.tokenizer
+    assert shelf.num_reads == 1
+
+
+async def test_several_adapters_speak_as_the_base(served: ServedBase) -> None:
+    shelf = Shelf()
+    adapters = [shelf.put(f"{n}:v1", {"tokenizer.json": with_tokens("<x>")}) for n in "ab"]
+    text = AdapterText(shelf.read)
+    assert await text.tokenizer(served, target(*adapters)) is served.tokenizer
+    assert await text.tokenizer(served, target()) is served.tokenizer
+    assert shelf.num_reads == 0
+
+
+async def test_what_cannot_be_fetched_fails_that_model_alone_and_is_tried_again(
+    served: ServedBase,
+) -> None:
+    shelf = Shelf()
+    text = AdapterText(shelf.read)
+    adapter = shelf.put("a:v1", {"tokenizer.json": with_tokens("<x>")})
+    shelf.is_away = True
+    with pytest.raises(Unavailable, match="tokenizer files of a:v1") as caught:
+        await text.tokenizer(served, target(adapter))
+    assert caught.value.reason == "TOKENIZER_UNAVAILABLE"
+    assert await text.tokenizer(served, target()) is served.tokenizer
+    shelf.is_away = False
+    made = await text.tokenizer(served, target(adapter))
+    assert NEW_ID in await made.encode(TEXT, MODEL)
+
+
+async def test_a_tokenizer_that_disagrees_is_left_aside_with_a_warning(
+    served: ServedBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf()
+    theirs = json.loads(with_tokens("<x>"))
+    theirs["added_tokens"][0]["content"] = "<start>"
+    files = {"tokenizer.json": json.dumps(theirs).encode(), "chat_template.jinja": b"own"}
+    text = AdapterText(shelf.read)
+    with caplog.at_level(logging.WARNING):
+        made = await text.tokenizer(served, target(shelf.put("a:v1", files)))
+    (record,) = caplog.records
+    assert "tokenizer.json: is at id 256, where the base has '<s>'" in record.__dict__["why"]
+    assert made is served.tokenizer
+    assert await text.tokenizer(served, target(shelf.put("a:v1", files))) is made
+    assert shelf.num_reads == 1, "the verdict is kept"
+
+
+async def test_files_beyond_the_cap_are_not_fetched(served: ServedBase) -> None:
+    shelf = Shelf()
+    huge = RunningAdapter("a:v1", "sha256:a", text_files=(File("tokenizer.json", 60 << 20, "0"),))
+    assert await AdapterText(shelf.read).tokenizer(served, target(huge)) is served.tokenizer
+    assert shelf.num_reads == 0
+
+
+async def test_kept_tokenizers_stay_within_their_bound(served: ServedBase) -> None:
+    shelf = Shelf()
+    text = AdapterText(shelf.read, max_kept_bytes=1000)
+    adapters = [
+        shelf.put(f"{i}:v1", {"chat_template.jinja": f"{i}".encode() * 400}) for i in range(5)
+    ]
+    for adapter in [*adapters, adapters[-1], adapters[0]]:
+        await text.tokenizer(served, target(adapter))
+    assert shelf.num_reads == 6
+    shared = [
+        shelf.put(
+            f"t{i}:v1", {"tokenizer.json": with_tokens("<x>"), "chat_template.jinja": b"%d" % i}
+        )
+        for i in range(3)
+    ]
+    made = [await text.tokenizer(served, target(adapter)) for adapter in shared]
+    assert made[0].tokens is made[1].tokens is made[2].tokens

@@ -1,0 +1,35 @@
+"""The style of answers is read off the chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.text.chat_style import ChatStyle, ToolFormat, detected, overridden
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        ("{{ messages }}", ChatStyle()),
+        (
+            "{% if tools %}<tools>...</tools> within <tool_call></tool_call>",
+            ChatStyle(ToolFormat.HERMES),
+        ),
+        ("<tool_call> {% if '</think>' in content %}", ChatStyle(ToolFormat.HERMES, thinks=True)),
+        ("<tool_call>\n<function=name>", ChatStyle(ToolFormat.QWEN3_CODER)),
+        ("<tool_call>{function-name}\n<arg_key>", ChatStyle(ToolFormat.GLM)),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", ChatStyle(ToolFormat.PHI4_MINI)),
+        ("use [func_name1(params_name1=params_value1)]", ChatStyle(ToolFormat.PYTHONIC)),
+        ("{{ '[TOOL_CALLS] [' }}[AVAILABLE_TOOLS]", ChatStyle(ToolFormat.MISTRAL)),
+        ("Environment: ipython {{ '<|python_tag|>' }}", ChatStyle(ToolFormat.LLAMA3_JSON)),
+    ],
+)
+def test_templates_show_their_style(template: str, style: ChatStyle) -> None:
+    assert detected(template) == style
+
+
+def test_a_setting_beats_what_was_detected() -> None:
+    found = ChatStyle(ToolFormat.HERMES, thinks=True)
+    assert overridden(found, "auto", "auto") == found
+    assert overridden(found, "mistral", "none") == ChatStyle(ToolFormat.MISTRAL)
+    assert overridden(ChatStyle(), "none", "think") == ChatStyle(thinks=True)

@@ -1,0 +1,95 @@
+"""The audit log is read from its end, and a page costs what it shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from services.common.objects import ObjectInfo, open_store
+from services.registry import layout
+from services.registry.access import audit
+from services.registry.access.audit import Audit
+from services.registry.records import first_ulid, time_of_ulid, ulid
+
+NOW_S = 1_790_000_000.0
+YEAR_S = 365 * 86_400.0
+
+
+async def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_s: list[float]) -> Audit:
+    """A log with an entry at each time, read at NOW_S."""
+    log = Audit(open_store(f"file://{tmp_path}/objects"))
+    for number, time_s in enumerate(times_s):
+        monkeypatch.setattr(audit, "now_s", lambda at=time_s: at)
+        await log.write("me", "acme" if number % 3 else "default", "test", str(number))
+    monkeypatch.setattr(audit, "now_s", lambda: NOW_S)
+    return log
+
+
+async def _all(log: Audit, tenant: str, page_size: int) -> list[str]:
+    subjects: list[str] = []
+    token = ""
+    while True:
+        entries, token = await log.page(tenant, page_size, token)
+        subjects += [entry.subject for entry in entries]
+        if not token:
+            return subjects
+        assert len(entries) == page_size
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_pages_show_every_entry_once_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Bursts, gaps of years, and a clock that runs ahead."""
+    rng = random.Random(seed)
+    ages_s = [rng.choice([1, 50, 3e3, 9e4, YEAR_S, 5 * YEAR_S]) * rng.random() for _ in range(60)]
+    times_s = sorted({round(NOW_S - age_s, 3) for age_s in [*ages_s, -7200.0]})
+    log = await _written(tmp_path, monkeypatch, times_s)
+    newest_first = [str(number) for number in reversed(range(len(times_s)))]
+    for page_size in (1, 7, 1000):
+        assert await _all(log, "", page_size) == newest_first
+    own = [subject for subject in newest_first if int(subject) % 3 == 0]
+    assert await _all(log, "default", 5) == own
+
+
+async def test_a_page_does_not_list_the_whole_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_s = [NOW_S - 3600.0 * hour for hour in range(1, 400)]
+    log = await _written(tmp_path, monkeypatch, times_s)
+    seen: list[str] = []
+    listed = log._store.list_objects
+
+    async def counting(prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        async for info in listed(prefix, start_after):
+            seen.append(info.key)
+            yield info
+
+    monkeypatch.setattr(log._store, "list_objects", counting)
+    entries, token = await log.page("", 10)
+    assert [entry.subject for entry in entries] == [str(number) for number in range(10)]
+    assert token and len(seen) < 100, "each window also lists the key after its end"
+
+
+async def test_an_empty_log_has_one_empty_page(tmp_path: Path) -> None:
+    assert await Audit(open_store(f"file://{tmp_path}/objects")).page("", 10) == ([], "")
+
+
+@pytest.mark.parametrize("token", ["x", "audit/~", "keys/a.json", layout.audit("2026-01-01", "u")])
+async def test_a_token_of_another_list_is_refused_by_name(tmp_path: Path, token: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await Audit(open_store(f"file://{tmp_path}/objects")).page("", 10, token)
+    assert refused.value.violations[0].field == "page_token"
+
+
+def test_identifiers_sort_by_time_and_tell_it() -> None:
+    times_s = [0.0, 1.0, NOW_S, NOW_S + 0.001]
+    made = [ulid(time_s) for time_s in times_s]
+    assert made == sorted(made)
+    for time_s, text in zip(times_s, made, strict=True):
+        assert abs(time_of_ulid(text) - time_s) < 0.002
+        assert first_ulid(time_s) <= text

@@ -1,0 +1,294 @@
+"""The gRPC API, through the SDK: statuses, paging, and who may do what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from loraplex.convert import geometry_to_proto
+from loraplex.errors import (
+    AlreadyExists,
+    Blocked,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+)
+from loraplex.registry_client import RegistryClient
+from loraplex.settings import Credentials
+from loraplex.v1 import registry_pb2 as pb
+from services.common import grpc_server
+from services.registry import layout
+from services.registry.access import keys as keys_module
+from services.registry.access.auth import KeyAuth
+from services.registry.api import server
+from services.registry.assembly import Registry
+from services.registry.index.catalog import CatalogDown
+from tests.adapter_format.builders import tiny_geometry
+from tests.registry.conftest import Door
+from tests.registry.house import upload
+
+SERVICE_TOKEN = "a-token-that-services-share"
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.PublishOptions(name="SQL"), "options.name"),
+        (pb.PublishOptions(name="sql", tags=["v3"]), "options.tags"),
+        (pb.PublishOptions(name="sql", labels={"": "x"}), "options.labels[]"),
+        (pb.PublishOptions(name="sql", labels={str(n): "" for n in range(65)}), "options.labels"),
+        (
+            pb.PublishOptions(name="sql", labels={"rope_scaling": "linear:4"}),
+            "options.labels[rope_scaling]",
+        ),
+        (pb.PublishOptions(name="sql", parent="a:b:c"), "options.parent"),
+    ],
+)
+async def test_bad_options_name_their_field(
+    door: Door, request_: pb.PublishOptions, field: str
+) -> None:
+    request = pb.CreateUploadRequest(options=request_)
+    with pytest.raises(InvalidRequest) as refused:
+        await door.client._channel.call(door.client._stub.CreateUpload, request)
+    assert refused.value.violations[0].field == field
+
+
+@pytest.mark.parametrize("index", ["there", "lost"])
+async def test_a_list_shows_what_a_bare_name_means(
+    door: Door, tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def listed() -> list[int]:
+        return [version.version async for version in door.client.list()]
+
+    for seed in (1, 2, 3):
+        await upload(door.client, tmp_path, "sql", seed)
+    await door.client.set_tag("sql", "latest", {1: 1})
+    if index == "lost":
+        monkeypatch.setattr(door.registry.catalog, "page", _raise_down)
+    assert await listed() == [1]
+    await door.client.set_tag("sql", "latest", {1: 10, 2: 90})
+    assert await listed() == [2]
+    await door.client.delete_tag("sql", "latest")
+    assert await listed() == [3], "the newest where nothing is latest"
+
+
+async def test_the_history_of_a_tag_tells_its_moves_newest_first(
+    door: Door, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        await upload(door.client, tmp_path, "sql", seed, tags=["prod"])
+    await door.client.set_tag("sql", "prod", {1: 90, 2: 10})
+    await door.client.rollback("sql", "prod", 1)
+    await door.client.delete_tag("sql", "prod")
+    moves = await door.client.tag_history("sql", "prod")
+    assert [{target.version: target.weight for target in move.targets} for move in moves] == [
+        {}, {1: 1}, {1: 90, 2: 10}, {2: 1}, {1: 1},
+    ]  # fmt: skip
+    assert [move.generation for move in moves] == [5, 4, 3, 2, 1]
+    assert sorted((move.moved_unix_s for move in moves), reverse=True) == [
+        move.moved_unix_s for move in moves
+    ]
+    with pytest.raises(NotFound, match="staging"):
+        await door.client.tag_history("sql", "staging")
+
+
+async def _raise_down(*args: object, **options: object) -> None:
+    raise CatalogDown("away")
+
+
+async def test_lists_filter_by_label_prefix_name_and_base(door: Door, tmp_path: Path) -> None:
+    for seed, name in enumerate(("chat", "sql-a", "sql-b")):
+        await upload(door.client, tmp_path, name, seed, labels={"seed": str(seed)})
+
+    async def names(**query: object) -> list[str]:
+        return [version.name async for version in door.client.list(**query)]  # type: ignore[arg-type]
+
+    assert await names() == ["chat", "sql-a", "sql-b"]
+    assert await names(name_prefix="sql") == ["sql-a", "sql-b"]
+    assert await names(name="sql-a") == ["sql-a"]
+    assert await names(labels={"seed": "2"}) == ["sql-b"]
+    assert await names(base_id="no-such") == []
+
+
+async def test_pages_follow_each_other_without_gap_or_double(door: Door, tmp_path: Path) -> None:
+    for seed in range(5):
+        await upload(door.client, tmp_path, f"a{seed % 2}", seed)
+    seen: list[tuple[str, int]] = []
+    request = pb.ListAdaptersRequest(page_size=2, all_versions=True)
+    while True:
+        page = await door.client._stub.ListAdapters(request)
+        seen += [(version.name, version.version) for version in page.versions]
+        if not page.next_page_token:
+            break
+        request.page_token = page.next_page_token
+    assert seen == [("a0", 1), ("a0", 2), ("a0", 3), ("a1", 1), ("a1", 2)]
+    with pytest.raises(InvalidRequest, match="token"):
+        request.page_token = "nonsense"
+        await door.client._channel.call(door.client._stub.ListAdapters, request)
+
+
+async def test_errors_of_tags_and_deletion_keep_their_types(door: Door, tmp_path: Path) -> None:
+    await upload(door.client, tmp_path, "sql", 1, tags=["prod"])
+    with pytest.raises(Conflict):
+        await door.client.set_tag("sql", "prod", {1: 1}, expect="none")
+    with pytest.raises(NotFound):
+        await door.client.set_tag("sql", "prod", {9: 1})
+    delete = door.client._stub.DeleteAdapterVersion
+    with pytest.raises(Blocked):
+        await door.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql:v1"))
+    with pytest.raises(InvalidRequest, match="sql:v1"):
+        await door.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql"))
+    with pytest.raises(NotFound):
+        await door.client.get("sql:v2")
+
+
+async def test_a_base_with_another_geometry_needs_replace(door: Door) -> None:
+    geometry = geometry_to_proto(tiny_geometry())
+    geometry.fingerprint = "sha256:" + "1" * 64
+    base = pb.Base(base_id="example/tiny", geometry=geometry)
+    call, stub = door.client._channel.call, door.client._stub
+    with pytest.raises(AlreadyExists):
+        await call(stub.RegisterBase, pb.RegisterBaseRequest(base=base))
+    await call(stub.RegisterBase, pb.RegisterBaseRequest(base=base, replace=True))
+    listed = await stub.ListBases(pb.ListBasesRequest())
+    assert [b.geometry.fingerprint for b in listed.bases] == [geometry.fingerprint]
+
+
+@pytest.fixture
+async def guarded(registry: Registry) -> AsyncIterator[tuple[Registry, str]]:
+    auth = KeyAuth(registry.keys, SERVICE_TOKEN)
+    running = await grpc_server.start([server.service(registry)], ["127.0.0.1:0"], auth=auth)
+    yield registry, f"127.0.0.1:{running.port}"
+    await running.stop(0)
+
+
+async def _client(
+    stack: AsyncExitStack, guarded: tuple[Registry, str], tenant: str, *scopes: str
+) -> RegistryClient:
+    _, token = await guarded[0].keys.create(tenant, scopes, 0.0, "")
+    return await stack.enter_async_context(RegistryClient(guarded[1], Credentials(api_key=token)))
+
+
+async def test_keys_bound_what_their_holders_see_and_do(
+    guarded: tuple[Registry, str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await _client(stack, guarded, "acme", "publisher")
+        reader = await _client(stack, guarded, "acme", "reader")
+        stranger = await _client(stack, guarded, "other", "admin")
+        published = await upload(publisher, tmp_path, "sql", 1)
+        assert published.version.tenant == "acme"
+        assert (await reader.get("sql")).version.creator != ""
+        with pytest.raises(PermissionDenied, match="publisher"):
+            await reader.set_tag("sql", "prod", {1: 1})
+        with pytest.raises(NotFound):
+            await stranger.get("acme/sql")
+        with pytest.raises(NotFound):
+            await stranger.set_tag("acme/sql", "prod", {1: 1})
+        with pytest.raises(PermissionDenied, match="cannot publish for 'acme'"):
+            await upload(stranger, tmp_path, "acme/mine", 2)
+        assert [v async for v in stranger.list()] == []
+        with pytest.raises(PermissionDenied):
+            await reader._channel.call(reader._stub.Reindex, pb.ReindexRequest())
+        await upload(publisher, tmp_path, "sql", 1, public=True)
+        assert (await stranger.get("acme/sql")).version.version == 1
+        assert [v.name async for v in stranger.list()] == ["sql"]
+
+
+async def test_running_and_pulling_are_shared_separately(
+    guarded: tuple[Registry, str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        owner = await _client(stack, guarded, "acme", "publisher")
+        friend = await _client(stack, guarded, "friend", "publisher")
+        stranger = await _client(stack, guarded, "other", "reader")
+        await upload(owner, tmp_path, "sql", 1)
+        request = pb.SetSharingRequest(
+            name="sql", visibility=pb.VISIBILITY_SHARED, shared_with=["friend"]
+        )
+        answer = await owner._channel.call(owner._stub.SetSharing, request)
+        assert list(answer.shared_with) == ["friend"] and not answer.pullable
+        assert (await friend.get("acme/sql")).version.version == 1
+        with pytest.raises(NotFound):
+            await stranger.get("acme/sql")
+        with pytest.raises(PermissionDenied, match="download"):
+            await friend.pull("acme/sql", tmp_path / "pulled")
+        request = pb.SetSharingRequest(name="sql", pullable=True)
+        await owner._channel.call(owner._stub.SetSharing, request)
+        assert (await friend.pull("acme/sql", tmp_path / "pulled")).version == 1
+        with pytest.raises(NotFound):
+            await friend._channel.call(
+                friend._stub.SetSharing, pb.SetSharingRequest(name="acme/sql", pullable=True)
+            )
+
+
+async def test_gateways_may_ask_who_holds_a_key(guarded: tuple[Registry, str]) -> None:
+    registry, address = guarded
+    record, token = await registry.keys.create("acme", ["reader"], 0.0, "")
+    async with RegistryClient(address, Credentials(api_key=SERVICE_TOKEN)) as gateway:
+        request = pb.CheckKeyRequest(token=token)
+        answer = await gateway._channel.call(gateway._stub.CheckKey, request)
+        assert (answer.key.key_id, answer.key.tenant) == (record.key_id, "acme")
+        with pytest.raises(Unauthenticated):
+            request = pb.CheckKeyRequest(token=token[:-1] + "!")
+            await gateway._channel.call(gateway._stub.CheckKey, request)
+    async with RegistryClient(address, Credentials(api_key=token)) as reader:
+        with pytest.raises(PermissionDenied):
+            await reader._channel.call(reader._stub.CheckKey, pb.CheckKeyRequest(token=token))
+
+
+async def test_calls_without_a_good_key_are_unauthenticated(
+    guarded: tuple[Registry, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, address = guarded
+    monkeypatch.setattr(keys_module, "CACHE_S", 0.0)
+    expired, expired_token = await registry.keys.create("acme", ["reader"], 1e-9, "")
+    revoked, revoked_token = await registry.keys.create("acme", ["reader"], 0.0, "")
+    await registry.keys.revoke(revoked.key_id)
+    forged = f"lpx_{expired.key_id}_{'0' * 48}"
+    for token in ("", "nonsense", forged, expired_token, revoked_token):
+        async with RegistryClient(address, Credentials(api_key=token)) as client:
+            with pytest.raises(Unauthenticated):
+                await client.get("sql")
+
+
+async def test_the_service_token_reads_for_everybody_and_registers_bases(
+    guarded: tuple[Registry, str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await _client(stack, guarded, "acme", "publisher")
+        await upload(publisher, tmp_path, "sql", 1)
+        gateway = await stack.enter_async_context(
+            RegistryClient(guarded[1], Credentials(api_key=SERVICE_TOKEN))
+        )
+        assert (await gateway.get("acme/sql")).version.version == 1
+        base = pb.Base(base_id="more", geometry=geometry_to_proto(tiny_geometry()))
+        await gateway._stub.RegisterBase(
+            pb.RegisterBaseRequest(base=base),
+            metadata=(("authorization", f"Bearer {SERVICE_TOKEN}"),),
+        )
+        with pytest.raises(PermissionDenied):
+            await gateway.set_tag("acme/sql", "prod", {1: 1})
+        request = pb.RegisterBaseRequest(base=base)
+        with pytest.raises(PermissionDenied):
+            await publisher._channel.call(publisher._stub.RegisterBase, request)
+
+
+async def test_the_secret_of_a_key_is_nowhere_in_the_store(registry: Registry) -> None:
+    record, token = await registry.keys.create("acme", ["reader"], 0.0, "laptop")
+    secret = token.rpartition("_")[2]
+    stored = (await registry.store.get(layout.key(record.key_id))).data
+    assert secret.encode() not in stored
+    assert (await registry.keys.check(token)).tenant == "acme"
+
+
+async def test_many_readers_at_once_get_the_same_answer(door: Door, tmp_path: Path) -> None:
+    published = await upload(door.client, tmp_path, "sql", 1)
+    found = await asyncio.gather(*(door.client.get("sql") for _ in range(50)))
+    assert {answer.version.digest for answer in found} == {published.version.digest}

@@ -1,0 +1,179 @@
+"""Watches: a snapshot, then every change in order; resumable; converging whatever Redis does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from services.registry.access.lookup import visible_batches
+from services.registry.access.permissions import Access
+from services.registry.assembly import Registry
+from services.registry.index import watch as watch_module
+from services.registry.index.catalog import PREFIX
+from services.registry.index.watch import Batch, watch
+from services.registry.publish.tags import TagAddress
+from services.registry.records import PUBLIC, TargetRecord
+from tests.registry.house import publish
+
+PROD = TagAddress("default", "sql", "prod")
+
+
+class Mirror:
+    """What a watcher knows, kept by the rules of the wire."""
+
+    def __init__(self, batches: AsyncIterator[Batch]) -> None:
+        self._batches = batches
+        self.token = ""
+        self.known: dict[str, Any] = {}
+        self.events: list[str] = []
+        self.snapshots = 0
+
+    async def step(self) -> Batch:
+        """Take one message in."""
+        batch = await asyncio.wait_for(anext(self._batches), 20)
+        if batch.begins_snapshot:
+            self.known.clear()
+            self.snapshots += 1
+        for event in batch.events:
+            self._take(event["kind"], event["doc"])
+        self.token = batch.token or self.token
+        return batch
+
+    async def until(self, key: str, value: object) -> None:
+        """Take messages in until `key` has a value."""
+        while self.known.get(key) != value:
+            await self.step()
+
+    async def snapshot(self) -> None:
+        """Take messages in up to the end of a snapshot."""
+        while not (await self.step()).ends_snapshot:
+            pass
+
+    def _take(self, kind: str, doc: dict[str, Any]) -> None:
+        if kind == "tag":
+            key = f"{doc['name']}:{doc['tag']}"
+            self.known[key] = [target["version"] for target in doc["targets"]]
+        elif kind == "version":
+            key = f"{doc['name']}:v{doc['version']}"
+            self.known[key] = "deleted" if doc["generation"] > 1 else doc["visibility"]
+        else:
+            key = doc["base_id"]
+            self.known[key] = "base"
+        self.events.append(f"{key} {doc['generation']}")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_BLOCK_MS", 50)
+
+
+async def test_a_watch_begins_with_everything_there_is(registry: Registry) -> None:
+    await publish(registry, "sql", 1, "prod")
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    assert mirror.known == {"example/tiny": "base", "sql:v1": 1, "sql:latest": [1], "sql:prod": [1]}
+    assert mirror.token
+
+
+async def test_changes_arrive_in_order_and_none_is_left_out(registry: Registry) -> None:
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    mirror.events.clear()
+    for seed in (1, 2):
+        await publish(registry, "sql", seed)
+    for version in (1, 2, 1):
+        await registry.tags.set(PROD, [TargetRecord(version, "")], None, "me")
+    await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
+    await mirror.until("sql:v2", "deleted")
+    assert mirror.events == [
+        *("sql:v1 1", "sql:latest 1", "sql:v2 1", "sql:latest 2"),
+        *("sql:prod 1", "sql:prod 2", "sql:prod 3"),
+        *("sql:latest 3", "sql:v2 2"),
+    ]
+    assert mirror.known["sql:latest"] == [1]
+
+
+async def test_a_token_resumes_after_exactly_what_was_handled(registry: Registry) -> None:
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    await publish(registry, "sql", 1)
+    await mirror.until("sql:latest", [1])
+    for version in (1, 1, 1):
+        await registry.tags.set(PROD, [TargetRecord(version, "", 1)], None, "me")
+    await publish(registry, "sql", 2)
+    resumed = Mirror(watch(registry.catalog, mirror.token))
+    await resumed.until("sql:latest", [2])
+    assert resumed.snapshots == 0
+    assert resumed.events == ["sql:prod 1", "sql:v2 1", "sql:latest 2"]
+
+
+async def test_moves_that_the_index_missed_are_reported_in_order(registry: Registry) -> None:
+    await publish(registry, "sql", 1)
+    await publish(registry, "sql", 2)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    mirror.events.clear()
+    for number in (1, 2):
+        target = TargetRecord(number, "sha256:x")
+        await registry.tags.move(PROD, lambda _, t=target: [t], "dead", f"m{number}")
+    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await mirror.until("sql:prod", [1])
+    while "sql:prod 3" not in mirror.events:
+        await mirror.step()
+    assert mirror.events == ["sql:prod 1", "sql:prod 2", "sql:prod 3"]
+
+
+@pytest.mark.parametrize("token", ["nonsense", "0123456789abcdef:7", "EPOCH:999999"])
+async def test_a_token_of_another_time_gives_a_snapshot(registry: Registry, token: str) -> None:
+    await publish(registry, "sql", 1)
+    epoch = await registry.catalog.epoch()
+    mirror = Mirror(watch(registry.catalog, token.replace("EPOCH", epoch or "")))
+    await mirror.until("sql:latest", [1])
+    assert mirror.snapshots == 1
+
+
+async def test_a_watch_goes_on_when_redis_is_flushed_and_the_index_comes_back(
+    registry: Registry, metadata_url: str
+) -> None:
+    await publish(registry, "sql", 1)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await raw.flushall()
+    await raw.aclose()
+    await registry.indexer.ensure()
+    await publish(registry, "sql", 2)
+    await mirror.until("sql:latest", [2])
+    assert mirror.snapshots == 2
+
+
+async def test_a_watcher_that_fell_too_far_behind_gets_a_snapshot(
+    registry: Registry, metadata_url: str
+) -> None:
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await raw.xtrim(f"{PREFIX}{await registry.catalog.epoch()}:events", maxlen=1, approximate=False)
+    await raw.aclose()
+    resumed = Mirror(watch(registry.catalog, mirror.token))
+    await resumed.until("sql:latest", [3])
+    assert resumed.snapshots == 1
+
+
+async def test_others_see_what_is_public_and_hear_when_it_no_longer_is(registry: Registry) -> None:
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    await publish(registry, "sql", 1)
+    await publish(registry, "open", 2, visibility=PUBLIC)
+    mirror = Mirror(visible_batches(registry.catalog, stranger, ""))
+    await mirror.snapshot()
+    assert set(mirror.known) == {"example/tiny", "open:v1", "open:latest"}
+    await publish(registry, "sql", 3)
+    await publish(registry, "open", 4, visibility=1)
+    await mirror.until("open:v1", "deleted")
+    assert not any(key.startswith("sql") for key in mirror.known)

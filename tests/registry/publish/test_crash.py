@@ -1,0 +1,132 @@
+"""The registry dies at every step of publishing. Afterwards: the old state or the new, no third.
+
+Real processes, really ended; the next one starts on what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import LoraplexError
+from loraplex.publishing import Publication
+from loraplex.registry_client import RegistryClient
+from loraplex.settings import Credentials
+from services.common.objects import open_store
+from services.registry import layout
+from services.registry.maintenance.gc import Collector
+from services.registry.publish.failpoint import EXIT_CODE
+from tests.registry.house import ANY_AGE_S, adapter_files, orphans_of, register_base, write_folder
+from tests.registry.process import RegistryProcess
+
+STEPS = [
+    "upload.session",
+    "upload.part",
+    "upload.part:2",
+    "publish.inspected",
+    "publish.pending",
+    "publish.blob",
+    "publish.blob:2",
+    "publish.manifest",
+    "publish.intent",
+    "publish.version",
+    "publish.visibility",
+    "publish.tag",
+    "publish.tag:2",
+    "publish.audit",
+    "publish.index",
+    "publish.finished",
+]
+INVISIBLE = set(STEPS[: STEPS.index("publish.intent") + 1])
+"""Steps at which nothing may have become visible."""
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+async def process(tmp_path: Path, objects_url: str) -> AsyncIterator[RegistryProcess]:
+    registry = RegistryProcess(tmp_path / "state", LORAPLEX_OBJECTS=objects_url)
+    yield registry
+    await registry.kill()
+
+
+async def _state(client: RegistryClient) -> dict[str, int]:
+    """Newest version of the list, and what the tags mean."""
+    versions = [v.version async for v in client.list(name="sql", all_versions=True)]
+    assert versions == list(range(1, len(versions) + 1))
+    tags = {tag: (await client.get(f"sql:{tag}")).version.version for tag in ("latest", "prod")}
+    for version in versions:
+        assert (await client.get(f"sql:v{version}")).version.version == version
+    return {"newest": max(versions), **tags}
+
+
+DAILY = {
+    ("publish.blob:2", "embedded"),
+    ("publish.version", "embedded"),
+    ("publish.version", "surviving"),
+    ("publish.tag", "surviving"),
+    ("publish.index", "surviving"),
+}
+CASES = [
+    pytest.param(step, metadata, marks=[] if (step, metadata) in DAILY else [pytest.mark.long])
+    for step in STEPS
+    for metadata in ("embedded", "surviving")
+]
+"""Every step with a metadata server that dies too and one that survives; a few of them daily."""
+
+
+@pytest.mark.parametrize(("step", "metadata"), CASES)
+async def test_a_crash_leaves_the_old_state_or_the_new_one(
+    process: RegistryProcess,
+    objects_url: str,
+    tmp_path: Path,
+    step: str,
+    metadata: str,
+    metadata_url: str,
+) -> None:
+    shared = {} if metadata == "embedded" else {"LORAPLEX_METADATA": metadata_url}
+    folders = [
+        write_folder(tmp_path / str(seed), adapter_files(seed, lora_alpha=seed)) for seed in (1, 2)
+    ]
+    publication = Publication("sql", tags=["prod"])
+    await process.start(**shared, LORAPLEX_FAILPOINTS=_second(step))
+    async with RegistryClient(process.address, Credentials()) as client:
+        await register_base(client)
+        await client.upload(folders[0], publication)
+        with pytest.raises(LoraplexError):
+            await client.upload(folders[1], publication)
+    assert await process.wait() == EXIT_CODE
+
+    await process.start(**shared)
+    async with RegistryClient(process.address, Credentials()) as client:
+        state = await _state(client)
+        new = {"newest": 2, "latest": 2, "prod": 2}
+        if step in INVISIBLE:
+            assert state == {"newest": 1, "latest": 1, "prod": 1}
+        else:
+            assert state == new
+        done = await client.upload(folders[1], publication)
+        assert done.version.version == 2
+        assert await _state(client) == new
+    await process.kill()
+    await _check_no_orphans(objects_url)
+
+
+def _second(step: str) -> str:
+    """Arm a step for the second upload: the first one passes each as often as it lists it."""
+    name, _, count = step.partition(":")
+    per_upload = sum(listed.partition(":")[0] == name for listed in STEPS)
+    return f"{name}:{per_upload + int(count or 1)}"
+
+
+async def _check_no_orphans(objects_url: str) -> None:
+    """A collection that finds everything old enough leaves what versions need, and nothing else."""
+    store = open_store(objects_url)
+    collector = Collector(store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
+    await collector.collect()
+    assert await orphans_of(store) == set()
+    assert [info.key async for info in store.list_objects(layout.UPLOADS)] == []
+    blobs = [info.key async for info in store.list_objects(layout.BLOBS)]
+    assert len(blobs) == 6, "two versions of manifest, config and tensors"

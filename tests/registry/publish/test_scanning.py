@@ -1,0 +1,88 @@
+"""Scanning a tensor file while it arrives: the same answer as reading it afterwards, or none."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from loraplex.adapter_format import parse_header, prefix_bytes
+from loraplex.adapter_format.tensor_scan import TensorScan
+from services.registry.assembly import Registry
+from services.registry.publish.scanning import ArrivingScan, Scans
+from tests.adapter_format.builders import Tensor, tensor_file
+from tests.registry.house import TENSORS, adapter_files, declared, opened, publish
+
+NAN = struct.pack("<f", float("nan"))
+FILE = tensor_file(
+    {
+        "zero": Tensor("F32", (7, 3), bytes(4)),
+        "one": Tensor("F32", (5,)),
+        "two": Tensor("F16", (9,)),
+    }
+)
+
+
+def _fed(data: bytes, step: int, size: int | None = None) -> frozenset[str] | None:
+    scan = ArrivingScan(len(data) if size is None else size)
+    for begin in range(0, len(data), step):
+        scan.feed(data[begin : begin + step])
+    return scan.finish()
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 100, 1 << 20])
+def test_chunks_of_any_size_give_the_answer_of_the_whole_file(step: int) -> None:
+    whole = TensorScan(parse_header(FILE[: prefix_bytes(FILE[:8], len(FILE))], len(FILE)))
+    whole.feed(FILE)
+    assert _fed(FILE, step) == whole.finish() == {"zero"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tensor_file({"bad": Tensor("F32", (4,), NAN)}),
+        FILE[:-1],
+        FILE[:20],
+        b"",
+        b"\xff" * 100,
+        (3).to_bytes(8, "little") + b"[1]",
+    ],
+)
+def test_a_file_that_is_bad_or_not_whole_has_no_answer(data: bytes) -> None:
+    assert _fed(data, 10, size=max(len(data), 1)) is None
+
+
+def test_the_oldest_answer_is_forgotten() -> None:
+    scans = Scans()
+    for number in range(1025):
+        scans.remember(str(number), frozenset())
+    assert scans.zero_tensors("0") is None
+    assert scans.zero_tensors("1024") == frozenset()
+
+
+async def test_an_upload_is_scanned_once_while_it_arrives(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = adapter_files(1)
+    session = await opened(registry, "sql", files)
+    sha256 = next(file.sha256 for file in declared(files) if file.path == TENSORS)
+    assert registry.uploads._scans.zero_tensors(sha256) is not None
+    reads: list[int] = []
+    get_range = registry.store.get_range
+
+    async def counted(key: str, offset: int, length: int) -> bytes:
+        data = await get_range(key, offset, length)
+        reads.append(offset + len(data))
+        return data
+
+    monkeypatch.setattr(registry.store, "get_range", counted)
+    await registry.publisher.finish(session)
+    assert max(reads) < len(files[TENSORS]), "the tensors themselves are not read again"
+
+
+async def test_values_are_scanned_from_the_store_where_no_answer_is_kept(
+    registry: Registry,
+) -> None:
+    await publish(registry, "sql", 1)
+    registry.uploads._scans._zeros.clear()
+    assert (await publish(registry, "other", 1)).version.version == 1
