@@ -16,6 +16,7 @@ from torch import Tensor
 from services.worker.kernels.launch import must_widen
 from services.worker.kernels.lora import triton_kernels as kernels
 from services.worker.kernels.lora.dense import add_dense
+from services.worker.kernels.lora.device_records import MAX_PARTS
 from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
 from services.worker.kernels.lora.plan import (
     SPLIT_INPUTS,
@@ -33,7 +34,6 @@ from services.worker.kernels.lora.step_work import StepWork, work_size
 from services.worker.kernels.lora.worklist import LoraBatch
 
 ALIGNED_ELEMENTS = 16
-MAX_PARTS = 4
 
 
 class DeviceLora:
