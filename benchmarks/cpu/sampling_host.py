@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling.drawing import DrawOperators
 from services.worker.sampling.sampler import sample
 from services.worker.sampling.turn import Turn
+from services.worker.types.request import Request, SamplingParams
 
 VOCABULARY = 256
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import EngineConfig, Fetched, Submit, Unpin, Want
-from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
-from services.worker.runner_protocol import DoneStep
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.types.messages import EngineConfig, Fetched, Submit, Unpin, Want
+from services.worker.types.request import AdapterSet, SampledRow, SamplingParams, StepPlan
+from services.worker.types.runner_protocol import DoneStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,16 +33,16 @@ import torch
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
-from services.worker.adapters.contents import ModuleReader
-from services.worker.adapters.image import ImageFile, image_path
-from services.worker.adapters.packing import Packer
-from services.worker.adapters.residency import Tier
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
-from services.worker.request import AdapterSet, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner
-from services.worker.runner_protocol import LaunchedStep
+from services.worker.adapters.pack.contents import ModuleReader
+from services.worker.adapters.pack.image import ImageFile, image_path
+from services.worker.adapters.pack.packing import Packer
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
+from services.worker.types.request import AdapterSet, SamplingParams, StepPlan
+from services.worker.types.residency import Tier
+from services.worker.types.runner_protocol import LaunchedStep
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)

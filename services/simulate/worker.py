@@ -9,8 +9,8 @@ import math
 from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
 from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
-from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit
+from services.worker.engine.engine import Engine
+from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit
 
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""

@@ -16,16 +16,16 @@ from services.common.metrics import MetricsServer
 from services.common.objects.opening import open_store
 from services.common.process import run_service
 from services.common.service_token import ServiceAuth
-from services.worker.adapters.disk import DiskCache
-from services.worker.adapters.source import AdapterSource
-from services.worker.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.adapters.fetch.disk_cache import DiskCache
+from services.worker.adapters.fetch.source import AdapterSource
 from services.worker.config import WorkerConfig, from_env
-from services.worker.door import Door
-from services.worker.engine_link import EngineLink
 from services.worker.grammars.checker import GrammarChecker
-from services.worker.metrics import AdapterCollector, OfModel
-from services.worker.server import worker_service
-from services.worker.status import StatusBoard
+from services.worker.server.api_server import Door
+from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.server.engine_client import EngineLink
+from services.worker.server.metrics import AdapterCollector, OfModel
+from services.worker.server.servicer import worker_service
+from services.worker.server.status import StatusBoard
 
 logger = logging.getLogger("services.worker")
 

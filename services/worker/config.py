@@ -13,7 +13,7 @@ from services.common import env
 from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import TlsFiles, tls_files
-from services.worker.messages import EngineConfig
+from services.worker.types.messages import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest, Unavailable
 from services.common.objects.file import FileStore
-from services.worker.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
 from tests.worker import tiny
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.block_tables import BlockTables
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.runner.block_tables import BlockTables
+from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
 from tests.worker.scheduling.stage import Stage, make_request
 
 TOKENS_PER_BLOCK = 4

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from services.worker.engine_loop import build_engine
+from services.worker.engine.process import build_engine
 from services.worker.native.isa import TORCH
 from tests.worker.commands import make_config
 from tests.worker.kernels.native_isas import ISAS, native

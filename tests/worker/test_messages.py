@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
-from services.worker.messages import (
+from services.worker.types.messages import (
     Cancel,
     Command,
     EngineLoad,
@@ -31,7 +31,7 @@ from services.worker.messages import (
     decode_message,
     frame,
 )
-from services.worker.request import AdapterSet, Logprobs, SamplingParams
+from services.worker.types.request import AdapterSet, Logprobs, SamplingParams
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.request import (
+from services.worker.types.request import (
     AdapterSet,
     PlannedRow,
     Request,

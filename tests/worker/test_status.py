@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import DataLoss, Unavailable
-from services.worker.adapters.disk import DiskAdapter
-from services.worker.adapters.residency import Tier
-from services.worker.messages import EngineLoad, Residency, WireError
-from services.worker.status import StatusBoard
+from services.worker.adapters.fetch.disk_cache import DiskAdapter
+from services.worker.server.status import StatusBoard
+from services.worker.types.messages import EngineLoad, Residency, WireError
+from services.worker.types.residency import Tier
 
 LOAD = EngineLoad(running_requests=1)
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.block_tables import BlockTables
-from services.worker.input_buffer import CHANGES_BYTES, InputBuffer
-from services.worker.kernels.lora.runs import RowRun
 from services.worker.layers.ropes import Ropes
-from services.worker.model.config import RopeConfig
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.step_inputs import StepInputs, read_plan
+from services.worker.ops.lora.runs import RowRun
+from services.worker.runner.block_tables import BlockTables
+from services.worker.runner.input_buffer import CHANGES_BYTES, InputBuffer
+from services.worker.runner.step_inputs import StepInputs, read_plan
+from services.worker.types.model_config import RopeConfig
+from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
 
 CPU = torch.device("cpu")
 ADAPTER, OTHER = ((3, 0.5),), ((4, 1.0),)

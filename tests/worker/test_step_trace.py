@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.simulate.runner import TimedRunner, VirtualClock
-from services.worker.request import AdapterSet, PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.step_trace import TracedRunner
+from services.worker.engine.step_trace import TracedRunner
+from services.worker.types.request import AdapterSet, PlannedRow, Request, SamplingParams, StepPlan
 from tests.simulate.fleets import COSTS
 
 

@@ -13,8 +13,8 @@ from loraplex.errors import LoraplexError
 from services.common.piped_process import ask_line, start_module
 from services.worker.grammars.check_process import Setup
 from services.worker.grammars.compiling import bad_grammar, check_size
-from services.worker.messages import WireError
-from services.worker.request import Grammar
+from services.worker.types.messages import WireError
+from services.worker.types.request import Grammar
 
 MAX_VERDICTS = 1024
 START_TIMEOUT_S = 60.0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from services.worker.layers.operators import Operators
 from services.worker.model.build import Builder, LayerNames
-from services.worker.model.config import ConfigReader, ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.load import Weights
 from services.worker.model.plain import (
@@ -17,6 +16,7 @@ from services.worker.model.plain import (
     read_plain,
     windows_of,
 )
+from services.worker.types.model_config import ConfigReader, ModelConfig
 
 DEFAULTS = Defaults(
     head_dim=256,

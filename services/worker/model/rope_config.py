@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from services.worker.model.config import ConfigReader, RopeConfig
+from services.worker.types.model_config import ConfigReader, RopeConfig
 
 _REQUIRED = {
     "default": (),

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.request import Constraint, SamplingParams
 from services.worker.sampling.masks import MINUS_INF
 from services.worker.sampling.output_counts import output_counts
 from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload
+from services.worker.types.request import Constraint, SamplingParams
 
 
 @dataclass(slots=True)

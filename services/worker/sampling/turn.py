@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from services.worker.request import PlannedRow, Request, SamplingParams
+from services.worker.types.request import PlannedRow, Request, SamplingParams
 
 
 class Turn(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from services.worker.request import PlannedRow, Request, batch_order
+from services.worker.types.request import PlannedRow, Request, batch_order
 
 
 @dataclass(slots=True, eq=False)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.adapters.cache import AdapterCache
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout, kv_owner
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout, kv_owner
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.admission import peak_kv_blocks, too_large
 from services.worker.scheduling.budget import TokenBudget
 from services.worker.scheduling.deadlines import Deadlines
@@ -32,6 +31,7 @@ from services.worker.scheduling.policies import (
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
 from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
+from services.worker.types.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""

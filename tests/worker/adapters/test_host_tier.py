@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from loraplex.errors import DataLoss
-from services.worker.adapters.host_tier import HostTier, LandingForecast
-from services.worker.adapters.image import ImageFile, ImageIndex, PackedAdapter
-from services.worker.memory.buffer import ArenaBuffer
+from services.worker.adapters.device.host_tier import HostTier, LandingForecast
+from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
+from services.worker.arena_buffer import ArenaBuffer
 
 BLOCK_BYTES = 64
 SLAB_BLOCKS = 8

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.adapters.image import ImageIndex, PackedRole, PackedSite
-from services.worker.adapters.landing import Landing, Stalls, last_blocks
+from services.worker.adapters.device.landing import Landing, Stalls, last_blocks
+from services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
 
 
 class Clock:

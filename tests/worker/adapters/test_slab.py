@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.adapters.slab import ImageSlab
+from services.worker.adapters.device.slab import ImageSlab
 
 NUM_BLOCKS = 6
 ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))

@@ -23,14 +23,14 @@ from loraplex.errors import (
 )
 from services.common.objects.file import FileStore
 from services.common.objects.store import blob_key
-from services.worker.adapters.contents import ModuleReader
-from services.worker.adapters.disk import DiskCache
-from services.worker.adapters.image import ImageFile, image_path, images_in
-from services.worker.adapters.layout import AdapterLayout
-from services.worker.adapters.pack_process import prepare
-from services.worker.adapters.packers import Packers
-from services.worker.adapters.packing import Packer
-from services.worker.adapters.source import AdapterSource
+from services.worker.adapters.fetch.disk_cache import DiskCache
+from services.worker.adapters.fetch.pack_pool import Packers
+from services.worker.adapters.fetch.source import AdapterSource
+from services.worker.adapters.pack.contents import ModuleReader
+from services.worker.adapters.pack.image import ImageFile, image_path, images_in
+from services.worker.adapters.pack.pack_process import prepare
+from services.worker.adapters.pack.packing import Packer
+from services.worker.types.adapter_layout import AdapterLayout
 from tests.worker import tiny
 
 

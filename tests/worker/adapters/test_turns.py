@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.adapters.turns import Turns
+from services.worker.adapters.fetch.fetch_limiter import Turns
 
 
 class Hall:

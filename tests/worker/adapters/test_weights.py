@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from loraplex.errors import InvalidAdapter
-from services.worker.adapters import base_values
-from services.worker.adapters.base_values import dora_gain, embedding_gain
-from services.worker.building import build_runner
-from services.worker.layers.linear import DenseLinear
+from services.worker.adapters.device import base_values
+from services.worker.adapters.device.base_values import dora_gain, embedding_gain
+from services.worker.ops.linear.torch import DenseLinear
+from services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 

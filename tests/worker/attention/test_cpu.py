@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from services.worker.attention.cpu import NativeAttention, NativeAttentionMetadata
-from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
-from services.worker.memory.buffer import ArenaBuffer, KvBuffer
-from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.request import RELEASED_BLOCK
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from services.worker.types.request import RELEASED_BLOCK
 from tests.worker.attention.paged import paged_metadata
 from tests.worker.kernels.native_isas import ISAS, native
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.kernels.lora import naive
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.cpu import NativeLora
-from services.worker.kernels.lora.records import Records
-from services.worker.kernels.lora.runs import RowRun, row_runs
-from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.cpu import NativeLora
+from services.worker.ops.lora.records import Records
+from services.worker.ops.lora.runs import RowRun, row_runs
+from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.kernels.native_isas import ISAS, native
 
 SITE, NUM_SITES = 3, 5

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from services.worker.kernels.lora import naive
-from services.worker.kernels.lora.dense import add_dense
-from services.worker.kernels.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
-from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora.dense import add_dense
+from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
+from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
 
 SITE = 2

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from services.worker.kernels.lora import naive
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.runs import RowRun
-from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.runs import RowRun
+from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from services.worker.ops.lora.worklist import LoraBatch
 
 SITE, VOCAB, WIDTH, RANK = 0, 50, 12, 5
 ROW_IDS = [3, 4, 17, 49]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout, grow_tables, release_tables
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import RELEASED_BLOCK, AdapterSet, OwnRope, Request, SamplingParams
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout, grow_tables, release_tables
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.types.request import (
+    RELEASED_BLOCK,
+    AdapterSet,
+    OwnRope,
+    Request,
+    SamplingParams,
+)
 
 BLOCK = 4
 

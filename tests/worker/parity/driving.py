@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.request import (
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.request import (
     RELEASED_BLOCK,
     PlannedRow,
     Request,
@@ -19,8 +20,7 @@ from services.worker.request import (
     StepPlan,
     batch_order,
 )
-from services.worker.runner import TorchRunner
-from services.worker.runner_protocol import LaunchedStep
+from services.worker.types.runner_protocol import LaunchedStep
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling import drawing, sampler
 from services.worker.sampling.edits import edits_of
 from services.worker.sampling.masks import limits_of, truncate
@@ -14,6 +13,7 @@ from services.worker.sampling.philox import gumbel_scalar
 from services.worker.sampling.sampler import sample, score_tokens
 from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload
+from services.worker.types.request import Request, SamplingParams
 
 VOCAB = 97
 INF = float("inf")

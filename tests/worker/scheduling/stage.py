@@ -6,13 +6,15 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.residency import Load
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import (
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.scheduling.limits import SchedulerLimits
+from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
+from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.request import (
     RELEASED_BLOCK,
     AdapterSet,
     PlannedRow,
@@ -21,9 +23,7 @@ from services.worker.request import (
     StepPlan,
     batch_order,
 )
-from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
-from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.residency import Load
 
 STEP_S = 1.0
 TOKEN = 7

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.worker.attention.triton import (
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.ops.attention import work_items
+from services.worker.ops.attention.shapes import HeadShape
+from services.worker.ops.attention.triton import context_tiles
+from services.worker.ops.attention.triton_backend import (
     TritonAttention,
     TritonAttentionMetadata,
     TritonKernels,
     Workspace,
 )
-from services.worker.kernels.attention import work_items
-from services.worker.kernels.attention.shapes import HeadShape
-from services.worker.kernels.attention.triton import context_tiles
-from services.worker.memory.buffer import ArenaBuffer, KvBuffer
-from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.request import RELEASED_BLOCK
+from services.worker.types.request import RELEASED_BLOCK
 from tests.worker.attention.paged import paged_metadata
 from tests.worker.kernels.triton.conftest import INTERPRETING
 

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.building import build_runner
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan, batch_order
+from services.worker.runner.building import build_runner
+from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan, batch_order
 from tests.worker.kernels.triton.compilations import counted_compilations
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.tiny import LINEARS, VOCAB, write_adapter, write_base

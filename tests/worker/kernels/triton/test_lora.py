@@ -6,16 +6,16 @@ import random
 import pytest
 import torch
 
-from services.worker.kernels.lora import naive
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora import triton as fast
-from services.worker.kernels.lora.device_records import Part
-from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
-from services.worker.kernels.lora.plan import SPLIT_INPUTS
-from services.worker.kernels.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
-from services.worker.kernels.lora.step_work import StepWork, work_size
-from services.worker.kernels.lora.tables import SiteDelta, Slice
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora import triton as fast
+from services.worker.ops.lora.device_records import Part
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.plan import SPLIT_INPUTS
+from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
+from services.worker.ops.lora.step_work import StepWork, work_size
+from services.worker.ops.lora.tables import SiteDelta, Slice
+from services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.kernels.triton.adapters import (
     TOLERANCE,
     PackedArena,

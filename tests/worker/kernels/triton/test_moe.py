@@ -7,22 +7,22 @@ import random
 import pytest
 import torch
 
-from services.worker.building import build_runner
-from services.worker.cuda_graphs import forward_static
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.device_records import Part
-from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
-from services.worker.kernels.lora.runs import RowRun
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.kernels.moe import triton as moe
-from services.worker.kernels.moe.pairs import sort_pairs
+from services.worker.layers.forward_batch import ForwardBatch
 from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.linear import DenseLinear
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.moe import Expert, LoopedExperts
 from services.worker.layers.operators import TorchOperators
-from services.worker.model.batch import ForwardBatch
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.ops.linear.torch import DenseLinear
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.device_records import Part
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.runs import RowRun
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.moe import triton as moe
+from services.worker.ops.moe.pairs import sort_pairs
+from services.worker.runner.building import build_runner
+from services.worker.runner.cuda_graphs import forward_static
+from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
 from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.kernels.triton.reads import note_reads

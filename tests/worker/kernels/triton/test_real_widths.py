@@ -10,15 +10,15 @@ import random
 import pytest
 import torch
 
-from services.worker.kernels.attention.shapes import HeadShape
-from services.worker.kernels.lora import naive
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora import triton as fast
-from services.worker.kernels.lora.device_records import Part
-from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
-from services.worker.kernels.lora.runs import RowRun, dense_runs
-from services.worker.kernels.lora.tables import SiteDelta, Slice
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.attention.shapes import HeadShape
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora import triton as fast
+from services.worker.ops.lora.device_records import Part
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.runs import RowRun, dense_runs
+from services.worker.ops.lora.tables import SiteDelta, Slice
+from services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.kernels.triton.adapters import PackedArena
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.kernels.triton.test_attention import dense, make_step, run_step

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.adapters.landing import Landing, Stalls
-from services.worker.adapters.loader import CopiedImage
-from services.worker.building import build_runner
-from services.worker.cuda_graphs import forward_static
-from services.worker.gpu_path import site_masks
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.warm_up import idle_batch
+from services.worker.adapters.device.landing import Landing, Stalls
+from services.worker.adapters.device.loader import CopiedImage
+from services.worker.runner.building import build_runner
+from services.worker.runner.cuda_graphs import forward_static
+from services.worker.runner.gpu_path import site_masks
+from services.worker.runner.warm_up import idle_batch
+from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
 from tests.worker.kernels.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling.sampler import sample
 from services.worker.sampling.turn import Turn
+from services.worker.types.request import Request, SamplingParams
 from tests.worker.kernels.triton.reads import note_reads
 from tests.worker.kernels.triton.test_runner import AsksNobody
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.worker.kernels.sampling.truncation import BLOCK_TOKENS, truncate
+from services.worker.ops.sampling.truncation import BLOCK_TOKENS, truncate
 from services.worker.sampling import masks
 from tests.worker.kernels.triton.conftest import INTERPRETING
 

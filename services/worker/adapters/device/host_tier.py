@@ -1,0 +1,150 @@
+"""Between the disk cache and a GPU's arena: a pinned slab of images, and the stream of copies.
+
+    image file --read, once--> slab --copied by the GPU--> blocks of the arena
+
+One thread copies, beside the steps. Without a GPU the same code copies at once, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.worker.adapters.device.landing import Landing, Stalls
+from services.worker.adapters.device.slab import ImageSlab
+from services.worker.adapters.pack.image import Image
+from services.worker.arena_buffer import ArenaBuffer
+
+MAX_DEFAULT_BYTES = 4 << 30
+
+
+def default_bytes() -> int:
+    """A slab where no size was asked for: an eighth of the host's memory, 4 GiB at the most."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(MAX_DEFAULT_BYTES, host_bytes // 8)
+
+
+class LandingForecast:
+    """When copies under way will have landed, by the rate of those before. Pure arithmetic."""
+
+    def __init__(self) -> None:
+        self._s_per_byte: float | None = None
+        self._lands_s = 0.0
+
+    def measured(self, num_bytes: int, elapsed_s: float) -> None:
+        """A copy took so long on the device."""
+        self._s_per_byte = elapsed_s / num_bytes
+
+    def expect(self, num_bytes: int, now: float) -> float | None:
+        """Seconds until a copy that begins behind all others has landed; None = not known yet."""
+        if self._s_per_byte is None:
+            return None
+        self._lands_s = max(self._lands_s, now) + num_bytes * self._s_per_byte
+        return self._lands_s - now
+
+
+class HostTier:
+    """Copies images through the slab into one arena."""
+
+    def __init__(self, arena: ArenaBuffer, num_bytes: int) -> None:
+        """`num_bytes` of the slab, at least a block, allocated here: torch pins powers of two, so
+        it is rounded down to one."""
+        self._arena = arena.data
+        num_blocks = max(1, (1 << num_bytes.bit_length() - 1) // arena.block_bytes)
+        self._memory = self._allocate(num_blocks)
+        self._slab = ImageSlab(num_blocks)
+        self._stream = torch.cuda.Stream(arena.data.device) if arena.data.is_cuda else None
+        self._forecast = LandingForecast()
+        self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
+        """Begin and end of the last copy, and its bytes, until its time is known."""
+        self.stalls = Stalls(_now)
+
+    def copy(
+        self, image: Image, blocks: Sequence[int], step_s: float
+    ) -> tuple[Landing | None, float]:
+        """Fill `blocks`, which no step reads, from the slab, and the slab from the image first.
+
+        A copy that will have landed, as measured, before a step of `step_s` would be over is left
+        under way: each layer's bytes are there before the step comes to them. Others are waited
+        for.
+
+        Returns:
+            What the step's stream has to wait for, None = nothing, and seconds that are expected to
+            pass until the device has everything.
+
+        Raises:
+            DataLoss: the image ends early; the blocks' bytes are undefined then.
+        """
+        size, left = self._arena.shape[1], image.index.num_bytes
+        lengths = [min(size, left - i * size) for i in range(len(blocks))]
+        rows = self._staged(image, lengths)
+        if self._stream is None:
+            for block, row in zip(blocks, rows, strict=True):
+                self._arena[block, : len(row)].copy_(row)
+            return None, 0.0
+        self._measure()
+        with torch.cuda.stream(self._stream):
+            events = self._enqueue(blocks, rows)
+        expected_s = self._forecast.expect(left, time.perf_counter())
+        if expected_s is None or expected_s > step_s:
+            self._stream.synchronize()
+            self._measure()
+            return None, 0.0
+        return Landing(image.index, events, self.stalls), expected_s
+
+    def _staged(self, image: Image, lengths: Sequence[int]) -> list[Tensor]:
+        """The image's bytes in pinned memory, block by block."""
+        name = image.sha256
+        places = self._slab.find(name)
+        if places is not None:
+            return _rows(self._memory, places, lengths)
+        places = self._slab.enter(name, len(lengths))
+        if self._stream is not None:
+            self._stream.synchronize()  # images that made room may be under way
+        memory = self._memory
+        if places is None:  # larger than the slab; torch keeps the memory until the copy is done
+            memory = self._allocate(len(lengths))
+        rows = _rows(memory, places or range(len(lengths)), lengths)
+        try:
+            image.read_into([row.numpy().data for row in rows])
+        except BaseException:
+            if places is not None:
+                self._slab.drop(name)
+            raise
+        return rows
+
+    def _allocate(self, num_blocks: int) -> Tensor:
+        shape = num_blocks, self._arena.shape[1]
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._arena.is_cuda)
+
+    def _enqueue(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
+        """Copies in the current stream, with an event after each."""
+        begin = _now()
+        events = []
+        for block, row in zip(blocks, rows, strict=True):
+            self._arena[block, : len(row)].copy_(row, non_blocking=True)
+            events.append(_now())
+        if events:
+            self._last = begin, events[-1], sum(map(len, rows))
+        return events
+
+    def _measure(self) -> None:
+        """Take the time of the last copy, where it is over."""
+        if self._last is not None and self._last[1].query():
+            begin, end, num_bytes = self._last
+            self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)
+            self._last = None
+
+
+def _rows(memory: Tensor, places: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+    return [memory[p, :length] for p, length in zip(places, lengths, strict=True)]
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
