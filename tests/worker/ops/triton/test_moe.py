@@ -23,10 +23,10 @@ from services.worker.ops.moe.pairs import sort_pairs
 from services.worker.runner.building import build_runner
 from services.worker.runner.cuda_graphs import forward_static
 from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
-from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
-from tests.worker.kernels.triton.conftest import INTERPRETING
-from tests.worker.kernels.triton.reads import note_reads
-from tests.worker.kernels.triton.test_runner import AsksNobody
+from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
+from tests.worker.ops.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.reads import note_reads
+from tests.worker.ops.triton.test_runner import AsksNobody
 from tests.worker.tiny import CONFIG
 
 SMALL = moe.Tiling(16, 32, 16, 4, 2, 2)

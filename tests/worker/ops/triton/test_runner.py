@@ -13,7 +13,7 @@ from services.worker.runner.cuda_graphs import forward_static
 from services.worker.runner.gpu_path import site_masks
 from services.worker.runner.warm_up import idle_batch
 from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

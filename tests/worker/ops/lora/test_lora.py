@@ -15,7 +15,7 @@ from services.worker.ops.lora.records import Records
 from services.worker.ops.lora.runs import RowRun, row_runs
 from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.kernels.native_isas import ISAS, native
+from tests.worker.native.isas import ISAS, native
 
 SITE, NUM_SITES = 3, 5
 NUM_ADAPTERS = 7

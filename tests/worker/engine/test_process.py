@@ -7,7 +7,7 @@ import pytest
 from services.worker.engine.process import build_engine
 from services.worker.native.isa import TORCH
 from tests.worker.commands import make_config
-from tests.worker.kernels.native_isas import ISAS, native
+from tests.worker.native.isas import ISAS, native
 from tests.worker.tiny import write_base
 
 ARENA_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.ops.attention.backend import AttentionMask, KvCacheParams
 from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from services.worker.types.request import RELEASED_BLOCK
-from tests.worker.attention.paged import paged_metadata
+from tests.worker.ops.attention.paged import paged_metadata
 
 HEAD_DIM = 8
 NUM_BLOCKS = 64

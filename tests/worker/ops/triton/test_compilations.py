@@ -9,8 +9,8 @@ import triton.language as tl
 
 from services.worker.runner.building import build_runner
 from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan, batch_order
-from tests.worker.kernels.triton.compilations import counted_compilations
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.compilations import counted_compilations
+from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import LINEARS, VOCAB, write_adapter, write_base
 
 MAX_STEP_TOKENS = 2048

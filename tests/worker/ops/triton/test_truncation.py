@@ -5,7 +5,7 @@ import torch
 
 from services.worker.ops.sampling.truncation import BLOCK_TOKENS, truncate
 from services.worker.sampling import masks
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.conftest import INTERPRETING
 
 INF = float("inf")
 WIDE = BLOCK_TOKENS + 777

@@ -6,7 +6,7 @@ import torch
 from services.worker.runner.building import build_runner
 from services.worker.runner.mixed_graphs import MixedGraphs, PieceRecorder
 from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
 

@@ -10,7 +10,7 @@ from services.worker.ops.lora.dense import add_dense
 from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
 from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.kernels.triton.adapters import TOLERANCE, PackedArena, random_delta
+from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 
 SITE = 2
 

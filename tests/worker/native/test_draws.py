@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.worker.sampling import drawing, masks
-from tests.worker.kernels.native_isas import ISAS, native
+from tests.worker.native.isas import ISAS, native
 
 INF = float("inf")
 WIDTHS = [1, 5, 63, 64, 97, 1000, 40_000]

@@ -9,7 +9,7 @@ from services.worker.ops.linear.torch import DenseLinear, keeps_float32
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora.runs import RowRun
 from services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.kernels.triton.adapters import PackedArena, random_delta
+from tests.worker.ops.triton.adapters import PackedArena, random_delta
 
 SITE = 3
 NUM_INPUTS, NUM_TOKENS = 64, 200

@@ -10,8 +10,8 @@ from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
 from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from services.worker.types.request import RELEASED_BLOCK
-from tests.worker.attention.paged import paged_metadata
-from tests.worker.kernels.native_isas import ISAS, native
+from tests.worker.native.isas import ISAS, native
+from tests.worker.ops.attention.paged import paged_metadata
 
 NUM_BLOCKS = 48
 LENGTHS = (1, 15, 17, 40, 63)

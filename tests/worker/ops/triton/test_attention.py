@@ -18,8 +18,8 @@ from services.worker.ops.attention.triton_backend import (
     Workspace,
 )
 from services.worker.types.request import RELEASED_BLOCK
-from tests.worker.attention.paged import paged_metadata
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.attention.paged import paged_metadata
+from tests.worker.ops.triton.conftest import INTERPRETING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

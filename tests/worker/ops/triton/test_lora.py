@@ -16,12 +16,7 @@ from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, ro
 from services.worker.ops.lora.step_work import StepWork, work_size
 from services.worker.ops.lora.tables import SiteDelta, Slice
 from services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.kernels.triton.adapters import (
-    TOLERANCE,
-    PackedArena,
-    random_delta,
-    slots_of_mix,
-)
+from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta, slots_of_mix
 
 SITE, NUM_SITES, NUM_ADAPTERS = 1, 3, 3
 SHAPES = [(1, 1, 1), (3, 33, 5), (18, 40, 70), (50, 20, 24)]

@@ -19,9 +19,9 @@ from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from services.worker.ops.lora.runs import RowRun, dense_runs
 from services.worker.ops.lora.tables import SiteDelta, Slice
 from services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.kernels.triton.adapters import PackedArena
-from tests.worker.kernels.triton.conftest import INTERPRETING
-from tests.worker.kernels.triton.test_attention import dense, make_step, run_step
+from tests.worker.ops.triton.adapters import PackedArena
+from tests.worker.ops.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.test_attention import dense, make_step, run_step
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="takes hours under the interpreter")
 

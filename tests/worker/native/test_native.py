@@ -14,7 +14,7 @@ from services.worker.native import bindings, build
 from services.worker.native.check import computes_right
 from services.worker.native.isa import GENERIC, ISA_FLAGS, choose_isa, family_isas, host_isas
 from services.worker.ops.rope.torch import rotate
-from tests.worker.kernels.native_isas import ISAS, native
+from tests.worker.native.isas import ISAS, native
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

@@ -1,7 +1,7 @@
 """Kernels run here under Triton's interpreter or on a CUDA device, whichever the process has.
 
 Triton decides when it is imported, so a plain CPU run of the suite leaves these files alone and
-`tests/worker/kernels/test_triton.py` runs them in a process of their own.
+`tests/worker/ops/test_triton.py` runs them in a process of their own.
 """
 
 import os

@@ -5,8 +5,8 @@ import torch
 from services.worker.sampling.sampler import sample
 from services.worker.sampling.turn import Turn
 from services.worker.types.request import Request, SamplingParams
-from tests.worker.kernels.triton.reads import note_reads
-from tests.worker.kernels.triton.test_runner import AsksNobody
+from tests.worker.ops.triton.reads import note_reads
+from tests.worker.ops.triton.test_runner import AsksNobody
 
 VOCAB = 300
 KINDS = [

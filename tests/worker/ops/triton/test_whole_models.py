@@ -15,7 +15,7 @@ from benchmarks.gpu.common import write_base
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter
 from services.worker.runner.building import build_runner
 from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan, batch_order
-from tests.worker.kernels.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.conftest import INTERPRETING
 
 DECODE_STEPS = 3
 MAX_FLOAT32_ERROR = 1e-4
