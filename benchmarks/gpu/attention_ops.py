@@ -1,19 +1,20 @@
 """Paged attention of one layer on a GPU: generations against copy bandwidth, contexts in TFLOP/s.
 
-    python -m benchmarks.gpu.attention_ops [--tune] [--only decode|prefill]
+    python -m benchmarks.gpu.attention_ops [--tune] [--quick] [--only decode|prefill]
                                            [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Heads are those of Llama-3-8B. The layers of one cache are captured one after the other in a graph,
 so that keys and values come from memory. Uneven cases have one or several long sequences beside
 short ones. Before a case is timed, its result is compared with a float32 softmax. `--tune` times
-other tiles, and for generations other sizes of items.
+other tiles, and for generations other sizes of items; with `--quick`, a few of generations in less
+than a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ CASES = (
     Case("512 after 8k", ((8192, 512),)),
     Case("2k after 30k", ((30720, 2048),)),
 )
+QUICK_CASES = ("1 x 1k", "64 x 1k", "63 x 1k, 1 x 32k", "256 x 1k")
 TINY_CASES = (decode("tiny", [700, 5]), Case("tiny prefill", ((40, 70), (0, 5))))
 
 
@@ -96,23 +98,27 @@ def context_tilings(default: Tiling) -> Iterator[Tiling]:
 
 def generation_tilings(default: Tiling) -> Iterator[Tiling]:
     """Alternatives for half precision and heads of 128."""
-    for keys, warps, stages, programs in (
-        (64, 4, 2, 5),
-        (64, 4, 4, 2),
-        (64, 8, 3, 2),
-        (64, 2, 3, 3),
-        (32, 4, 4, 4),
-        (32, 2, 4, 4),
-        (128, 4, 3, 1),
-        (128, 8, 3, 1),
+    for keys, warps, stages, programs, registers in (
+        (64, 4, 3, 3, None),
+        (64, 4, 2, 4, 128),
+        (64, 4, 4, 2, None),
+        (64, 8, 3, 2, None),
+        (64, 2, 3, 3, None),
+        (32, 4, 3, 5, 96),
+        (32, 2, 4, 4, None),
+        (128, 4, 3, 1, None),
+        (128, 8, 3, 1, None),
     ):
-        yield replace(
-            default,
-            block_keys=keys,
-            num_warps=warps,
-            num_stages=stages,
-            programs_per_processor=programs,
-        )
+        yield Tiling(default.block_queries, keys, warps, stages, programs, registers)
+
+
+def quick_settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
+    """Generations: the default, other sizes of items, and tiles with two buffers or with more
+    registers."""
+    yield default, limit
+    yield from ((default, split) for split in (128, 512, 2048) if split != limit)
+    for keys, stages, programs, registers in ((64, 3, 3, None), (64, 2, 4, 128), (32, 3, 5, 96)):
+        yield Tiling(default.block_queries, keys, 4, stages, programs, registers), limit
 
 
 class Bench:
@@ -231,14 +237,20 @@ def main() -> None:
     for case in TINY_CASES if args.tiny else CASES:
         if args.only and (args.only == "decode") != case.is_decode:
             continue
-        bench = Bench(shape, case, 2 if args.tiny else 32, device)
+        if args.quick and not (args.tiny or case.name in QUICK_CASES):
+            continue
+        bench = Bench(shape, case, num_layers(case, args), device)
         default = generation_tiling(shape, 2)
         if not case.is_decode:
             default = context_tiling(shape, 2, shared_bytes(device))
-        for tiling, split in settings(case, default, args.tune):
+        is_quick = args.quick and args.tune and case.is_decode
+        heads = shape.num_kv_heads
+        limit = work_items.split_limit(len(case.pieces), heads, device)
+        chosen = (quick_settings if is_quick else settings_of(case, args.tune))(default, limit)
+        for tiling, split in chosen:
             try:
                 rows.append(measure(bench, tiling, split, bytes_per_s))
-            except OutOfResources as error:
+            except (OutOfResources, AssertionError) as error:
                 print(f"{case.name}, {tiling}: {error}", flush=True)
                 continue
             print(rows[-1], flush=True)
@@ -247,16 +259,25 @@ def main() -> None:
     common.print_table(rows)
 
 
-def settings(case: Case, default: Tiling, tunes: bool) -> Iterator[tuple[Tiling, int]]:
-    """The default, then alternatives of one thing at a time."""
-    yield default, work_items.SPLIT_KEYS
-    if not tunes:
-        return
-    for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
-        yield tiling, work_items.SPLIT_KEYS
-    for split in SPLITS if case.is_decode else ():
-        if split != work_items.SPLIT_KEYS:
-            yield default, split
+def num_layers(case: Case, args: argparse.Namespace) -> int:
+    """Layers of the cache: enough that none of it stays in the L2 cache of a device."""
+    if args.tiny:
+        return 2
+    return 8 if args.quick and len(case.pieces) > 64 else 32
+
+
+def settings_of(case: Case, tunes: bool) -> Callable[[Tiling, int], Iterator[tuple[Tiling, int]]]:
+    """From the default to the settings to time: itself, then one thing changed at a time."""
+
+    def settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
+        yield default, limit
+        if not tunes:
+            return
+        for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
+            yield tiling, limit
+        yield from ((default, n) for n in SPLITS if case.is_decode and n != limit)
+
+    return settings
 
 
 def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dict[str, Any]:
@@ -271,8 +292,7 @@ def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dic
         graph.replay()
         seconds = common.device_median_s(graph.replay, 10)
     facts = bench.row(seconds / bench.num_layers, bytes_per_s)
-    names = ("block_queries", "block_keys", "num_warps", "num_stages", "programs_per_processor")
-    facts |= {name: getattr(tiling, name) for name in names}
+    facts |= asdict(tiling)
     return facts | ({"split": split} if bench.case.is_decode else {})
 
 
@@ -290,6 +310,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--tune", action="store_true", help="other tiles and items")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and alternatives")
     parser.add_argument("--tiny", action="store_true", help="small heads: does it run at all")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     return parser.parse_args()

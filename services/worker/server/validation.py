@@ -40,9 +40,8 @@ def check_submit(submit: Submit, limits: IntakeLimits) -> None:
         _refuse("pooling", submit.pooling, why)
     if submit.pooling is Pooling.HEAD and not submit.adapters.adapters:
         _refuse("pooling", submit.pooling, "needs an adapter with a head: the base has none")
-    if (
-        submit.adapters.adapters
-    ):  # which may add tokens and context: `adapter_facts.admit` knows how many
+    # Adapters may add tokens and context; the engine knows how many.
+    if submit.adapters.adapters:
         vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
         limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
     _check_grammar_tokens(submit.grammar_tokens, limits)

@@ -76,9 +76,9 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
 
 
 def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
-    """The query heads of one KV head, padded to the smallest product. In half precision there is one
-    buffer of keys and values, and five programs on a multiprocessor: while one computes, the copies
-    of the others are on their way."""
+    """The query heads of one KV head, padded to the smallest product. In half precision there is
+    one buffer of keys and values, and five programs on a multiprocessor: while one computes, the
+    copies of the others are on their way."""
     queries = max(MIN_QUERIES, shape.block_shared)
     if itemsize == 4:
         return Tiling(queries, 16, num_warps=8, num_stages=2, programs_per_processor=2)

@@ -67,6 +67,8 @@ class TritonAttentionMetadata(AttentionMetadata):
     """`[num_tokens, num_heads * head_dim]`: where results go; None = to a new tensor."""
     places: tuple[Tensor, ...] = ()
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
+    split_limit: int = work_items.LARGEST_SPLIT
+    """Keys of an item, at most."""
     max_items: int = 0
     """Items of the generations, at most."""
     spans: tuple[tuple[int, int, int], ...] = ()
@@ -90,8 +92,10 @@ class TritonAttentionMetadata(AttentionMetadata):
             self.tables = tuple(_table(rows, device) for rows in params.block_tables)
             self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
             self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
+        self.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
         self.max_items = sum(
-            work_items.max_splits(start + 1) for start in starts[self.num_contexts :]
+            work_items.max_splits(start + 1, self.split_limit)
+            for start in starts[self.num_contexts :]
         )
 
     def begin_forward(self) -> None:
@@ -108,7 +112,8 @@ class TritonAttentionMetadata(AttentionMetadata):
                 device = self.position_ids.device
                 self._items[window] = work_items.empty_items(self.max_items, device)
             inputs = self.position_ids, self.places[group], self.decode_rows
-            work_items.list_items(self._items[window], *inputs, rows, window)
+            items = self._items[window]
+            work_items.list_items(items, *inputs, rows, window, self.split_limit)
 
     def items(self, window: int | None) -> Tensor:
         """Items of the generations for layers of a window, once `begin_forward` has run."""
@@ -131,6 +136,12 @@ class TritonAttentionMetadata(AttentionMetadata):
                 self.max_items, self.num_generations, shape, self.position_ids.device
             )
         return self._partial
+
+
+def _split_limit(cache: KvCache, num_rows: int, device: torch.device) -> int:
+    """Keys of an item, at most, for `num_rows` generations."""
+    num_kv_heads = cache.planes(0)[0].shape[1]
+    return work_items.split_limit(max(num_rows, 1), num_kv_heads, device)
 
 
 def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
@@ -266,6 +277,7 @@ class TritonKernels:
     def static_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
         """See AttentionKernels. Padding rows have one item without keys."""
         size = len(inputs.positions)
+        limit = _split_limit(inputs.cache, size, inputs.positions.device)
         return TritonAttentionMetadata(
             num_contexts=0,
             num_generations=size,
@@ -284,7 +296,8 @@ class TritonKernels:
             tables=inputs.tables,
             decode_rows=inputs.table_rows,
             places=inputs.places,
-            max_items=size * work_items.max_splits(inputs.max_keys),
+            split_limit=limit,
+            max_items=size * work_items.max_splits(inputs.max_keys, limit),
         )
 
     def idle_metadata(self, cache: KvCache, positions: Tensor) -> TritonAttentionMetadata:

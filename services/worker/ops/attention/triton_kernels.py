@@ -143,9 +143,7 @@ def _attend_keys(
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         factor = scale * LOG2_E
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
-            power = tl.exp2(scores * (2.0 * factor / softcap))
-            scores = (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+            scores = _cap(scores * factor, softcap)
             factor = 1.0
         if SEEN == KEYS_BELOW_END:
             scores = tl.where(is_key[None, :], scores, NO_SCORE)
@@ -153,9 +151,8 @@ def _attend_keys(
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
             if HAS_WINDOW:
                 is_seen = is_seen & (key[None, :] > position[:, None] - window)
-            # Scaled before the mask: a row that has seen no key yet subtracts NO_SCORE from itself
-            # below. A product there would be fused with the difference, which then is the rounding
-            # error of the product, of any sign and about 1e22: exp2 of that is infinite.
+            # Scaled before the mask: rows that have seen no key yet subtract NO_SCORE from itself.
+            # The compiler would fuse a product with that: 1e22 of rounding error, and exp2 of it.
             scores = tl.where(is_seen, scores * factor, NO_SCORE)
             factor = 1.0
         new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
@@ -168,10 +165,22 @@ def _attend_keys(
     return top, total, values
 
 
-@triton.jit(do_not_specialize=["sequence_stride", "first_row", "num_rows", "window", "max_splits"])
+@triton.jit
+def _cap(scores, softcap):
+    """softcap * tanh(scores / softcap), of scores in base 2 as their result."""
+    # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
+    power = tl.exp2(scores * (2.0 / softcap))
+    return (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "sequence_stride", "first_row", "num_rows", "window", "split_limit", "max_splits"
+    ]
+)  # fmt: skip
 def list_items(
-    positions, places, sequences, items, sequence_stride, first_row, num_rows, window, max_splits,
-    SPLIT_KEYS: tl.constexpr, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    positions, places, sequences, items, sequence_stride, first_row, num_rows, window, split_limit,
+    max_splits, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
@@ -189,10 +198,12 @@ def list_items(
         at = first_row + rows
         position = tl.load(positions + at, mask=is_before, other=0)
         place = tl.load(places + at, mask=is_before, other=-1)
-        _, _, _, count = _split_keys(position, place, window, max_splits, SPLIT_KEYS, KEY_STEP)
+        _, _, _, count = _split_keys(position, place, window, split_limit, max_splits, KEY_STEP)
         first_item += tl.sum(tl.where(is_before, count, 0), axis=0)
     position, place = tl.load(positions + first_row + row), tl.load(places + first_row + row)
-    begin, end, span, count = _split_keys(position, place, window, max_splits, SPLIT_KEYS, KEY_STEP)
+    begin, end, span, count = _split_keys(
+        position, place, window, split_limit, max_splits, KEY_STEP
+    )
     split = tl.arange(0, BLOCK_SPLITS)
     is_split = split < count
     item_begin = begin + split * span
@@ -209,15 +220,13 @@ def list_items(
 
 
 @triton.jit
-def _split_keys(
-    position, place, window, max_splits, SPLIT_KEYS: tl.constexpr, KEY_STEP: tl.constexpr
-):
+def _split_keys(position, place, window, split_limit, max_splits, KEY_STEP: tl.constexpr):
     """First key, end key, keys of an item, number of items. As `work_items.split_keys`."""
     position = position.to(tl.int32)
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
     end = tl.where(place >= 0, position + 1, begin)
     num_keys = end - begin
-    count = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
+    count = (num_keys + split_limit - 1) // split_limit
     count = tl.minimum(tl.maximum(count, 1), max_splits)
     span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
     span = tl.maximum(span, KEY_STEP)
@@ -242,12 +251,14 @@ def attend_generations(
     `num_finished [rows, num_kv_heads]` int32 counts them; it is zero before and after a launch.
     """
     num_pairs = tl.load(items) * num_kv_heads
+    program = tl.program_id(0)
+    num_programs = _even_programs(num_pairs, tl.num_programs(0))
     queries = tl.arange(0, BLOCK_QUERIES)
     is_query = queries < NUM_SHARED
     dim = tl.arange(0, BLOCK_DIM)
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
     row, sequence, begin, end, first, num_splits = _load_item(items, program // num_kv_heads)
-    for at in range(program, num_pairs, num_programs):
+    end_pair = tl.where(program < num_programs, num_pairs, 0)
+    for at in range(program, end_pair, num_programs):
         item, kv_head = at // num_kv_heads, at % num_kv_heads
         next_item = (at + num_programs) // num_kv_heads  # its words arrive during this one
         following = _load_item(items, next_item)
@@ -283,6 +294,15 @@ def attend_generations(
                     JOINED_SPLITS,
                 )  # fmt: skip
         row, sequence, begin, end, first, num_splits = following
+
+
+@triton.jit
+def _even_programs(num_pairs, num_programs):
+    """How many of the programs work: so many that all have the same number of pairs, unless few are
+    left over. A last round of a few programs would leave the memory idle."""
+    rounds = tl.maximum(tl.cdiv(num_pairs, num_programs), 1)
+    few_left = 4 * num_pairs <= 5 * num_programs
+    return tl.where(few_left, num_programs, tl.cdiv(num_pairs, rounds))
 
 
 @triton.jit

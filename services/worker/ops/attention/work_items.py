@@ -2,7 +2,7 @@
 
 One sequence of 32,768 tokens beside short ones must not make them wait for a single program, so
 programs share items instead of sequences. The cuts depend on the number of keys that a row sees and
-on nothing else: a row has the same bits alone, in any batch, and in a captured graph.
+on the number of generations in the step, whose order and lengths change nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from torch import Tensor
 
 from services.worker.ops.attention import triton_kernels as kernels
 from services.worker.ops.attention.shapes import HeadShape
+from services.worker.ops.launch import num_programs
 
-SPLIT_KEYS = 512
-"""Keys of an item, at most. Smaller ones fill a device with one sequence sooner, larger ones start
-less often and have fewer partial sums to join."""
+LARGEST_SPLIT = 1536
+"""Keys of an item at most where rows alone give every multiprocessor enough to do."""
+PROGRAMS_PER_PROCESSOR = 3
+"""Pairs of item and KV head that a multiprocessor needs to read memory at full speed."""
+TYPICAL_KEYS = 1024
+"""Keys of a row for which small batches are split."""
 MAX_SPLITS = 64
 """Items of a row at most, so that the workspace stays small: contexts of more than 32,768 tokens
 have larger items."""
@@ -25,7 +29,6 @@ KEY_STEP = 64
 """Items are multiples of it, except the last of a row: the keys of a step of the loop over keys."""
 ITEM_WORDS = kernels.ITEM_WORDS.value
 LIST_CONSTANTS = {
-    "SPLIT_KEYS": SPLIT_KEYS,
     "KEY_STEP": KEY_STEP,
     "BLOCK_ROWS": 256,
     "BLOCK_SPLITS": MAX_SPLITS,
@@ -33,15 +36,28 @@ LIST_CONSTANTS = {
 """Compile-time arguments of `list_items`, which counts the items of BLOCK_ROWS rows at a time."""
 
 
-def max_splits(max_keys: int, split: int = SPLIT_KEYS) -> int:
-    """Items of a row that sees up to `max_keys` keys, at most. `split`: see `list_items`."""
-    return min(max(-(-max_keys // split), 1), MAX_SPLITS)
+def split_limit(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """Keys of an item at most, in a step of `num_rows` generations: the fewer rows, the smaller.
+
+    It depends on the number of rows only, so captured steps know it.
+    """
+    wanted = num_programs(device, PROGRAMS_PER_PROCESSOR)
+    pairs = num_rows * num_kv_heads
+    if pairs >= wanted:
+        return LARGEST_SPLIT
+    steps = -(-TYPICAL_KEYS * pairs // (wanted * KEY_STEP))
+    return min(max(1, steps) * KEY_STEP, LARGEST_SPLIT)
 
 
-def split_keys(num_keys: int) -> list[tuple[int, int]]:
+def max_splits(max_keys: int, limit: int) -> int:
+    """Items of a row that sees up to `max_keys` keys, at most."""
+    return min(max(-(-max_keys // limit), 1), MAX_SPLITS)
+
+
+def split_keys(num_keys: int, limit: int) -> list[tuple[int, int]]:
     """Ranges [begin, end) of the items of a row, from its first visible key on. What the kernel
     `list_items` computes on the device."""
-    count = max_splits(num_keys)
+    count = max_splits(num_keys, limit)
     span = max(-(-num_keys // (count * KEY_STEP)), 1) * KEY_STEP
     return [(begin, min(begin + span, num_keys)) for begin in range(0, max(num_keys, 1), span)]
 
@@ -53,7 +69,7 @@ def list_items(
     sequences: Tensor,
     rows: tuple[int, int],
     window: int | None,
-    split: int = SPLIT_KEYS,
+    limit: int,
 ) -> None:
     """Write the items of a step's generations.
 
@@ -64,7 +80,7 @@ def list_items(
         sequences: int32, for each generation the row of its block table.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
-        split: keys of an item, at most; another value is for experiments.
+        limit: keys of an item, at most: see `split_limit`.
     """
     begin, end = rows
     kernels.list_items[(end - begin,)](
@@ -76,8 +92,9 @@ def list_items(
         begin,
         end - begin,
         window or 0,
+        limit,
         MAX_SPLITS,
-        **(LIST_CONSTANTS | {"SPLIT_KEYS": split}),
+        **LIST_CONSTANTS,
         num_warps=1,
     )
 

@@ -18,7 +18,7 @@ collect_ignore_glob = [] if INTERPRETING or torch.cuda.is_available() else ["tes
 def pytest_collection_modifyitems(items):
     if not INTERPRETING:
         for item in items:
-            if "worker/kernels/triton/" in str(item.path):
+            if "worker/ops/triton/" in str(item.path):
                 item.add_marker(pytest.mark.gpu)
 
 

@@ -112,6 +112,12 @@ def check_step(shape, dtype, device, pieces, tolerance=None):
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(autouse=True)
+def short_items(monkeypatch):
+    """Cut sequences that the interpreter computes in a second into several items."""
+    monkeypatch.setattr(work_items, "LARGEST_SPLIT", 512)
+
+
 @pytest.mark.parametrize(
     "shape,dtype",
     [
@@ -155,14 +161,14 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
         check_step(shape, torch.float32, device, [(0, 20), (500, 1)], tolerance=1e-3)
 
 
-def test_a_generation_has_the_same_bits_alone_and_among_others(device):
+def test_a_generation_has_the_same_bits_whatever_runs_beside_it(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
     pieces = [(0, 30), (900, 1), (5, 1), (1400, 1), (300, 1)]
     kv, sequences = make_step(shape, torch.float16, device, pieces)
     together = run_step(shape, kv, sequences)
     for i in range(1, len(sequences)):
-        (alone,) = run_step(shape, kv, sequences[i : i + 1])
-        assert torch.equal(alone, together[i])
+        four_times = run_step(shape, kv, sequences[i : i + 1] * 4)
+        assert all(torch.equal(out, together[i]) for out in four_times)
 
 
 def test_steps_share_a_workspace_and_leave_its_counters_at_zero(device):
@@ -179,15 +185,22 @@ def test_steps_share_a_workspace_and_leave_its_counters_at_zero(device):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_items_cover_all_keys_and_have_at_most_512_of_them_in_contexts_of_32768():
+@pytest.mark.parametrize("limit", [64, 512, 1536])
+def test_items_cover_all_keys_and_keep_their_limit_while_there_are_few(limit):
     for num_keys in [*range(1, 1500), 4096, 16384, 16385, 20000, 32768, 131072]:
-        ranges = work_items.split_keys(num_keys)
+        ranges = work_items.split_keys(num_keys, limit)
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         assert ranges[-1][1] == num_keys
         assert all(begin < end for begin, end in ranges)
-        assert len(ranges) <= work_items.max_splits(num_keys) <= work_items.MAX_SPLITS
-        if num_keys <= 32768:
-            assert max(end - begin for begin, end in ranges) <= 512
+        assert len(ranges) <= work_items.max_splits(num_keys, limit) <= work_items.MAX_SPLITS
+        if num_keys <= limit * work_items.MAX_SPLITS:
+            assert max(end - begin for begin, end in ranges) <= limit
+
+
+def test_small_batches_are_cut_into_smaller_items():
+    limits = [work_items.split_limit(rows, 1, torch.device("cpu")) for rows in (1, 2, 3, 300)]
+    assert limits == sorted(limits)
+    assert limits[0] < limits[-1] == work_items.LARGEST_SPLIT
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -202,11 +215,11 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
     items = work_items.empty_items(260 * work_items.MAX_SPLITS, device)
     rows = num_contexts, num_contexts + len(lens)
     table_rows = torch.arange(1040, 0, -1, dtype=torch.int32, device=device).view(-1, 4)[:, 1]
-    work_items.list_items(items, positions, places, table_rows, rows, window)
+    work_items.list_items(items, positions, places, table_rows, rows, window, limit=512)
     expected = []
     for row, num_keys in enumerate(lens):
         visible = num_keys if window is None else min(num_keys, window)
-        ranges = work_items.split_keys(0 if row in padding else visible)
+        ranges = work_items.split_keys(0 if row in padding else visible, 512)
         first, hidden = len(expected), num_keys - visible
         for begin, end in ranges:
             keys = hidden + begin, hidden + end
