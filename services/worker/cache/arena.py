@@ -38,9 +38,10 @@ class Arena:
         return sum(len(blocks) for _, blocks in self._retiring)
 
     def allocate(self, owner: str, count: int) -> list[int]:
-        """Give `count` blocks to `owner`. The caller has made sure that they are free."""
+        """Give `count` blocks to `owner`, ascending, so that neighbours are copied at once. The
+        caller has made sure that they are free."""
         assert 0 <= count <= len(self._free), f"{owner} wants {count} of {len(self._free)} blocks"
-        blocks = [self._free.pop() for _ in range(count)]
+        blocks = sorted(self._free.pop() for _ in range(count))
         for block in blocks:
             self._owners[block] = owner
         return blocks

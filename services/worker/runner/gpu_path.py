@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from services.worker.adapters.device.landing import Landing
+from services.worker.adapters.device.table import AdapterTable
 from services.worker.arena_buffer import KvBuffer
 from services.worker.layers.operators import Operators
 from services.worker.layers.triton_operators import TritonOperators
 from services.worker.model.decoder import Decoder
-from services.worker.ops.lora.device_records import Part
+from services.worker.ops.lora.device_records import MAX_PARTS
 from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from services.worker.ops.lora.runs import RowRun, cut_at_tiles, dense_runs
 from services.worker.ops.lora.side_stream import SideStream
+from services.worker.ops.lora.site_parts import module_edges, site_parts
 from services.worker.ops.lora.step_work import fits_static_work
-from services.worker.ops.lora.tables import DeltaTable
-from services.worker.ops.lora.triton import ALIGNED_ELEMENTS, MAX_PARTS, DeviceLora
+from services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
 from services.worker.ops.lora.worklist import LoraBatch
 from services.worker.runner.block_tables import BlockTables
 from services.worker.runner.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
@@ -51,7 +51,7 @@ class GpuPath:
         model: Decoder,
         operators: Operators,
         kv: KvBuffer,
-        table: DeltaTable,
+        table: AdapterTable,
         limits: GpuLimits,
         int8: bool = False,
     ) -> None:
@@ -61,14 +61,12 @@ class GpuPath:
         """
         assert isinstance(operators, TritonOperators), operators.name
         arena, sites = kv.arena, model.site_weights.table
-        served = [site for site in sites.sites if site.kind in (LINEAR, LM_HEAD)]
         self._table = table
         self._model = model
         self._kv = kv
         self._landings: dict[int, Landing] = {}
         """By slot: adapters whose bytes the step's stream has not waited for."""
-        self._served = {site.id for site in served}
-        self._heads = frozenset(site.id for site in served if site.kind == LM_HEAD)
+        self._heads = frozenset(site.id for site in sites.sites if site.kind == LM_HEAD)
         self._masks = (frozenset[int](), *site_masks(sites))
         self._masks_of_slots: dict[int, int | None] = {}
         """By slot: index of the sites that a graph must have; None = no graph computes it."""
@@ -76,7 +74,7 @@ class GpuPath:
         tables = DeviceTables(
             arena.data.view(-1),
             stored,
-            site_shapes(sites, self._served, arena.block_bytes // stored.itemsize),
+            site_shapes(sites, arena.block_bytes // stored.itemsize),
             limits.max_resident,
             record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
         )
@@ -127,15 +125,10 @@ class GpuPath:
     def enter(self, slot: int, landing: Landing | None = None) -> None:
         """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
         for."""
-        sites = range(len(self.lora.tables.shapes))
-        found = {site: self._table.get((slot, site)) for site in sites}
-        deltas = {site: delta for site, delta in found.items() if delta is not None}
-        in_torch = {
-            site
-            for site, delta in deltas.items()
-            if site not in self._served or delta.replaces_rows
-        }
-        self.lora.tables.enter(slot, deltas, in_torch)
+        adapter = self._table.adapter(slot)
+        self.lora.tables.enter_records(
+            slot, adapter.records(), adapter.starts, adapter.in_torch, adapter.trains_norms
+        )
         self._masks_of_slots[slot] = self.mask_of(slot)
         if landing is not None:
             self._landings[slot] = landing
@@ -211,28 +204,23 @@ def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
     return frozenset(attention & linear), frozenset(linear)
 
 
-def site_shapes(sites: SiteTable, served: Set[int], block_elements: int) -> list[SiteShape]:
+def site_shapes(sites: SiteTable, block_elements: int) -> list[SiteShape]:
     """What launches need to know of each site; those that kernels do not serve have no parts.
 
     Args:
         block_elements: numbers of an adapter that a block of the arena holds.
     """
-    cuts: dict[int, set[int]] = {site.id: {0, site.out_features} for site in sites.sites}
-    for place in sites.places.values():
-        cuts[place.site_id] |= {place.out_begin, place.out_begin + place.out_features}
     shapes = []
-    for site in sites.sites:
-        edges = sorted(cuts[site.id])
-        if len(edges) - 1 > MAX_PARTS:
-            edges = [0, site.out_features]
-        parts = [Part(site.id, begin, end - begin) for begin, end in pairwise(edges)]
-        widths = [site.in_features, *edges]
+    for site, edges, parts in zip(sites.sites, module_edges(sites), site_parts(sites), strict=True):
+        num_modules = len(edges) - 1
+        ends = edges if num_modules <= MAX_PARTS else [0, site.out_features]
+        widths = [site.in_features, *ends]
         shapes.append(
             SiteShape(
                 site.in_features,
-                tuple(parts) if site.id in served else (),
+                parts,
                 is_aligned=all(width % ALIGNED_ELEMENTS == 0 for width in widths),
-                may_be_cut=max(widths) > block_elements or len(cuts[site.id]) - 1 > MAX_PARTS,
+                may_be_cut=max(widths) > block_elements or num_modules > MAX_PARTS,
             )
         )
     return shapes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.worker.types.own_rope import BaseRopes
 from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
-IMAGE_VERSION = 5
+IMAGE_VERSION = 6
 """Of the images' format and of the arithmetic that fills them: raised with every change of either.
 """
 HALF_DTYPES = ("BF16", "F16")

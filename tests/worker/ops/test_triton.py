@@ -76,8 +76,13 @@ def test_float32_kernels_use_no_tf32(compiled):
     assert [row["name"] for row in compiled if row["tf32"]] == []
 
 
-def test_no_kernel_spills_more_than_six_words(compiled):
-    spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > 24]
+def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(compiled):
+    limited = ("attention.generations.bf16", "attention.generations.fp16")
+    spilling = [
+        (row["name"], row["target"])
+        for row in compiled
+        if row["spills"] > (96 if row["name"] in limited else 24)
+    ]
     assert spilling == []
 
 
@@ -95,12 +100,12 @@ def test_shared_memory_of_every_kernel_fits_the_gpus_that_it_is_for(compiled):
     assert [row["name"] for row in others if row["shared"] > 99 * 1024] == []
 
 
-def test_generations_have_two_buffers_of_keys_and_values(compiled):
-    """With one, the copy of a step would begin only when the step before it has been computed."""
-    rows = [row for row in compiled if row["name"].startswith("attention.generations.bf16")]
+def test_five_programs_of_generations_fit_a_multiprocessor_of_a_data_centre_gpu(compiled):
+    """Each has one buffer of keys and values: the copies of the others hide its latency."""
+    rows = [row for row in compiled if row["name"] == "attention.generations.bf16"]
     assert {row["target"] for row in rows} == {80, 90, 100}
-    head_bytes = 64 * 128 * 2
-    assert all(row["shared"] >= 2 * 2 * head_bytes for row in rows)
+    assert all(5 * 128 * row["registers"] <= 65536 for row in rows)
+    assert all(5 * (row["shared"] + 1024) <= 227 * 1024 for row in rows if row["target"] >= 90)
 
 
 def test_half_precision_adapters_are_read_sixteen_bytes_at_a_time(compiled):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from services.worker.adapters.pack.image import Image
 from services.worker.arena_buffer import ArenaBuffer
 
 MAX_DEFAULT_BYTES = 4 << 30
+EVENT_BLOCKS = 8
+"""Blocks between two events. With one after each block, 84 MB took 2.3 ms on an H200, where a plain
+pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a layer may wait more.
+"""
 
 
 def default_bytes() -> int:
@@ -83,8 +87,7 @@ class HostTier:
         lengths = [min(size, left - i * size) for i in range(len(blocks))]
         rows = self._staged(image, lengths)
         if self._stream is None:
-            for block, row in zip(blocks, rows, strict=True):
-                self._arena[block, : len(row)].copy_(row)
+            self._copy_rows(blocks, rows)
             return None, 0.0
         self._measure()
         with torch.cuda.stream(self._stream):
@@ -122,15 +125,23 @@ class HostTier:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self._arena.is_cuda)
 
     def _enqueue(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
-        """Copies in the current stream, with an event after each."""
+        """Copies in the current stream; for each, the event after its group of EVENT_BLOCKS."""
         begin = _now()
-        events = []
-        for block, row in zip(blocks, rows, strict=True):
-            self._arena[block, : len(row)].copy_(row, non_blocking=True)
-            events.append(_now())
+        events: list[torch.cuda.Event] = []
+        for first in range(0, len(blocks), EVENT_BLOCKS):
+            group = slice(first, first + EVENT_BLOCKS)
+            self._copy_rows(blocks[group], rows[group])
+            events += [_now()] * len(rows[group])
         if events:
             self._last = begin, events[-1], sum(map(len, rows))
         return events
+
+    def _copy_rows(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Rows into blocks; one copy where neighbours lie next to each other on both sides."""
+        for first, end in _stretches(blocks, rows):
+            num_bytes = sum(map(len, rows[first:end]))
+            target = self._arena[blocks[first]].as_strided((num_bytes,), (1,))
+            target.copy_(rows[first].as_strided((num_bytes,), (1,)), non_blocking=True)
 
     def _measure(self) -> None:
         """Take the time of the last copy, where it is over."""
@@ -138,6 +149,19 @@ class HostTier:
             begin, end, num_bytes = self._last
             self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)
             self._last = None
+
+
+def _stretches(blocks: Sequence[int], rows: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Ranges [first, end) of blocks that follow each other, and whose rows, all of one storage, do
+    as well."""
+    first = 0
+    for i in range(1, len(blocks) + 1):
+        if i < len(blocks) and blocks[i] == blocks[i - 1] + 1:
+            before = rows[i - 1]
+            if rows[i].storage_offset() == before.storage_offset() + len(before):
+                continue
+        yield first, i
+        first = i
 
 
 def _rows(memory: Tensor, places: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:

@@ -51,13 +51,13 @@ class Stalls:
 class Landing:
     """Lets the step's stream wait, site by site, for what it is about to read.
 
-    Blocks are copied in the order of the image, with an event after each, so that waiting for one
+    Blocks are copied in the order of the image, with events in between, so that waiting for one
     is waiting for all before it; what the step's stream has waited for once, it need not wait for
     again.
     """
 
     def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: Stalls) -> None:
-        """`events`: one after each block."""
+        """`events`: for each block, one that comes after its copy."""
         self._last_blocks = last_blocks(index)
         self._events = events
         self._stalls = stalls

@@ -58,6 +58,18 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
     """Of A and B together, by rank row, where they are integers; none elsewhere."""
 
 
+class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
+    """`kernels.lora.device_records.AdapterRecords`, which count from the image's blocks."""
+
+    index: bytes = b""
+    data: bytes = b""
+    places: bytes = b""
+    sites: list[int] = []
+    """Site ids that the records describe."""
+    sites_without: list[int] = []
+    """Sites whose parts kernels on a GPU do not apply: embeddings, norms, replaced rows."""
+
+
 class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
     """Where everything is."""
 
@@ -68,6 +80,7 @@ class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
     """Of all blocks; the last one need not be full."""
     sites: list[PackedSite]
     facts: AdapterFacts = AdapterFacts()
+    records: PackedRecords = PackedRecords()
 
 
 _decode = msgspec.msgpack.Decoder(ImageIndex).decode

@@ -28,6 +28,7 @@ from services.worker.adapters.pack.image import (
     PackedSite,
     PackedTile,
 )
+from services.worker.adapters.pack.image_records import with_records
 from services.worker.adapters.pack.site_plan import ItemBytes, Part, Role, SitePlan, plan_sites
 from services.worker.adapters.pack.tiles import Packing, TileLayout, TilePlace
 from services.worker.adapters.pack.values import Read, TensorFile, Values, check_finite, itemsize
@@ -145,6 +146,7 @@ class Packer:
                 site = msgspec.structs.replace(site, factors=factors.tolist())
             sites.append(site)
         index = ImageIndex(self.fingerprint, packing.num_blocks, packing.num_bytes, sites)
+        index = with_records(index, self._layout.sites)
         return PackedAdapter(index, data.data)
 
     def _site(

@@ -10,15 +10,23 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loraplex.errors import ResourceExhausted
-from services.worker.ops.lora.device_records import RECORD_WORDS, Part, part_records
-from services.worker.ops.lora.tables import SiteDelta
+from services.worker.ops.lora.device_records import (
+    INDEX_WORDS,
+    RECORD_BYTES,
+    RECORD_WORDS,
+    AdapterRecords,
+    Part,
+    RecordBuilder,
+    Rectangle,
+    SiteMatrices,
+)
+from services.worker.ops.lora.tables import SiteDelta, Tile
 from services.worker.transfers import copy_into
-
-INDEX_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +87,52 @@ class DeviceTables:
         return max(len(shape.parts) for shape in self.shapes)
 
     def enter(self, slot: int, deltas: Mapping[int, SiteDelta], in_torch: Set[int]) -> None:
-        """Write an adapter's records, then its rows of the index.
+        """Make and write an adapter's records from views of the arena, for tests and measurements.
 
         Args:
             deltas: by site id; tiles are views of the arena.
             in_torch: sites whose deltas kernels do not apply (embeddings, norms, replaced rows).
 
         Raises:
+            ResourceExhausted: as `enter_records`.
+        """
+        builder = RecordBuilder(self.parts)
+        for site_id, delta in deltas.items():
+            if site_id not in in_torch:
+                builder.add_site(site_id, matrices_of(delta, self.arena.data_ptr()))
+        trains_norms = any(delta.norm for delta in deltas.values())
+        self.enter_records(slot, builder.build(), (0,), in_torch, trains_norms)
+
+    def enter_records(
+        self,
+        slot: int,
+        adapter: AdapterRecords,
+        starts: Sequence[int],
+        in_torch: Set[int],
+        trains_norms: bool,
+    ) -> None:
+        """Write an adapter's records, then its rows of the index.
+
+        Args:
+            adapter: made for the parts of these tables.
+            starts: byte offset in the arena of each block that the records count from.
+            in_torch: as in `enter`.
+            trains_norms: whether the adapter brings a norm's weight.
+
+        Raises:
             ResourceExhausted: when the records do not fit; nothing is entered then.
         """
-        address = self.arena.data_ptr()
-        records: list[tuple[int, ...]] = []
-        rows = torch.zeros((len(self.parts), INDEX_WORDS), dtype=torch.int32)
-        served = {site: delta for site, delta in deltas.items() if site not in in_torch}
-        for site, delta in served.items():
-            for i, part in enumerate(self.shapes[site].parts):
-                found = part_records(delta, part, address)
-                first = len(records)
-                records += found.groups
-                records += found.vectors
-                num_groups = len(found.groups)
-                words = (first, num_groups, first + num_groups, len(found.vectors))
-                rows[self.first_part[site] + i] = torch.tensor(words, dtype=torch.int32)
-        begin = self._segments.allocate(len(records))
-        rows[:, 0] += begin
-        rows[:, 2] += begin
-        if records:
-            table = torch.tensor(records, dtype=torch.int64)
-            copy_into(self.records[begin : begin + len(records)], table)
-        copy_into(self.index[slot], rows)
+        assert len(adapter.index) == len(self.parts), (adapter.index.shape, len(self.parts))
+        length = len(adapter.data)
+        begin = self._segments.allocate(length)
+        if length:
+            data = adapter.relocated(starts, self.records.data_ptr() + begin * RECORD_BYTES)
+            copy_into(self.records[begin : begin + length], torch.from_numpy(data))
+        index = adapter.index + np.array((begin, 0, begin, 0), np.int32)
+        copy_into(self.index[slot], torch.from_numpy(index))
+        most = index.max(axis=0, initial=0)
         self._held[slot] = Held(
-            begin,
-            len(records),
-            frozenset(served),
-            in_torch,
-            any(delta.norm for delta in deltas.values()),
-            int(rows[:, 1].max()) if len(rows) else 0,
-            int(rows[:, 3].max()) if len(rows) else 0,
+            begin, length, adapter.sites, in_torch, trains_norms, int(most[1]), int(most[3])
         )
 
     def remove(self, slot: int) -> None:
@@ -156,6 +173,34 @@ class Held:
     trains_norms: bool
     max_groups: int
     max_vectors: int
+
+
+def matrices_of(delta: SiteDelta, arena_address: int) -> SiteMatrices:
+    """What records say of a delta, with the arena as its only block."""
+
+    def rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
+        return [
+            Rectangle(
+                tile.row_begin,
+                tile.row_end,
+                tile.col_begin,
+                tile.col_end,
+                0,
+                tile.data.data_ptr() - arena_address,
+                tile.data.itemsize,
+            )
+            for tile in tiles
+        ]
+
+    return SiteMatrices(
+        delta.slices,
+        rectangles(delta.a),
+        rectangles(delta.b),
+        rectangles(delta.gains),
+        rectangles(delta.lora_biases),
+        rectangles(delta.biases),
+        delta.scales.tolist() if delta.is_int8 else (),
+    )
 
 
 class Segments:

@@ -16,6 +16,7 @@ from torch import Tensor
 from services.worker.ops.launch import must_widen
 from services.worker.ops.lora import triton_kernels as kernels
 from services.worker.ops.lora.dense import add_dense
+from services.worker.ops.lora.device_records import MAX_PARTS
 from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from services.worker.ops.lora.plan import (
     SPLIT_INPUTS,
@@ -33,7 +34,6 @@ from services.worker.ops.lora.step_work import StepWork, work_size
 from services.worker.ops.lora.worklist import LoraBatch
 
 ALIGNED_ELEMENTS = 16
-MAX_PARTS = 4
 
 
 class DeviceLora:

@@ -62,6 +62,23 @@ def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
     tier._slab.check_integrity()
 
 
+def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena, tier, monkeypatch):
+    image, data = image_of(3, 6)
+    sizes = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda target, source, **kwargs: (
+            sizes.append(source.numel()) or copy(target, source, **kwargs)
+        ),
+    )
+    blocks = [10, 11, 12, 4, 5, 20]
+    tier.copy(image, blocks, step_s=0.0)
+    assert held(arena, blocks, len(data)) == data
+    assert sizes == [3 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES - 8]
+
+
 def test_only_the_image_s_bytes_are_written(arena, tier):
     image, _ = image_of(1, 2)
     tier.copy(image, [5, 3], step_s=0.0)

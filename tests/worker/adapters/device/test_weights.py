@@ -10,7 +10,11 @@ from loraplex.errors import InvalidAdapter
 from services.worker.adapters.device import base_values
 from services.worker.adapters.device.base_values import dora_gain, embedding_gain
 from services.worker.ops.linear.torch import DenseLinear
+from services.worker.ops.lora.device_records import RecordBuilder
+from services.worker.ops.lora.device_tables import matrices_of
+from services.worker.ops.lora.site_parts import site_parts
 from services.worker.runner.building import build_runner
+from services.worker.types.sites import LINEAR, LM_HEAD
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 
@@ -120,3 +124,36 @@ def test_the_gain_of_an_embedding_is_by_column_and_does_not_depend_on_chunks(mon
     assert embedding_gain(base.weight_rows, a, b, 0.5, magnitude).equal(whole)
     merged = base.weight_rows(0, 50) + 0.5 * (b @ a).T
     torch.testing.assert_close(whole, magnitude / merged.norm(dim=0))
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, "int8"])
+def test_records_made_at_packing_say_what_the_views_say(base, folders, feature):
+    """Kernels on a GPU read the records of the image; here they are made anew from the views."""
+    adapter_dtype = "int8" if feature == "int8" else "auto"
+    runner = build_runner(
+        base.folder,
+        device="cpu",
+        dtype="float32",
+        arena_bytes=4 << 20,
+        adapter_dtype=adapter_dtype,
+    )
+    folder = folders["rank-64-all-linear" if feature == "int8" else feature]
+    runner.load_adapter(3, folder, scattered(runner, runner.adapter_blocks(folder)))
+    adapter = table_of(runner).adapter(3)
+    sites = runner.layout.sites
+    builder = RecordBuilder([part for parts in site_parts(sites) for part in parts])
+    for (_, site_id), delta in table_of(runner).items():
+        if site_id not in adapter.in_torch:
+            builder.add_site(site_id, matrices_of(delta, runner.arena.data.data_ptr()))
+    expected, found = builder.build(), adapter.records()
+    assert found.sites == expected.sites
+    assert (found.index == expected.index).all()
+    address = 1 << 40
+    moved = found.relocated(adapter.starts, address)
+    assert (moved == expected.relocated((0,), address)).all()
+    assert adapter.in_torch == {
+        site_id
+        for (_, site_id), delta in table_of(runner).items()
+        if sites.sites[site_id].kind not in (LINEAR, LM_HEAD) or delta.replaces_rows
+    }
+    assert adapter.trains_norms == any(delta.norm for delta in table_of(runner).values())

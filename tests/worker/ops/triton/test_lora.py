@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import step_work
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora import triton as fast
 from services.worker.ops.lora.device_records import Part
@@ -214,4 +215,18 @@ def test_a_long_run_by_library_products_and_its_neighbour_in_tiles_equal_torch(d
     expected = y.clone()
     portable.add_lora(expected, x, SITE, batch)
     lora.add_lora(y, x, SITE, batch)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_step_whose_runs_are_all_dense_launches_no_tiles(device, monkeypatch):
+    num_rows = DENSE_MIN_ROWS
+    tables, table = build(random.Random(3), (num_rows, 20, 24), torch.float32, device, 1024, (17,))
+    runs = (RowRun(0, 0.5, 0, num_rows),)
+    batch = LoraBatch(runs, table, None, tables, dense=dense_runs(runs))
+    x, weight = torch.randn(num_rows, 20, device=device), torch.randn(24, 20, device=device)
+    expected = x @ weight.T
+    portable.add_lora(expected, x, SITE, batch)
+    monkeypatch.delattr(fast.kernels, "update_site")
+    monkeypatch.delattr(step_work.StepWork, "list_groups")
+    y = fast.DeviceLora(tables).product(weight, x, SITE, batch)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
