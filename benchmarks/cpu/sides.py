@@ -15,8 +15,9 @@ import torch
 from services.worker.engine.engine import Engine
 from services.worker.runner.building import build_runner
 from services.worker.types.messages import EngineConfig, Fetched, Submit, Unpin, Want
-from services.worker.types.request import AdapterSet, SampledRow, SamplingParams, StepPlan
+from services.worker.types.request import AdapterSet, SamplingParams
 from services.worker.types.runner_protocol import DoneStep
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from benchmarks.llama import Shape, write_adapter
 from services.worker.adapters.device.loader import AtOnce, CopiedImage
 from services.worker.runner.building import build_runner
 from services.worker.runner.runner import TorchRunner
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 GPU_RESERVE_BYTES = 7 << 30
 """Left to activations, graphs and libraries when the arena takes the rest."""

@@ -40,9 +40,10 @@ from services.worker.engine.engine import Engine
 from services.worker.runner.building import build_runner
 from services.worker.runner.runner import TorchRunner
 from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
-from services.worker.types.request import AdapterSet, SamplingParams, StepPlan
+from services.worker.types.request import AdapterSet, SamplingParams
 from services.worker.types.residency import Tier
 from services.worker.types.runner_protocol import LaunchedStep
+from services.worker.types.step_plan import StepPlan
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)

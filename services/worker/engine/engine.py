@@ -52,9 +52,10 @@ from services.worker.types.messages import (
     Unpin,
     Want,
 )
-from services.worker.types.request import PlannedRow, Request, StepPlan
+from services.worker.types.request import Request
 from services.worker.types.residency import Load
 from services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 logger = logging.getLogger(__name__)
 

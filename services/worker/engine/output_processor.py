@@ -9,14 +9,8 @@ from services.worker.engine.outputs import finish_reason, stop_token, timings
 from services.worker.grammars.opening import Grammars, no_way_on
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.types.messages import Failure, TokenOutput, WireError
-from services.worker.types.request import (
-    Logprobs,
-    PlannedRow,
-    Pooling,
-    Request,
-    SampledRow,
-    StepPlan,
-)
+from services.worker.types.request import Pooling, Request
+from services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
 
 
 class Outcomes:

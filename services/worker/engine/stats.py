@@ -6,7 +6,7 @@ from services.worker.cache.arena import Arena
 from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.types.messages import EngineLoad
-from services.worker.types.request import StepPlan
+from services.worker.types.step_plan import StepPlan
 
 _NEW_SHARE = 0.1
 """Weight of the newest step in running means."""

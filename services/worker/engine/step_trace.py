@@ -15,8 +15,9 @@ from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
 from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.request import Request, SampledRow, StepPlan
+from services.worker.types.request import Request
 from services.worker.types.runner_protocol import Copied, LaunchedStep, ModelInfo, Pending, Runner
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

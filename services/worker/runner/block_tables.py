@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.runner.step_inputs import Int64s
-from services.worker.types.request import PlannedRow, Request
+from services.worker.types.request import Request
+from services.worker.types.step_plan import PlannedRow
 
 
 @dataclass(slots=True)

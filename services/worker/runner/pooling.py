@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.worker.ops.lora.worklist import LoraBatch
 from services.worker.transfers import to_device, to_host
-from services.worker.types.request import PlannedRow, Pooling
+from services.worker.types.request import Pooling
+from services.worker.types.step_plan import PlannedRow
 
 Scores = Callable[[Tensor, LoraBatch], list[Tensor]]
 """Hidden rows `[n, H]` and their adapters -> float32 `[labels]` of each."""

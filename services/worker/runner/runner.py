@@ -28,8 +28,8 @@ from services.worker.runner.step_results import StepResults, choose, take_output
 from services.worker.runner.steps import StepOrder, StepUnderWay
 from services.worker.sampling.drawing import DrawOperators
 from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.request import SampledRow, StepPlan
 from services.worker.types.runner_protocol import Copied, ModelInfo
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.runner.cuda_graphs import CapturedStep

@@ -17,7 +17,7 @@ from services.worker.ops.lora.tables import DeltaTable
 from services.worker.ops.lora.worklist import LoraBatch
 from services.worker.runner.step_inputs import StepInputs, read_plan
 from services.worker.transfers import to_device
-from services.worker.types.request import StepPlan
+from services.worker.types.step_plan import StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.runner.gpu_path import GpuPath

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from services.worker.layers.ropes import Ropes
 from services.worker.ops.lora.runs import RowRun, row_runs
-from services.worker.types.request import StepPlan
+from services.worker.types.step_plan import StepPlan
 
 Int64s: TypeAlias = NDArray[np.int64]
 Segment: TypeAlias = tuple[int, Sequence[tuple[int, float]]]

@@ -23,7 +23,7 @@ from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from services.worker.sampling.turn import next_turn
 from services.worker.transfers import to_device
-from services.worker.types.request import PlannedRow, SampledRow, StepPlan
+from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
 
 class Heads(Protocol):

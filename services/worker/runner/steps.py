@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from services.worker.adapters.device.loader import AtOnce
 from services.worker.runner.step_results import StepResults
-from services.worker.types.request import SampledRow
+from services.worker.types.step_plan import SampledRow
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.masks import MINUS_INF, limits_of
 from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload, to_host
-from services.worker.types.request import Logprobs
+from services.worker.types.step_plan import Logprobs
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""

@@ -31,7 +31,8 @@ from services.worker.scheduling.policies import (
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
 from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
-from services.worker.types.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
+from services.worker.types.request import RELEASED_BLOCK, Request
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""

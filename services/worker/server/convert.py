@@ -17,11 +17,11 @@ from services.worker.types.request import (
     AdapterSet,
     Grammar,
     GrammarTokens,
-    Logprobs,
     Pooling,
     SamplingParams,
 )
 from services.worker.types.runner_protocol import ModelInfo
+from services.worker.types.step_plan import Logprobs
 
 
 def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:

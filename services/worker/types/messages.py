@@ -20,11 +20,11 @@ from services.worker.types.request import (
     AdapterSet,
     Grammar,
     GrammarTokens,
-    Logprobs,
     Pooling,
     SamplingParams,
 )
 from services.worker.types.runner_protocol import ModelInfo
+from services.worker.types.step_plan import Logprobs
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from loraplex.adapter_format.geometry import Geometry
 from services.worker.types.adapter_facts import AdapterFacts
 from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.request import SampledRow, StepPlan
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -15,7 +15,8 @@ from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.engine.engine import POLICIES, Engine
 from services.worker.types.messages import Cancel, Command, Fetched, Gone, Unload, Unpin, Want
-from services.worker.types.request import SampledRow, SamplingParams, StepPlan
+from services.worker.types.request import SamplingParams
+from services.worker.types.step_plan import SampledRow, StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BLOCK_BYTES, NUM_BLOCKS = 64, 40

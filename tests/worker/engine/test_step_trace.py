@@ -10,7 +10,8 @@ import pytest
 
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.engine.step_trace import TracedRunner
-from services.worker.types.request import AdapterSet, PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import AdapterSet, Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.simulate.fleets import COSTS
 
 

@@ -20,7 +20,8 @@ from services.worker.grammars import constraint
 from services.worker.runner.building import build_runner
 from services.worker.runner.runner import TorchRunner
 from services.worker.types.messages import Cancel, Command, Submit
-from services.worker.types.request import FinishReason, Grammar, SamplingParams, StepPlan
+from services.worker.types.request import FinishReason, Grammar, SamplingParams
+from services.worker.types.step_plan import StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BASE = Path(__file__).parents[3] / "demo" / "base"

@@ -11,16 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.runner.runner import TorchRunner
-from services.worker.types.request import (
-    RELEASED_BLOCK,
-    PlannedRow,
-    Request,
-    SampledRow,
-    SamplingParams,
-    StepPlan,
-    batch_order,
-)
+from services.worker.types.request import RELEASED_BLOCK, Request, SamplingParams
 from services.worker.types.runner_protocol import LaunchedStep
+from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan, batch_order
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from services.worker.runner.block_tables import BlockTables
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.scheduling.stage import Stage, make_request
 
 TOKENS_PER_BLOCK = 4

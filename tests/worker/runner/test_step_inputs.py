@@ -12,7 +12,8 @@ from services.worker.runner.block_tables import BlockTables
 from services.worker.runner.input_buffer import CHANGES_BYTES, InputBuffer
 from services.worker.runner.step_inputs import StepInputs, read_plan
 from services.worker.types.model_config import RopeConfig
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 CPU = torch.device("cpu")
 ADAPTER, OTHER = ((3, 0.5),), ((4, 1.0),)

@@ -14,16 +14,9 @@ from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.request import (
-    RELEASED_BLOCK,
-    AdapterSet,
-    PlannedRow,
-    Request,
-    SamplingParams,
-    StepPlan,
-    batch_order,
-)
+from services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request, SamplingParams
 from services.worker.types.residency import Load
+from services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 STEP_S = 1.0
 TOKEN = 7

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.worker.scheduling.budget import MAX_STRETCH, MIN_PROMPT_TOKENS, TokenBudget
 from services.worker.scheduling.running import RunningBatch
-from services.worker.types.request import StepPlan
+from services.worker.types.step_plan import StepPlan
 from tests.worker.scheduling.stage import make_request
 
 MAX_TOKENS = 2048

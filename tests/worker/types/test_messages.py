@@ -31,7 +31,8 @@ from services.worker.types.messages import (
     decode_message,
     frame,
 )
-from services.worker.types.request import AdapterSet, Logprobs, SamplingParams
+from services.worker.types.request import AdapterSet, SamplingParams
+from services.worker.types.step_plan import Logprobs
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(

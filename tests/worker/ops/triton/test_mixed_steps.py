@@ -5,7 +5,8 @@ import torch
 
 from services.worker.runner.building import build_runner
 from services.worker.runner.mixed_graphs import MixedGraphs, PieceRecorder
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 

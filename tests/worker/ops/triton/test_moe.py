@@ -22,7 +22,8 @@ from services.worker.ops.moe import triton as moe
 from services.worker.ops.moe.pairs import sort_pairs
 from services.worker.runner.building import build_runner
 from services.worker.runner.cuda_graphs import forward_static
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.reads import note_reads

@@ -12,7 +12,8 @@ from services.worker.runner.building import build_runner
 from services.worker.runner.cuda_graphs import forward_static
 from services.worker.runner.gpu_path import site_masks
 from services.worker.runner.warm_up import idle_batch
-from services.worker.types.request import PlannedRow, Request, SamplingParams, StepPlan
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
