@@ -10,7 +10,8 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/workload tests/simulate tests/gateway tests/deploy \
 	tests/worker/adapters/device/test_landing.py tests/worker/adapters/device/test_slab.py \
 	tests/worker/adapters/fetch tests/worker/adapters/pack/test_tiles.py tests/worker/cache \
-	tests/worker/engine/test_adapter_loads.py tests/worker/engine/test_step_trace.py \
+	tests/worker/engine/test_adapter_checks.py tests/worker/engine/test_adapter_loads.py \
+	tests/worker/engine/test_step_trace.py \
 	tests/worker/grammars/test_checker.py tests/worker/grammars/test_constraint.py \
 	tests/worker/scheduling tests/worker/server tests/worker/types \
 	tests/worker/test_config.py tests/worker/test_cores.py

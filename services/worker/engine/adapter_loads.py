@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
 from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.engine.adapter_checks import BaseFacts, admit
 from services.worker.scheduling.early_abort import ServiceTimes
-from services.worker.types.adapter_facts import BaseFacts, admit
 from services.worker.types.messages import Fetched
 from services.worker.types.request import Request
 from services.worker.types.residency import Load

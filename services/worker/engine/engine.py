@@ -21,6 +21,7 @@ from services.worker.cache.arena import Arena
 from services.worker.cache.kv_blocks import KvLayout
 from services.worker.cache.prefix_cache import PrefixCache
 from services.worker.cache.reclaimer import Reclaimer
+from services.worker.engine.adapter_checks import BaseFacts
 from services.worker.engine.adapter_loads import Arrivals
 from services.worker.engine.output_processor import Outcomes
 from services.worker.engine.outputs import residency, to_request
@@ -35,7 +36,6 @@ from services.worker.scheduling.policies import (
     fair,
 )
 from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.adapter_facts import BaseFacts
 from services.worker.types.messages import (
     Cancel,
     Command,
