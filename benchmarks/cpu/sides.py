@@ -55,7 +55,7 @@ class TimedRunner:
 
 
 class OurEngine:
-    """Scheduler, cache and runner; no door, no wire."""
+    """Scheduler, cache and runner; no API server, no wire."""
 
     def __init__(
         self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int, max_running: int = 64
@@ -82,7 +82,7 @@ class OurEngine:
         """Token ids of the last run's requests."""
 
     def load(self, folders: list[Path]) -> list[float]:
-        """Make adapters resident; seconds of each, from its packed image, which the door makes
+        """Make adapters resident; seconds of each, from its packed image, which a worker makes
         once, to usable."""
         seconds = []
         for adapter, folder in enumerate(folders):

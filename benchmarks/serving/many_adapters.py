@@ -82,7 +82,7 @@ class Counting(TorchRunner):
 
 @dataclass
 class Bench:
-    """An engine, driven without a door."""
+    """An engine, driven without an API server."""
 
     runner: Counting
     engine: Engine

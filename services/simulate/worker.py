@@ -19,7 +19,7 @@ DEADLOCK_STALLS = 10_000
 
 
 class SimulatedWorker:
-    """An engine, its clock, and what its door would do: fetch adapters, deliver commands."""
+    """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
     def __init__(self, index: int, costs: Costs, config: EngineConfig, *, on_disk: bool) -> None:
         """`on_disk`: every adapter lies on the worker's disk already; nothing is fetched."""

@@ -57,7 +57,7 @@ class Arrivals:
             self._awaited_since_s.setdefault(digest, now)
 
     def fetched(self, command: Fetched, now: float) -> Failures:
-        """An adapter lies on disk; it is packed first where the door could not."""
+        """An adapter lies on disk; it is packed first if the API server process could not do it."""
         if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
             self._times.fetches.add(now - since_s)
         adapter = self._cache.get(command.digest)

@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def ready(self) -> EngineReady:
-        """What the door is told when the engine stands."""
+        """What the API server process receives when the engine is ready."""
         sizes = self._arena.num_blocks, self._runner.block_bytes
         return EngineReady(self._info, *sizes, self._runner.layout)
 

@@ -1,7 +1,8 @@
 """The engine process: `python -m services.worker.engine.process --fd N`.
 
-Owns the model and the device. Between steps it takes in whatever has come through the socket; with
-nothing to do it sleeps on it. It ends when the door hangs up, never on a signal meant for the door.
+It owns the model and the device. Between steps it reads whatever has come through the socket, and
+it sleeps on the socket if there is nothing to do. It ends when the API server process closes its
+end, never on a signal meant for that process.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ STALLED_WAIT_S = 0.1
 """Sleep while every request waits for something: bounds how late a deadline is seen."""
 
 
-class DoorGone(Exception):
-    """The door closed its end."""
+class ServerGone(Exception):
+    """The API server process closed its end."""
 
 
-class DoorSocket:
+class ServerSocket:
     """The engine's end of the socket pair; blocking. Threads of the engine may interrupt a wait."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -82,7 +83,7 @@ class DoorSocket:
         """Everything that has come; waits up to `timeout_s` (None = for ever) for the first.
 
         Raises:
-            DoorGone: the door closed its end.
+            ServerGone: the API server process closed its end.
         """
         commands: list[Command] = []
         while ready := select.select([self._socket, self._wake_reader], [], [], timeout_s)[0]:
@@ -95,29 +96,29 @@ class DoorSocket:
         return commands
 
     def send(self, message: EngineMessage) -> None:
-        """Write one frame. Raises DoorGone."""
+        """Write one frame. Raises ServerGone."""
         try:
             self._socket.sendall(frame(message))
         except OSError as error:
-            raise DoorGone from error
+            raise ServerGone from error
 
     def _receive(self) -> list[bytes]:
         try:
             data = self._socket.recv(RECEIVE_BYTES)
         except OSError as error:
-            raise DoorGone from error
+            raise ServerGone from error
         if not data:
-            raise DoorGone
+            raise ServerGone
         return list(self._frames.feed(data))
 
 
-def run(engine: Engine, door: DoorSocket) -> NoReturn:
-    """Serve until the door hangs up. Raises DoorGone then."""
+def run(engine: Engine, server: ServerSocket) -> NoReturn:
+    """Serve until the API server process closes its end, then raise ServerGone."""
     is_checked = True
-    engine.arrivals.wake = door.wake
-    engine.announce = lambda request_ids: door.send(Entered(request_ids))
+    engine.arrivals.wake = server.wake
+    engine.announce = lambda request_ids: server.send(Entered(request_ids))
     while True:
-        commands = door.commands(_patience_s(engine, is_checked))
+        commands = server.commands(_patience_s(engine, is_checked))
         if not commands and not engine.has_requests and not is_checked:
             engine.check_integrity()
             is_checked = True
@@ -125,7 +126,7 @@ def run(engine: Engine, door: DoorSocket) -> NoReturn:
         has_news = bool(output.tokens or output.failures or output.residency)
         is_checked = is_checked and not has_news
         if commands or has_news:
-            door.send(output)
+            server.send(output)
 
 
 def _patience_s(engine: Engine, is_checked: bool) -> float | None:
@@ -178,36 +179,38 @@ def default_arena_bytes(config: EngineConfig) -> int:
 
 
 def main() -> int:
-    """Process entry. Exit code 0 when the door hung up, 3 when the model was refused."""
+    """Process entry. The exit code is 0 if the server has gone, 3 if the model was refused."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the door")
-    door = DoorSocket(socket.socket(fileno=parser.parse_args().fd))
+    parser.add_argument(
+        "--fd", type=int, required=True, help="inherited socket to the API server process"
+    )
+    server = ServerSocket(socket.socket(fileno=parser.parse_args().fd))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     print_stacks_on_signal()
     _die_with_parent()
     setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
     try:
-        return _serve(door)
-    except DoorGone:
-        logger.info("door gone")
+        return _serve(server)
+    except ServerGone:
+        logger.info("API server process gone")
         return 0
 
 
-def _serve(door: DoorSocket) -> int:
+def _serve(server: ServerSocket) -> int:
     try:
-        engine = build_engine(door.first())
+        engine = build_engine(server.first())
     except LoraplexError as error:
-        door.send(EngineRefused(WireError.of(error)))
+        server.send(EngineRefused(WireError.of(error)))
         return 3
     gc.collect()
     gc.freeze()  # the model stays: collections between steps need not walk it
-    door.send(engine.ready)
-    run(engine, door)
+    server.send(engine.ready)
+    run(engine, server)
 
 
 def _die_with_parent() -> None:
-    """On Linux, be killed with the door even while the model loads."""
+    """On Linux, be killed with the API server process, even while the model loads."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

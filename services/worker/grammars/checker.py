@@ -1,4 +1,4 @@
-"""The door's judgement of grammars: tried in a process of their own, remembered, one at a time."""
+"""Checks grammars in a process of their own, one at a time, and remembers the results."""
 
 from __future__ import annotations
 

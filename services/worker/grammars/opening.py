@@ -24,7 +24,7 @@ MAX_COMPILED = 256
 MASK_GRACE_S = 0.005
 """How long a step waits for masks begun in the step before: most take microseconds."""
 STACK_BYTES = 16 << 20
-"""Of the threads here: many times what the door tried the grammar with."""
+"""Of the threads here: many times the stack that the grammar was checked with."""
 
 
 class Grammars:

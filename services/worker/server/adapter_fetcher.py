@@ -1,4 +1,4 @@
-"""The door's hand on adapters: how they come to the engine, on demand or ahead of it, and leave."""
+"""Brings adapters to the engine, on demand or in advance, and keeps their files while needed."""
 
 from __future__ import annotations
 

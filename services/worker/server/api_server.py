@@ -1,6 +1,6 @@
-"""The door's rooms put together: sessions on one side, engine and adapter source on the other.
+"""The API server: sessions with gateways on one side, the engine and the adapters on the other.
 
-Knows neither gRPC nor torch. Lives on the event loop; nothing here blocks.
+It knows neither gRPC nor torch. It lives on the event loop, so nothing here blocks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from services.worker.types.runner_protocol import ModelInfo
 logger = logging.getLogger(__name__)
 
 
-class Door:
-    """Takes requests in, feeds the engine, hands tokens out. Listens to the engine."""
+class ApiServer:
+    """Validates requests, passes them to the engine and hands their tokens to sessions."""
 
     def __init__(
         self, status: StatusBoard, max_adapters: int, on_ready: Callable[[bool], None]
@@ -67,7 +67,7 @@ class Door:
         bundle: TokenizerBundle,
         grammars: GrammarChecker,
     ) -> None:
-        """Wire up what in turn needs the door; nothing can run before."""
+        """Add the parts that themselves need this object. Requests can run only after it."""
         self._link, self._bundle, self._grammars = link, bundle, grammars
         self._supply = Supply(self.status, link, source, disk, self._spawn)
 
@@ -102,7 +102,7 @@ class Door:
             session.push(news)
 
     def cancel(self, session: GatewaySession, request_id: str) -> None:
-        """End a request without a word."""
+        """End a request without an answer."""
         key = session.live.get(request_id)
         if key is None:
             return
@@ -142,7 +142,7 @@ class Door:
             self._link.send(Gone(digest))
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """An engine stands: requests are welcome."""
+        """An engine is ready, so requests are accepted."""
         self._engine = ready
         self._supply.engine_up(ready, epoch)
         self._tell_ready()
@@ -212,7 +212,7 @@ class Door:
 
     def _submit(self, session: GatewaySession, submit: Submit) -> None:
         if self.status.is_draining:
-            raise Unavailable("this worker drains", reason="DRAINING", retry_after_s=1.0)
+            raise Unavailable("the worker is draining", reason="DRAINING", retry_after_s=1.0)
         info = self._running().info
         limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters)
         check_submit(submit, limits)

@@ -1,4 +1,4 @@
-"""The door's end of the engine: starts the process, carries frames, notices when it dies or hangs.
+"""Starts the engine process, exchanges frames with it, and notices when it dies or hangs.
 
 Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
 a row. One that refuses its model ends the worker, because starting again would not help, and so do
@@ -38,7 +38,7 @@ PING_INTERVAL_S = 1.0
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 HANG_UP_S = 2.0
-"""How long an engine may take to see that the door has gone."""
+"""How long an engine may take to notice that the API server process has ended."""
 BLAMELESS = (0, -signal.SIGKILL)
 """Exit codes of engines that were ended from outside: no request is to blame."""
 MAX_FAILED_STARTS = 3

@@ -1,4 +1,4 @@
-"""WorkerService: the door's gRPC face. Translates, and leaves every decision to the door."""
+"""WorkerService over gRPC. It translates messages and leaves every decision to `ApiServer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from services.common import grpc_server
 from services.worker.config import WorkerConfig
-from services.worker.server.api_server import Door
+from services.worker.server.api_server import ApiServer
 from services.worker.server.convert import (
     events_to_wire,
     model_to_wire,
@@ -31,27 +31,27 @@ Context = Any
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """One instance per worker; every method may run many times at once."""
 
-    def __init__(self, config: WorkerConfig, door: Door) -> None:
+    def __init__(self, config: WorkerConfig, api: ApiServer) -> None:
         self._config = config
-        self._door = door
+        self._api = api
 
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         """Every request of one gateway; one StepEvents a step back."""
-        session = self._door.open_session(await _gateway_id(request_iterator))
+        session = self._api.open_session(await _gateway_id(request_iterator))
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             yield worker_pb2.SessionResponse(
                 welcome=worker_pb2.SessionWelcome(
-                    worker_id=self._config.worker_id, epoch=self._door.status.epoch
+                    worker_id=self._config.worker_id, epoch=self._api.status.epoch
                 )
             )
             while (news := await session.next()) is not None:
                 yield worker_pb2.SessionResponse(events=events_to_wire(news))
         finally:
             reader.cancel()
-            self._door.close_session(session)
+            self._api.close_session(session)
 
     async def _read(
         self, session: GatewaySession, requests: AsyncIterator[worker_pb2.SessionRequest]
@@ -70,13 +70,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if kind == "submit":
             self._submit(session, message.submit)
         elif kind == "cancel":
-            self._door.cancel(session, message.cancel.request_id)
+            self._api.cancel(session, message.cancel.request_id)
         elif kind == "hello":
             session.end(InvalidRequest.field("message", "hello", "is sent once, first"))
 
     def _submit(self, session: GatewaySession, message: worker_pb2.WorkerRequest) -> None:
         try:
-            self._door.submit(session, submit_from_wire(message))
+            self._api.submit(session, submit_from_wire(message))
         except LoraplexError as error:
             session.push(StepNews(0, failures=[(message.request_id, error)]))
 
@@ -84,9 +84,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WorkerServiceGenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WorkerServiceGenerateResponse]:
         """One request: a session that ends with it."""
-        session = self._door.open_session("generate")
+        session = self._api.open_session("generate")
         try:
-            self._door.submit(session, submit_from_wire(request.request))
+            self._api.submit(session, submit_from_wire(request.request))
             session.no_more_requests()
             while (news := await session.next()) is not None:
                 for _, error in news.failures:
@@ -95,34 +95,34 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     event = token_to_wire(request_id, output)
                     yield worker_pb2.WorkerServiceGenerateResponse(event=event)
         finally:
-            self._door.close_session(session)
+            self._api.close_session(session)
 
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
         """A snapshot, then deltas."""
-        async for news in self._door.status.watch():
+        async for news in self._api.status.watch():
             yield status_to_wire(news, self._config)
 
     async def GetModel(
         self, request: worker_pb2.GetModelRequest, context: Context
     ) -> worker_pb2.GetModelResponse:
         """What a gateway needs to speak text to this base."""
-        info, bundle = self._door.model()
+        info, bundle = self._api.model()
         return model_to_wire(self._config, info, bundle, with_tokenizer=request.include_tokenizer)
 
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: Context
     ) -> worker_pb2.LoadAdapterResponse:
         """Returns when the adapter could be used in the next step."""
-        residency = await self._door.load(request.digest, request.pin)
+        residency = await self._api.load(request.digest, request.pin)
         return worker_pb2.LoadAdapterResponse(residency=residency_to_wire(residency))
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
     ) -> worker_pb2.UnloadAdapterResponse:
         """Frees the adapter as soon as no request uses it."""
-        self._door.unload(request.digest)
+        self._api.unload(request.digest)
         return worker_pb2.UnloadAdapterResponse()
 
     async def PinAdapter(
@@ -130,23 +130,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.PinAdapterResponse:
         """Keeps an adapter resident, loading it if need be, or releases it."""
         if request.pinned:
-            residency = await self._door.load(request.digest, pin=True)
+            residency = await self._api.load(request.digest, pin=True)
         else:
-            residency = self._door.unpin(request.digest)
+            residency = self._api.unpin(request.digest)
         return worker_pb2.PinAdapterResponse(residency=residency_to_wire(residency))
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Context
     ) -> worker_pb2.DrainResponse:
         """Refuses new requests; running ones finish."""
-        self._door.drain()
-        return worker_pb2.DrainResponse(running_requests=self._door.num_live)
+        self._api.drain()
+        return worker_pb2.DrainResponse(running_requests=self._api.num_live)
 
 
-def worker_service(config: WorkerConfig, door: Door) -> grpc_server.Service:
+def worker_service(config: WorkerConfig, api: ApiServer) -> grpc_server.Service:
     """What `grpc_server.start` takes."""
     add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-    return add, WorkerServicer(config, door), "loraplex.v1.WorkerService"
+    return add, WorkerServicer(config, api), "loraplex.v1.WorkerService"
 
 
 async def _gateway_id(requests: AsyncIterator[worker_pb2.SessionRequest]) -> str:

@@ -14,7 +14,7 @@ MAX_UNREAD = 10_000
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request of a session, as the door sees it."""
+    """A request of a session, as the API server sees it."""
 
     session: GatewaySession
     request_id: str
@@ -27,7 +27,7 @@ class LiveRequest:
     has_entered: bool = False
     """True once the engine has begun to compute it."""
     last_token_s: float | None = None
-    """When its latest token passed the door."""
+    """When its latest token passed through the API server."""
 
 
 @dataclass(slots=True)

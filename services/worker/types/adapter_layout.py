@@ -16,7 +16,7 @@ HALF_DTYPES = ("BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """Plain data, so that the door's packing processes can have it. Types as safetensors names."""
+    """Plain data, so that packing processes can receive it. Types as safetensors names."""
 
     block_bytes: int
     dtype: str

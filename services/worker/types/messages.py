@@ -1,7 +1,7 @@
-"""What door and engine say to each other: plain structs as msgpack frames over a socket pair.
+"""Messages between the API server process and the engine process, as msgpack frames.
 
-    door -> engine    one EngineConfig, then StepInput: commands in the order they were given
-    engine -> door    EngineReady or EngineRefused, then one StepOutput a step that has any news,
+    server -> engine  one EngineConfig, then StepInput: commands in the order they were given
+    engine -> server  EngineReady or EngineRefused, then one StepOutput a step that has any news,
                       and Entered before the first step of a request
 
 A frame is its length (4 bytes, little endian) and a msgpack body. Nothing is ever pickled.
@@ -31,7 +31,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is started with, every default resolved by the door."""
+    """What an engine process is started with, every default resolved by the API server process."""
 
     model_dir: str
     device: str
@@ -106,7 +106,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     remaining_first_token_s: float | None = None
     """Until the first token is due; None = whenever the deadline allows."""
     came_s: float | None = None
-    """By the monotonic clock, which the door and the engine share: a step may be under way when it
+    """By the monotonic clock, which both processes share: a step may be under way when it
     comes, and the wait for that step's end counts. None = the engine's moment."""
 
 
@@ -178,7 +178,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     total_blocks: int
     block_bytes: int
     layout: AdapterLayout
-    """What the door packs adapters for."""
+    """What adapters are packed for."""
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):

@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about the loaded base that doors and the engine need."""
+    """Facts about the loaded base that both processes need."""
 
     vocab_size: int
     """Logit width of the base; every id below it is a legal prompt token."""

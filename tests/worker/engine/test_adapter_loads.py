@@ -84,7 +84,7 @@ class OverlappingRunner(TimedRunner):
 
 
 class Stage:
-    """Adapters lie on disk from the moment they are asked for, as behind a door."""
+    """Adapters lie on disk from the moment they are asked for, as in a worker."""
 
     def __init__(self, load_s: float, policy: str, overlaps: bool = False) -> None:
         self.clock = VirtualClock()
@@ -123,7 +123,7 @@ class Stage:
         used = {d for digests in self.live.values() for d in digests}
         if kind == "unload":
             self.step(Unload(digest))
-        elif kind == "gone" and digest not in used:  # the door leases what requests use
+        elif kind == "gone" and digest not in used:  # the API server leases what requests use
             self.step(Gone(digest))
         elif kind in ("want", "pin"):
             self.step(*self.fetched((digest,)), Want(digest, pin=kind == "pin"))

@@ -1,4 +1,4 @@
-"""The door's judgement of grammars, with its real process. No torch."""
+"""The checks of grammars, with its real process. No torch."""
 
 from __future__ import annotations
 

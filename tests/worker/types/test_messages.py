@@ -1,4 +1,4 @@
-"""Frames and messages between door and engine."""
+"""Frames and messages between the API server process and the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Adapters on their way into the arena, beside the step: two threads of the engine's process.
 
 One copies images, without holding the GIL; one packs what needs the base's weights and so could
-not be packed by the door.
+not be packed by the API server process.
 """
 
 from __future__ import annotations

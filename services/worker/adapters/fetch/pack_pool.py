@@ -1,4 +1,4 @@
-"""The door's pool of packing processes: one is there, others start when they are first needed."""
+"""The pool of packing processes. One runs from the start; others start when first needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a digest to a verified folder on this machine. Runs in the door process.
+"""From a digest to a verified folder on this machine. Runs in the API server process.
 
 Every byte is checked against the digest before it counts: the manifest against the digest itself,
 each file against the manifest. Then the adapter is validated against this worker's base, as the

@@ -1,4 +1,4 @@
-"""What the door and its packing processes say to each other, as lines of JSON."""
+"""Messages between the API server process and its packing processes, as lines of JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A process of the door that verifies and packs adapters: jobs on stdin, answers on stdout.
+"""A child of the API server process that verifies and packs adapters.
 
-Bytes of strangers are parsed here, beside the door's event loop and the engine. Frames both ways
-are lines of JSON; the first one says for what base to pack.
+Files from outside are parsed here, and neither on the API server's event loop nor in the engine.
+Jobs come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a verified adapter folder to its image. Pure of torch, so that the door's processes pack.
+"""From a verified adapter folder to its image, without torch: packing processes stay small.
 
 What needs the base's own weights (DoRA's gains, differences from the base) comes from
 `BaseValues`, which only the engine's process has.
