@@ -22,7 +22,7 @@ from services.worker.config import WorkerConfig, from_env
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.server.api_server import ApiServer
 from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
-from services.worker.server.engine_client import EngineLink
+from services.worker.server.engine_client import EngineClient
 from services.worker.server.metrics import AdapterCollector, OfModel
 from services.worker.server.servicer import worker_service
 from services.worker.server.status import StatusBoard
@@ -94,11 +94,13 @@ async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
         DiskCache, config.cache_dir, config.cache_bytes, api_server.adapter_gone
     )
     source = AdapterSource(open_store(config.objects_url), disk)
-    link = EngineLink(config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s)
+    client = EngineClient(
+        config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
+    )
     grammars = GrammarChecker(model_dir / "tokenizer.json")
-    api_server.connect(link, source, disk, bundle, grammars)
+    api_server.connect(client, source, disk, bundle, grammars)
     try:
-        await link.run()
+        await client.run()
     finally:
         await source.close()
         await grammars.close()

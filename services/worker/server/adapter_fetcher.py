@@ -8,9 +8,9 @@ from typing import Any
 
 from loraplex.errors import LoraplexError
 from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
-from services.worker.adapters.fetch.pack_pool import Packers
+from services.worker.adapters.fetch.pack_pool import PackPool
 from services.worker.adapters.fetch.source import AdapterSource
-from services.worker.server.engine_client import EngineLink
+from services.worker.server.engine_client import EngineClient
 from services.worker.server.status import StatusBoard
 from services.worker.types.messages import (
     Command,
@@ -28,19 +28,19 @@ from services.worker.types.residency import Tier
 logger = logging.getLogger(__name__)
 
 
-class Supply:
-    """Fetches what is asked for and tells the engine where it lies."""
+class AdapterFetcher:
+    """Fetches adapters and tells the engine where their files are."""
 
     def __init__(
         self,
         status: StatusBoard,
-        link: EngineLink,
+        client: EngineClient,
         source: AdapterSource,
         disk: DiskCache,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """`spawn` runs something beside."""
-        self._status, self._link = status, link
+        """`spawn` runs a coroutine in the background."""
+        self._status, self._client = status, client
         self._source, self._disk = source, disk
         self._spawn = spawn
         self._pins: set[str] = set()
@@ -63,7 +63,7 @@ class Supply:
             self._status.on_disk(adapter)
             if pin:
                 self._pins.add(digest)
-            self._link.send(_fetched(adapter), Want(digest, pin))
+            self._client.send(_fetched(adapter), Want(digest, pin))
             return await self._status.arrival(digest)
         except LoraplexError:
             self._pins.discard(digest)
@@ -74,35 +74,35 @@ class Supply:
     def unpin(self, digest: str) -> None:
         """Release a pin."""
         self._pins.discard(digest)
-        self._link.send(Unpin(digest))
+        self._client.send(Unpin(digest))
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         self._pins.discard(digest)
-        self._link.send(Unload(digest))
+        self._client.send(Unload(digest))
 
-    def bring(self, digest: str) -> None:
-        """Tell the engine where an adapter is, after fetching it if need be."""
+    def ensure_loaded(self, digest: str) -> None:
+        """Tell the engine where an adapter is, after fetching it if it is not on disk."""
         adapter = self._disk.get(digest)
         if adapter is not None and adapter.num_blocks:
-            self._link.send(_fetched(adapter))
+            self._client.send(_fetched(adapter))
         else:
             self._spawn(self._fetch(digest))
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """Another engine, which holds nothing yet."""
-        packers = Packers(ready.info.geometry, ready.layout)
-        self._source.pack_with(packers)
-        self._spawn(packers.warm_up())
+        """A new engine has started; no adapter is loaded there yet."""
+        pool = PackPool(ready.info.geometry, ready.layout)
+        self._source.pack_with(pool)
+        self._spawn(pool.warm_up())
         self._status.new_epoch(epoch, self._disk.adapters())
         for digest in self._pins:
             self._spawn(self._pin_again(digest))
 
-    def engine_told(self, residency: Iterable[Residency]) -> None:
-        """Bring again what the engine forgot and somebody still needs."""
+    def residency_changed(self, residency: Iterable[Residency]) -> None:
+        """Load again what the engine has dropped and requests still need."""
         for entry in residency:
             if entry.tier == Tier.GONE and not entry.error and self._disk.is_leased(entry.digest):
-                self.bring(entry.digest)
+                self.ensure_loaded(entry.digest)
 
     async def _fetch(self, digest: str) -> None:
         try:
@@ -122,9 +122,9 @@ class Supply:
             logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _tell(self, command: Command) -> None:
-        """To the engine, unless it has gone meanwhile: another one asks for what it needs."""
-        if self._link.is_up:
-            self._link.send(command)
+        """Send to the engine unless it has gone; its successor asks for what it needs."""
+        if self._client.is_up:
+            self._client.send(command)
 
 
 def _fetched(adapter: DiskAdapter) -> Fetched:

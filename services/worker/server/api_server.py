@@ -20,10 +20,10 @@ from services.worker.adapters.fetch.disk_cache import DiskCache
 from services.worker.adapters.fetch.source import AdapterSource
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.server import metrics
-from services.worker.server.adapter_fetcher import Supply
+from services.worker.server.adapter_fetcher import AdapterFetcher
 from services.worker.server.base_files import TokenizerBundle
 from services.worker.server.crash_guard import CrashGuard, crash_key
-from services.worker.server.engine_client import EngineLink
+from services.worker.server.engine_client import EngineClient
 from services.worker.server.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
 from services.worker.server.status import StatusBoard
 from services.worker.server.validation import IntakeLimits, check_submit
@@ -44,8 +44,8 @@ class ApiServer:
         self.status = status
         self._max_adapters = max_adapters
         self._on_ready = on_ready
-        self._link: EngineLink
-        self._supply: Supply
+        self._client: EngineClient
+        self._fetcher: AdapterFetcher
         self._bundle: TokenizerBundle
         self._grammars: GrammarChecker
         self._engine: EngineReady | None = None
@@ -61,15 +61,15 @@ class ApiServer:
 
     def connect(
         self,
-        link: EngineLink,
+        client: EngineClient,
         source: AdapterSource,
         disk: DiskCache,
         bundle: TokenizerBundle,
         grammars: GrammarChecker,
     ) -> None:
         """Add the parts that themselves need this object. Requests can run only after it."""
-        self._link, self._bundle, self._grammars = link, bundle, grammars
-        self._supply = Supply(self.status, link, source, disk, self._spawn)
+        self._client, self._bundle, self._grammars = client, bundle, grammars
+        self._fetcher = AdapterFetcher(self.status, client, source, disk, self._spawn)
 
     @property
     def num_live(self) -> int:
@@ -108,27 +108,27 @@ class ApiServer:
             return
         self._end(key)
         metrics.count_end("cancelled")
-        if self._link.is_up:
-            self._link.send(Cancel(key))
+        if self._client.is_up:
+            self._client.send(Cancel(key))
 
     async def load(self, digest: str, pin: bool) -> Residency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
         check_digest(digest, field="adapters.digest")
         self._running()
-        return await self._supply.load(digest, pin)
+        return await self._fetcher.load(digest, pin)
 
     def unpin(self, digest: str) -> Residency:
         """Release a pin."""
         check_digest(digest, field="adapters.digest")
         self._running()
-        self._supply.unpin(digest)
+        self._fetcher.unpin(digest)
         return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         check_digest(digest, field="adapters.digest")
         self._running()
-        self._supply.unload(digest)
+        self._fetcher.unload(digest)
 
     def drain(self) -> None:
         """Refuse new requests; running ones finish."""
@@ -138,13 +138,13 @@ class ApiServer:
     def adapter_gone(self, digest: str) -> None:
         """The disk cache is about to delete an adapter."""
         self.status.off_disk(digest)
-        if self._engine is not None and self._link.is_up:
-            self._link.send(Gone(digest))
+        if self._engine is not None and self._client.is_up:
+            self._client.send(Gone(digest))
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
         """An engine is ready, so requests are accepted."""
         self._engine = ready
-        self._supply.engine_up(ready, epoch)
+        self._fetcher.engine_up(ready, epoch)
         self._tell_ready()
 
     def engine_output(self, output: StepOutput) -> None:
@@ -165,7 +165,7 @@ class ApiServer:
                 metrics.count_end("error")
         for session, parcel in news.items():
             session.push(parcel)
-        self._supply.engine_told(output.residency)
+        self._fetcher.residency_changed(output.residency)
 
     def engine_down(self, error: LoraplexError) -> None:
         """The engine is lost, with all that ran there."""
@@ -176,7 +176,7 @@ class ApiServer:
         requests = self._live.clear()
         self._suspects = [r.crash_key for r in requests if r.has_entered]
         for request in requests:
-            self._supply.release(request.digests)
+            self._fetcher.release(request.digests)
         self._idle.set()
         for session in self._sessions:
             session.end(error)
@@ -227,7 +227,7 @@ class ApiServer:
         )
         key = self._live.add(request)
         self._idle.clear()
-        self._supply.lease(digests)
+        self._fetcher.lease(digests)
         if submit.grammar is None:
             self._pass_on(key, submit)
         else:
@@ -238,9 +238,9 @@ class ApiServer:
         command = msgspec.structs.replace(submit, request_id=key)
         request = self._live.get(key)
         assert request is not None, "passed on after its end"
-        self._guard.admit(key, request.crash_key, lambda: self._link.send(command))
+        self._guard.admit(key, request.crash_key, lambda: self._client.send(command))
         for digest in submit.adapters.digests:
-            self._supply.bring(digest)
+            self._fetcher.ensure_loaded(digest)
 
     async def _pass_on_checked(
         self, key: str, request: LiveRequest, submit: Submit, grammar: Grammar
@@ -265,7 +265,7 @@ class ApiServer:
         if request is None:
             return False
         self._guard.settled(key)
-        self._supply.release(request.digests)
+        self._fetcher.release(request.digests)
         if not len(self._live):
             self._idle.set()
         return True

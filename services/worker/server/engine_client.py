@@ -71,7 +71,7 @@ class EngineListener(Protocol):
         ...
 
 
-class EngineLink:
+class EngineClient:
     """Keeps one engine process running."""
 
     def __init__(

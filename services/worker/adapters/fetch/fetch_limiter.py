@@ -1,4 +1,4 @@
-"""Whose turn it is to be fetched, where more is asked for than is fetched at once."""
+"""Limits how many adapters are fetched at once, and orders those that wait."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
-class Turns:
-    """At most `limit` at a time: first what somebody still needs, in the order of asking.
+class FetchLimiter:
+    """Allows `limit` fetches at a time, in the order of requests.
 
-    What nobody needs any more has its turn after all others. After a flood whose clients have gone
-    those who ask now would wait behind it otherwise, go as well, and so on for ever.
+    Fetches that no live request needs any more come last. Otherwise those that a burst of cancelled
+    requests left behind would delay the fetches of live ones.
     """
 
     def __init__(self, limit: int, is_needed: Callable[[str], bool]) -> None:
@@ -20,8 +20,10 @@ class Turns:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     @asynccontextmanager
-    async def of(self, digest: str) -> AsyncIterator[None]:
-        """Wait for the turn of a digest, which nobody else waits for, and hold it."""
+    async def slot(self, digest: str) -> AsyncIterator[None]:
+        """Wait until `digest` may be fetched, and count it as a fetch meanwhile.
+
+        At most one caller at a time may wait for a digest."""
         if self._num_free:
             self._num_free -= 1
         else:
@@ -32,12 +34,12 @@ class Turns:
             self._pass_on()
 
     async def _wait(self, digest: str) -> None:
-        turn = self._waiting[digest] = asyncio.get_running_loop().create_future()
+        granted = self._waiting[digest] = asyncio.get_running_loop().create_future()
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
             if self._waiting.pop(digest, None) is None:
-                self._pass_on()  # it was given just before
+                self._pass_on()  # granted just before
             raise
 
     def _pass_on(self) -> None:

@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 MAX_LINE_BYTES = 1 << 20
 
 
-class Packers:
+class PackPool:
     """Prepares adapters for one layout, several at a time."""
 
     def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:

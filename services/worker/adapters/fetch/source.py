@@ -24,7 +24,7 @@ from loraplex.errors import AdapterNotFound, DataLoss, LoraplexError, Unavailabl
 from loraplex.refs import check_digest
 from services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
 from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
-from services.worker.adapters.fetch.fetch_limiter import Turns
+from services.worker.adapters.fetch.fetch_limiter import FetchLimiter
 from services.worker.cache.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MAX_FETCHES = 8
 
 
 class Preparing(Protocol):
-    """Makes sure of adapters' images; `pack_pool.Packers`."""
+    """Makes sure of adapters' images; `pack_pool.PackPool`."""
 
     fingerprint: str
     """Of the layout that is packed for."""
@@ -59,19 +59,19 @@ class AdapterSource:
     ) -> None:
         self._store = store
         self._disk = disk
-        self._packers: Preparing | None = None
+        self._pool: Preparing | None = None
         self._clock = clock
         self._backoff = Backoff()
         self._flights: dict[str, asyncio.Task[DiskAdapter]] = {}
-        self._turns = Turns(MAX_FETCHES, disk.is_leased)
+        self._limiter = FetchLimiter(MAX_FETCHES, disk.is_leased)
         self._closing: list[asyncio.Task[None]] = []
 
-    def pack_with(self, packers: Preparing) -> None:
+    def pack_with(self, pool: Preparing) -> None:
         """Who checks and packs, once the engine has told for what base."""
-        old, self._packers = self._packers, packers
+        old, self._pool = self._pool, pool
         if old is not None:
             self._closing.append(asyncio.create_task(old.close()))
-            if old.fingerprint != packers.fingerprint:
+            if old.fingerprint != pool.fingerprint:
                 self._disk.forget_blocks()
 
     async def ensure(self, digest: str) -> DiskAdapter:
@@ -100,8 +100,8 @@ class AdapterSource:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, *self._closing, return_exceptions=True)
-        if self._packers is not None:
-            await self._packers.close()
+        if self._pool is not None:
+            await self._pool.close()
         await self._store.close()
 
     def _landed(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
@@ -113,7 +113,7 @@ class AdapterSource:
         """One fetch; failures are remembered and paused upon."""
         begin_s = self._clock()
         try:
-            async with self._turns.of(digest):
+            async with self._limiter.slot(digest):
                 adapter = await self._on_disk(digest) or await self._fetch(digest)
         except Exception as failure:
             error = _typed(failure, digest)
@@ -159,15 +159,15 @@ class AdapterSource:
     async def _prepare(self, folder: Path, sha256: str) -> int:
         """Pack for the engine that is there in the end: another may have come meanwhile."""
         while True:
-            packers = self._packers
-            assert packers is not None, "asked for an adapter before there was an engine"
+            pool = self._pool
+            assert pool is not None, "asked for an adapter before there was an engine"
             try:
-                num_blocks = await packers.prepare(folder, sha256)
+                num_blocks = await pool.prepare(folder, sha256)
             except Unavailable:
-                if packers is self._packers:
+                if pool is self._pool:
                     raise
             else:
-                if packers is self._packers:
+                if pool is self._pool:
                     return num_blocks
 
     async def _manifest(self, digest: str) -> bytes:

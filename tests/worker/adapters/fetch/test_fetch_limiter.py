@@ -1,25 +1,25 @@
-"""Whose turn it is to be fetched."""
+"""The limit of concurrent fetches, and the order of those that wait."""
 
 from __future__ import annotations
 
 import asyncio
 
-from services.worker.adapters.fetch.fetch_limiter import Turns
+from services.worker.adapters.fetch.fetch_limiter import FetchLimiter
 
 
-class Hall:
-    """Digests that come, wait for their turn, hold it until told, and may give up."""
+class Fetches:
+    """Fetches that wait for a slot, hold it until they are ended, and may be cancelled."""
 
     def __init__(self, limit: int) -> None:
         self.needed: set[str] = set()
-        self.turns = Turns(limit, lambda digest: digest in self.needed)
+        self.limiter = FetchLimiter(limit, lambda digest: digest in self.needed)
         self.served: list[str] = []
         self._done = {name: asyncio.Event() for name in "abcdef"}
 
-    def comes(self, name: str) -> asyncio.Task[None]:
+    def start(self, name: str) -> asyncio.Task[None]:
         return asyncio.create_task(self._hold(name))
 
-    async def ends(self, name: str) -> None:
+    async def end(self, name: str) -> None:
         self._done[name].set()
         await self.settle()
 
@@ -28,38 +28,38 @@ class Hall:
             await asyncio.sleep(0)
 
     async def _hold(self, name: str) -> None:
-        async with self.turns.of(name):
+        async with self.limiter.slot(name):
             self.served.append(name)
             await self._done[name].wait()
 
 
-async def test_what_nobody_needs_any_more_waits_for_all_others() -> None:
-    hall = Hall(limit=1)
-    hall.needed = {"c", "d"}
+async def test_fetches_that_no_request_needs_wait_for_all_others() -> None:
+    fetches = Fetches(limit=1)
+    fetches.needed = {"c", "d"}
     for name in "abcd":
-        hall.comes(name)
-    await hall.settle()
-    assert hall.served == ["a"]
+        fetches.start(name)
+    await fetches.settle()
+    assert fetches.served == ["a"]
     for name in "acdb":
-        await hall.ends(name)
-    assert hall.served == ["a", "c", "d", "b"]
+        await fetches.end(name)
+    assert fetches.served == ["a", "c", "d", "b"]
 
 
-async def test_who_gives_up_neither_takes_a_turn_nor_keeps_one() -> None:
-    hall = Hall(limit=2)
-    tasks = {name: hall.comes(name) for name in "abcdef"}
-    await hall.settle()
+async def test_a_cancelled_fetch_neither_takes_a_slot_nor_keeps_one() -> None:
+    fetches = Fetches(limit=2)
+    tasks = {name: fetches.start(name) for name in "abcdef"}
+    await fetches.settle()
     tasks["c"].cancel()
-    await hall.ends("a")
-    assert hall.served == ["a", "b", "d"]
-    hall._done["b"].set()
+    await fetches.end("a")
+    assert fetches.served == ["a", "b", "d"]
+    fetches._done["b"].set()
     await asyncio.sleep(0)
-    tasks["e"].cancel()  # just as it is given the turn
-    await hall.settle()
-    assert hall.served == ["a", "b", "d", "f"]
-    await hall.ends("d")
-    await hall.ends("f")
-    hall.comes("a")
-    hall.comes("b")
-    await hall.settle()
-    assert hall.served[4:] == ["a", "b"], "both turns are free again"
+    tasks["e"].cancel()  # just as it is granted the slot
+    await fetches.settle()
+    assert fetches.served == ["a", "b", "d", "f"]
+    await fetches.end("d")
+    await fetches.end("f")
+    fetches.start("a")
+    fetches.start("b")
+    await fetches.settle()
+    assert fetches.served[4:] == ["a", "b"], "both slots are free again"

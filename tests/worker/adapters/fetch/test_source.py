@@ -24,7 +24,7 @@ from loraplex.errors import (
 from services.common.objects.file import FileStore
 from services.common.objects.store import blob_key
 from services.worker.adapters.fetch.disk_cache import DiskCache
-from services.worker.adapters.fetch.pack_pool import Packers
+from services.worker.adapters.fetch.pack_pool import PackPool
 from services.worker.adapters.fetch.source import AdapterSource
 from services.worker.adapters.pack.contents import ModuleReader
 from services.worker.adapters.pack.image import ImageFile, image_path, images_in
@@ -181,7 +181,7 @@ async def test_another_layout_packs_anew_and_leaves_no_old_image(stage: Stage) -
 async def test_what_is_packed_while_another_engine_comes_is_packed_for_that_one(
     stage: Stage,
 ) -> None:
-    stage.source.pack_with(Packers(stage.geometry, stage.layout))
+    stage.source.pack_with(PackPool(stage.geometry, stage.layout))
     digest = await stage.publish("one")
     flight = asyncio.create_task(stage.source.ensure(digest))
     while not list((stage.root / "cache/incoming").glob(f"*/{TENSOR_FILE}")):
@@ -217,22 +217,22 @@ async def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
 
 
 async def test_processes_prepare_survive_a_kill_and_answer_the_right_caller(stage: Stage) -> None:
-    stage.source.pack_with(packers := Packers(stage.geometry, stage.layout))
-    await packers.warm_up()
-    assert len(packers._processes) == 1
+    stage.source.pack_with(pool := PackPool(stage.geometry, stage.layout))
+    await pool.warm_up()
+    assert len(pool._processes) == 1
     digests = [await stage.publish(name) for name in ("one", "three", "seventh")]
     impatient = asyncio.create_task(stage.source.ensure(digests[0]))
     await asyncio.sleep(0)
     impatient.cancel()
     adapters = await asyncio.gather(*(stage.source.ensure(digest) for digest in digests))
     assert [adapter.digest for adapter in adapters] == digests
-    for process in packers._processes:
+    for process in pool._processes:
         process.kill()
         await process.wait()
     last = await stage.source.ensure(await stage.publish("eleven..."))
     assert last.num_blocks == adapters[0].num_blocks
     await stage.source.close()
-    assert all(process.returncode is not None for process in packers._processes)
+    assert all(process.returncode is not None for process in pool._processes)
 
 
 async def test_unknown_digests_are_not_found_and_misspelt_ones_refused(stage: Stage) -> None:
