@@ -35,9 +35,9 @@ from services.simulate.simulation import Simulation
 from services.worker.cache.adapter_cache import AdapterCache
 from services.worker.cache.arena import Arena
 from services.worker.cache.reclaimer import Reclaimer
-from services.worker.engine.adapter_loads import Arrivals
+from services.worker.engine.adapter_loads import AdapterLoads
 from services.worker.engine.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
-from services.worker.engine.output_processor import Outcomes
+from services.worker.engine.output_processor import OutputProcessor
 from services.worker.scheduling.admission import peak_kv_blocks
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.types.messages import EngineConfig
@@ -123,8 +123,8 @@ class SplitEngine(Engine):
         )
         self.scheduler.adapter_blocks = adapter_blocks
         self.scheduler.counts_twice = split.counts_twice
-        self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
-        self._outcomes = Outcomes(self.scheduler, self._grammars, self._info.eos_token_ids)
+        self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
+        self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
 
 
 def engine_kind(split: Split | None) -> Callable[..., Engine]:

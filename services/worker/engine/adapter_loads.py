@@ -1,6 +1,6 @@
-"""Adapters on their way into the arena: fetched, packed and copied beside the step.
+"""Adapters on their way into the arena: fetched, then packed and copied while steps run.
 
-The cache decides what is loaded; this has it done, and tells the cache and the engine how it went.
+The cache decides what is loaded. This module has it done and reports the results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Failures = list[tuple[str, LoraplexError]]
 """Digests, and why requests that wait for them will not have them."""
 
 
-class Arrivals:
-    """Packs and copies through the runner. Waits for nothing."""
+class AdapterLoads:
+    """The packs and copies that are under way. No method blocks except `await_copies`."""
 
     def __init__(self, runner: Runner, cache: AdapterCache, times: ServiceTimes) -> None:
         self._runner = runner

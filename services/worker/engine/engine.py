@@ -22,10 +22,10 @@ from services.worker.cache.kv_blocks import KvLayout
 from services.worker.cache.prefix_cache import PrefixCache
 from services.worker.cache.reclaimer import Reclaimer
 from services.worker.engine.adapter_checks import BaseFacts
-from services.worker.engine.adapter_loads import Arrivals
-from services.worker.engine.output_processor import Outcomes
+from services.worker.engine.adapter_loads import AdapterLoads
+from services.worker.engine.output_processor import OutputProcessor
 from services.worker.engine.outputs import residency, to_request
-from services.worker.engine.stats import Gauges
+from services.worker.engine.stats import EngineStats
 from services.worker.grammars.opening import Grammars
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import (
@@ -136,9 +136,9 @@ class Engine:
             self._info.vocab_size,
             self._info.eos_token_ids,
         )
-        self._gauges = Gauges(config.max_running)
-        self._outcomes = Outcomes(self.scheduler, self._grammars, self._info.eos_token_ids)
-        self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
+        self._stats = EngineStats(config.max_running)
+        self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
+        self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False
         self._in_flight: deque[InFlight] = deque()
@@ -150,9 +150,9 @@ class Engine:
         """Called with the requests whose first step is about to run."""
 
     @property
-    def arrivals(self) -> Arrivals:
-        """Adapters on their way in; its `wake` is for the loop to set."""
-        return self._arrivals
+    def adapter_loads(self) -> AdapterLoads:
+        """Loads under way. The loop sets its `wake`."""
+        return self._loads
 
     @property
     def ready(self) -> EngineReady:
@@ -176,19 +176,19 @@ class Engine:
         return bool(self._grammars.num_opening) or self._grammars.has_held
 
     def step(self, commands: Iterable[Command]) -> StepOutput:
-        """Obey `commands`, launch what is planned, collect the oldest step, return the news.
+        """Handle `commands`, launch the planned step, collect the oldest one, return what changed.
 
         Raises:
             Exception: the runner failed; the engine's state is unknown and it must be replaced.
         """
         begin_s = self._clock()
         for command in commands:
-            self._obey(command, begin_s)
+            self._handle(command, begin_s)
         self._collect(begin_s)
         self._take_opened(begin_s)
         self._grammars.hold_back()
         for request, error in self.scheduler.hopeless(begin_s):
-            self._outcomes.fail(request, error, begin_s)
+            self._outputs.fail(request, error, begin_s)
         self._has_acted = False
         plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
         self._carry_out(begin_s)
@@ -204,12 +204,12 @@ class Engine:
         return StepOutput(
             step=plan.step,
             tokens=tokens,
-            failures=self._outcomes.take_failures(),
+            failures=self._outputs.take_failures(),
             residency=self._take_residency(),
-            load=self._gauges.load(
+            load=self._stats.load(
                 self.scheduler, self._reclaimer, self._arena, self._runner.stall_s
             ),
-            copies_s=self._arrivals.take_copies_s(),
+            copies_s=self._loads.take_copies_s(),
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -224,33 +224,33 @@ class Engine:
         rows = launched.result()
         now = self._clock()
         self.scheduler.landed(plan)
-        tokens = self._outcomes.take_in(plan, rows, now)
+        tokens = self._outputs.process(plan, rows, now)
         elapsed_s = now - max(begin_s, self._collected_s)
-        self._gauges.measure(plan, elapsed_s)
+        self._stats.measure(plan, elapsed_s)
         self.scheduler.budget.measure(plan, elapsed_s)
         self._collected_s = now
-        self._prefixes.token_s = self._gauges.prefill_token_s or self._prefixes.token_s
+        self._prefixes.token_s = self._stats.prefill_token_s or self._prefixes.token_s
         return tokens
 
     def check_integrity(self) -> None:
         """Assert that every block and slot is accounted for."""
         self.scheduler.check_integrity()
 
-    def _obey(self, command: Command, now: float) -> None:
+    def _handle(self, command: Command, now: float) -> None:
         match command:
             case Submit():
                 self._submit(command, now)
             case Cancel(request_id):
-                self._outcomes.drop(request_id, now)
+                self._outputs.drop(request_id, now)
             case Fetched():
-                self._fail_all(self._arrivals.fetched(command, now), now)
+                self._fail_all(self._loads.fetched(command, now), now)
             case FetchFailed(digest, error):
                 self._fetch_failed(digest, error.to_error(), now)
             case Gone(digest):
-                self._arrivals.gone(digest)
+                self._loads.gone(digest)
                 self.cache.gone(digest)
             case Want(digest, pin):
-                self._arrivals.want(digest, pin, now)
+                self._loads.want(digest, pin, now)
             case Unpin(digest):
                 self.cache.unpin(digest)
             case Unload(digest):
@@ -260,9 +260,9 @@ class Engine:
         request = to_request(command, now)
         for digest in request.adapters.digests:
             if (error := self.cache.failures.blocked(digest, now)) is not None:
-                self._outcomes.refuse(request, error)
+                self._outputs.refuse(request, error)
                 return
-            self._arrivals.awaited(digest, now)
+            self._loads.awaited(digest, now)
         if command.grammar is None:
             self._queue(request, now)
         else:
@@ -276,8 +276,8 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], now: float) -> None:
         """Fail those that may not run with their adapters, once all of these are known."""
-        for request, error in self._arrivals.refusals(requests, self._base):
-            self._outcomes.fail(request, error, now)
+        for request, error in self._loads.refusals(requests, self._base):
+            self._outputs.fail(request, error, now)
 
     def _take_opened(self, now: float) -> None:
         """Queue requests whose grammar is compiled."""
@@ -285,11 +285,11 @@ class Engine:
             if error is None:
                 self._queue(request, now)
             else:
-                self._outcomes.fail(request, error, now)
+                self._outputs.fail(request, error, now)
 
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """A copy on the device serves on, whatever became of the files."""
-        self._arrivals.fetch_failed(digest)
+        self._loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.unwant(digest)
             self._fail_waiting(digest, error, now)
@@ -299,7 +299,7 @@ class Engine:
         it. True when an adapter may have arrived."""
         num_changes = self.cache.num_changes
         self._carry_out(now)
-        if self._arrivals.await_copies(num_rows, self._gauges.step_s):
+        if self._loads.await_copies(num_rows, self._stats.step_s):
             self._collect(now)
         return self.cache.num_changes > num_changes
 
@@ -308,7 +308,7 @@ class Engine:
         actions = self.cache.take_actions()
         for action in actions:
             if isinstance(action, Load):
-                self._arrivals.copy(action, self._gauges.step_s)
+                self._loads.copy(action, self._stats.step_s)
             else:
                 self._runner.unload_adapter(action.slot)
         self._has_acted = self._has_acted or bool(actions)
@@ -316,8 +316,8 @@ class Engine:
 
     def _collect(self, now: float) -> None:
         """Take in adapters that have arrived."""
-        self._fail_all(self._arrivals.collect(now), now)
-        for digest in self._arrivals.take_loaded():
+        self._fail_all(self._loads.collect(now), now)
+        for digest in self._loads.take_loaded():
             self._check(self.scheduler.waiting_for(digest), now)
 
     def _fail_all(self, failures: Iterable[tuple[str, LoraplexError]], now: float) -> None:
@@ -327,12 +327,12 @@ class Engine:
     def _fail_waiting(self, digest: str, error: LoraplexError, now: float) -> None:
         self._residency_errors[digest] = error
         for request in self.scheduler.waiting_for(digest):
-            self._outcomes.fail(request, error, now)
+            self._outputs.fail(request, error, now)
 
     def _take_residency(self) -> list[Residency]:
-        errors = {**self._arrivals.refused, **self._residency_errors}
+        errors = {**self._loads.refused, **self._residency_errors}
         self._residency_errors.clear()
-        self._arrivals.refused.clear()
+        self._loads.refused.clear()
         changes = dict(self.cache.take_changes())
         for digest in errors:
             changes.setdefault(digest, self.cache.get(digest))

@@ -1,4 +1,4 @@
-"""What becomes of requests: the tokens that steps choose for them, and how they end."""
+"""Appends the tokens that steps choose to their requests, and ends requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.worker.types.request import Pooling, Request
 from services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
 
 
-class Outcomes:
-    """Appends what was sampled, and takes requests that end out of the scheduler."""
+class OutputProcessor:
+    """Appends sampled tokens, and removes requests that end from the scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, grammars: Grammars, eos_token_ids: Sequence[int]
@@ -27,7 +27,7 @@ class Outcomes:
         """Of the hidden states of prompts whose mean is wanted, as far as they are computed."""
         self._failures: list[Failure] = []
 
-    def take_in(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
+    def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
         """Append what was sampled. Mutates the requests; removes those that end.
 
         Those that have ended since the step was launched get nothing more.

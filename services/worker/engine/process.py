@@ -115,7 +115,7 @@ class ServerSocket:
 def run(engine: Engine, server: ServerSocket) -> NoReturn:
     """Serve until the API server process closes its end, then raise ServerGone."""
     is_checked = True
-    engine.arrivals.wake = server.wake
+    engine.adapter_loads.wake = server.wake
     engine.announce = lambda request_ids: server.send(Entered(request_ids))
     while True:
         commands = server.commands(_patience_s(engine, is_checked))

@@ -1,4 +1,4 @@
-"""Running means over the engine's steps, and its load at a moment."""
+"""Running means over the engine's steps, and its current load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NEW_SHARE = 0.1
 """Weight of the newest step in running means."""
 
 
-class Gauges:
+class EngineStats:
     """What the engine has measured about its own steps."""
 
     def __init__(self, max_running: int) -> None:

@@ -59,13 +59,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Obey what comes up the stream until the gateway closes its direction."""
         try:
             async for message in requests:
-                self._obey(session, message)
+                self._handle(session, message)
             session.no_more_requests()
         except Exception:
             logger.exception("session broke", extra={"gateway": session.gateway_id})
             session.end(LoraplexError("internal error: the worker's log has the traceback"))
 
-    def _obey(self, session: GatewaySession, message: worker_pb2.SessionRequest) -> None:
+    def _handle(self, session: GatewaySession, message: worker_pb2.SessionRequest) -> None:
         kind = message.WhichOneof("message")
         if kind == "submit":
             self._submit(session, message.submit)
