@@ -14,7 +14,7 @@ import torch
 
 from services.worker.engine.engine import Engine
 from services.worker.runner.building import build_runner
-from services.worker.types.messages import EngineConfig, Fetched, Submit, Unpin, Want
+from services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
 from services.worker.types.request import AdapterSet, SamplingParams
 from services.worker.types.runner_protocol import DoneStep
 from services.worker.types.step_plan import SampledRow, StepPlan
@@ -88,7 +88,9 @@ class OurEngine:
         for adapter, folder in enumerate(folders):
             digest, num_blocks = digest_of(adapter), self._timed.pack_adapter(folder).result()
             begin_s = time.perf_counter()
-            self._engine.step([Fetched(digest, str(folder), 64, num_blocks), Want(digest, True)])
+            self._engine.step(
+                [Fetched(digest, str(folder), 64, num_blocks), Prefetch(digest, True)]
+            )
             while not self._engine.cache.ready([digest]):
                 self._timed.await_copies(1.0)
                 self._engine.step([])

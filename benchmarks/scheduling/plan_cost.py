@@ -32,7 +32,7 @@ from services.worker.cache.prefix_cache import PrefixCache
 from services.worker.cache.reclaimer import Reclaimer
 from services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import ServiceCounters, kept_places
+from services.worker.scheduling.policies import ServiceCounters, reserved_slots
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.types.request import AdapterSet, Request, SamplingParams
 from services.worker.types.residency import Load
@@ -110,19 +110,19 @@ class Engine:
         the scheduler does."""
         self.now += STEP_S
         begin_s = time.thread_time()
-        for request, _ in self.scheduler.hopeless(self.now):
+        for request, _ in self.scheduler.expired(self.now):
             self.scheduler.remove(request.request_id, self.now)
         plan = self.scheduler.plan(self.now)
         for action in self.cache.take_actions():
             if isinstance(action, Load) and self.copies:
                 self.cache.loaded(action.digest)
         if plan.rows:
-            self.scheduler.launched(plan)
-            self.scheduler.landed(plan)
+            self.scheduler.on_step_launched(plan)
+            self.scheduler.on_step_done(plan)
         for row in plan.rows:
             if row.needs_logits:
                 row.request.take(1)
-                self.scheduler.took(row.request)
+                self.scheduler.on_token(row.request)
         for row in plan.rows[:num_ending]:
             self.scheduler.remove(row.request.request_id, self.now)
         _ = self.scheduler.queued_tokens
@@ -136,7 +136,7 @@ class Engine:
 
 def measure(engine: Engine, num_steps: int, num_ending: int) -> float:
     """Median processor seconds of a step, with a full batch if adapters are copied."""
-    full = NUM_RUNNING - kept_places(NUM_RUNNING) if engine.copies else 0
+    full = NUM_RUNNING - reserved_slots(NUM_RUNNING) if engine.copies else 0
     while engine.scheduler.num_running < full:
         engine.step()
     engine.step(num_ending)

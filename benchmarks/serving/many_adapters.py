@@ -39,7 +39,14 @@ from services.worker.adapters.pack.packing import Packer
 from services.worker.engine.engine import Engine
 from services.worker.runner.building import build_runner
 from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
+from services.worker.types.messages import (
+    Command,
+    EngineConfig,
+    Fetched,
+    Prefetch,
+    StepOutput,
+    Submit,
+)
 from services.worker.types.request import AdapterSet, SamplingParams
 from services.worker.types.residency import Tier
 from services.worker.types.runner_protocol import LaunchedStep
@@ -228,7 +235,7 @@ def compare_base(bench: Bench, bare: Bench, args: argparse.Namespace) -> float:
 def compare_first_tokens(bench: Bench, num_adapters: int, num_probes: int) -> dict[str, float]:
     """Medians beside 8 requests that decode, over a full arena; adapters drawn at random."""
     for adapter in range(num_adapters):
-        bench.step([bench.fetched(adapter), Want(digest_of(adapter), pin=False)])
+        bench.step([bench.fetched(adapter), Prefetch(digest_of(adapter), pin=False)])
         bench.runner.await_copies(1.0)
     for _ in range(8):
         bench.step([bench.request(None, 1000)])

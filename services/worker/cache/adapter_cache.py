@@ -43,7 +43,7 @@ class AdapterCache:
         self._adapters: dict[str, CachedAdapter] = {}
         self._idle: dict[str, CachedAdapter] = {}
         self._in_use: set[str] = set()
-        self._wanted: dict[str, None] = {}
+        self._prefetches: dict[str, None] = {}
         self._free_slots = list(range(max_resident - 1, -1, -1))
         self._resident_blocks = 0
         self._idle_blocks = 0
@@ -80,7 +80,7 @@ class AdapterCache:
         adapter = self._adapters.get(digest)
         return Tier.GONE if adapter is None else adapter.tier
 
-    def whereabouts(self, digest: str) -> tuple[Tier, bool]:
+    def residency_of(self, digest: str) -> tuple[Tier, bool]:
         """The tier of an adapter, and whether running requests use it."""
         return self.tier(digest), digest in self._in_use
 
@@ -183,25 +183,25 @@ class AdapterCache:
         self._note(digest)
         return True
 
-    def load_wanted(self, protected: Collection[str], now: float) -> None:
-        """Load what was asked for in advance, as far as there is room."""
-        for digest in list(self._wanted):
+    def load_prefetches(self, protected: Collection[str], now: float) -> None:
+        """Load prefetches as far as memory and slots allow."""
+        for digest in list(self._prefetches):
             if digest in self._adapters and self._load(digest, {*protected, digest}, now):
-                del self._wanted[digest]
+                del self._prefetches[digest]
 
     @property
-    def has_wanted(self) -> bool:
-        """True while something asked for in advance is not loaded."""
-        return bool(self._wanted)
+    def has_prefetches(self) -> bool:
+        """True while a prefetch is not loaded."""
+        return bool(self._prefetches)
 
-    def want(self, digest: str) -> None:
-        """Load this adapter as soon as it is on disk and there is room."""
-        self._wanted[digest] = None
+    def prefetch(self, digest: str) -> None:
+        """Load this adapter as soon as it is on disk and memory is free."""
+        self._prefetches[digest] = None
         self._note(digest)
 
-    def unwant(self, digest: str) -> None:
-        """Take back `want`."""
-        self._wanted.pop(digest, None)
+    def cancel_prefetch(self, digest: str) -> None:
+        """Undo `prefetch`."""
+        self._prefetches.pop(digest, None)
 
     def facts(self, digests: Iterable[str]) -> list[AdapterFacts]:
         """What requests must know of adapters that are ready."""
@@ -224,7 +224,7 @@ class AdapterCache:
     def failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """The copy of a `Load` failed: `failures` holds `error` until a pause is over."""
         self.failures.record(digest, error, now)
-        self.unwant(digest)
+        self.cancel_prefetch(digest)
         adapter = self._adapters[digest]
         assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
         self._vacate(adapter)
@@ -248,7 +248,7 @@ class AdapterCache:
         adapter.last_used_s = now
         self._pinned_blocks = wanted_blocks
         self._note(digest)
-        self.want(digest)
+        self.prefetch(digest)
 
     def unpin(self, digest: str) -> None:
         """Let a pinned adapter go when room is needed."""
@@ -258,13 +258,13 @@ class AdapterCache:
         adapter.pinned = False
         self._pinned_blocks -= adapter.num_blocks
         self._enter_idle(adapter)
-        self.unwant(digest)
+        self.cancel_prefetch(digest)
         self._note(digest)
 
     def unload(self, digest: str) -> None:
         """Free an adapter now if it is idle, else when its last request ends."""
         self.unpin(digest)
-        self.unwant(digest)
+        self.cancel_prefetch(digest)
         adapter = self._adapters.get(digest)
         if adapter is None or adapter.tier == Tier.DISK:
             return
@@ -302,7 +302,7 @@ class AdapterCache:
         return [(digest, self._adapters.get(digest)) for digest in changed]
 
     def take_moved(self) -> Collection[str]:
-        """Digests of which `whereabouts` may have changed since the last call."""
+        """Digests of which `residency_of` may have changed since the last call."""
         moved, self._moved = self._moved, set()
         return moved
 
@@ -357,7 +357,7 @@ class AdapterCache:
 
     def _forget(self, adapter: CachedAdapter) -> None:
         self.unpin(adapter.digest)
-        self.unwant(adapter.digest)
+        self.cancel_prefetch(adapter.digest)
         del self._adapters[adapter.digest]
         self._note(adapter.digest)
 

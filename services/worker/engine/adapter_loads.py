@@ -78,7 +78,7 @@ class AdapterLoads:
         self._packing.pop(digest, None)
         self._pins.pop(digest, None)
 
-    def want(self, digest: str, pin: bool, now: float) -> None:
+    def prefetch(self, digest: str, pin: bool, now: float) -> None:
         """Load an adapter ahead of requests, once it is packed."""
         if digest in self._packing:
             self._pins[digest] = pin or self._pins.get(digest, False)
@@ -87,7 +87,7 @@ class AdapterLoads:
         try:
             if pin:
                 self._cache.pin(digest, now)
-            self._cache.want(digest)
+            self._cache.prefetch(digest)
         except ResourceExhausted as error:
             self.refused[digest] = error
 
@@ -156,7 +156,7 @@ class AdapterLoads:
                 continue
             failures += self._is_here(command, num_blocks)
             if pin is not None:
-                self.want(command.digest, pin, now)
+                self.prefetch(command.digest, pin, now)
         return failures
 
     def _is_here(self, command: Fetched, num_blocks: int) -> Failures:

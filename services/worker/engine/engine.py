@@ -44,13 +44,13 @@ from services.worker.types.messages import (
     Fetched,
     FetchFailed,
     Gone,
+    Prefetch,
     Residency,
     StepOutput,
     Submit,
     TokenOutput,
     Unload,
     Unpin,
-    Want,
 )
 from services.worker.types.request import Request
 from services.worker.types.residency import Load
@@ -187,7 +187,7 @@ class Engine:
         self._collect(begin_s)
         self._take_opened(begin_s)
         self._grammars.hold_back()
-        for request, error in self.scheduler.hopeless(begin_s):
+        for request, error in self.scheduler.expired(begin_s):
             self._outputs.fail(request, error, begin_s)
         self._has_acted = False
         plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
@@ -216,14 +216,14 @@ class Engine:
         if entered := [r.request.request_id for r in plan.rows if _enters(r, now)]:
             self.announce(entered)
         self._in_flight.append(InFlight(plan, self._runner.launch(plan), now))
-        self.scheduler.launched(plan)
+        self.scheduler.on_step_launched(plan)
 
     def _collect_oldest(self) -> list[TokenOutput]:
         """Wait for the step launched first, and take in what it chose."""
         plan, launched, begin_s = self._in_flight.popleft()
         rows = launched.result()
         now = self._clock()
-        self.scheduler.landed(plan)
+        self.scheduler.on_step_done(plan)
         tokens = self._outputs.process(plan, rows, now)
         elapsed_s = now - max(begin_s, self._collected_s)
         self._stats.measure(plan, elapsed_s)
@@ -249,8 +249,8 @@ class Engine:
             case Gone(digest):
                 self._loads.gone(digest)
                 self.cache.gone(digest)
-            case Want(digest, pin):
-                self._loads.want(digest, pin, now)
+            case Prefetch(digest, pin):
+                self._loads.prefetch(digest, pin, now)
             case Unpin(digest):
                 self.cache.unpin(digest)
             case Unload(digest):
@@ -291,7 +291,7 @@ class Engine:
         """A copy on the device serves on, whatever became of the files."""
         self._loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
-            self.cache.unwant(digest)
+            self.cache.cancel_prefetch(digest)
             self._fail_waiting(digest, error, now)
 
     def _bring(self, num_rows: int, now: float) -> bool:

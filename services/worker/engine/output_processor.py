@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
 from services.worker.engine.outputs import finish_reason, stop_token, timings
-from services.worker.grammars.opening import Grammars, no_way_on
+from services.worker.grammars.opening import Grammars, no_allowed_token
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.types.messages import Failure, TokenOutput, WireError
 from services.worker.types.request import Pooling, Request
@@ -70,7 +70,7 @@ class OutputProcessor:
             return True
         try:
             if sampled.token_id is None:
-                raise no_way_on()
+                raise no_allowed_token()
             self._grammars.advance(request, [sampled.token_id])
         except LoraplexError as error:
             self.fail(request, error, now)
@@ -109,7 +109,7 @@ class OutputProcessor:
         token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
         for token_id in token_ids:
             request.take(token_id)
-            self._scheduler.took(request)
+            self._scheduler.on_token(request)
         reason = finish_reason(request, self._eos_token_ids)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
         vector = self._vector(request, sampled)

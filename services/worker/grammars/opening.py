@@ -117,8 +117,8 @@ class Grammars:
         return constraint
 
 
-def no_way_on() -> InvalidRequest:
-    """What a request is told whose grammar and other settings leave no token."""
+def no_allowed_token() -> InvalidRequest:
+    """The error of a request whose grammar and other settings allow no token."""
     return InvalidRequest.field(
         "grammar",
         "",

@@ -1,6 +1,6 @@
-"""Giving up at once what cannot make its deadline, so that the step's tokens go to what can.
+"""Gives up requests that cannot meet their deadline, so that the tokens of steps go to others.
 
-A waiting request is hopeless when it could not have its first token before its deadline even if
+A waiting request expires when it could not have its first token before its deadline even if
 it started now: what remains is less than loading and prefill take, as measured here lately. Work
 that has begun is never thrown away.
 

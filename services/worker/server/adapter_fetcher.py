@@ -17,10 +17,10 @@ from services.worker.types.messages import (
     EngineReady,
     Fetched,
     FetchFailed,
+    Prefetch,
     Residency,
     Unload,
     Unpin,
-    Want,
     WireError,
 )
 from services.worker.types.residency import Tier
@@ -63,7 +63,7 @@ class AdapterFetcher:
             self._status.on_disk(adapter)
             if pin:
                 self._pins.add(digest)
-            self._client.send(_fetched(adapter), Want(digest, pin))
+            self._client.send(_fetched(adapter), Prefetch(digest, pin))
             return await self._status.arrival(digest)
         except LoraplexError:
             self._pins.discard(digest)

@@ -139,7 +139,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     digest: str
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     """Load a fetched adapter before any request needs it, and pin it if asked."""
 
     digest: str
@@ -162,7 +162,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks for a sign of life, which any StepOutput is."""
 
 
-Command = Submit | Cancel | Fetched | FetchFailed | Gone | Want | Unpin | Unload | Ping
+Command = Submit | Cancel | Fetched | FetchFailed | Gone | Prefetch | Unpin | Unload | Ping
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

@@ -139,7 +139,7 @@ class Request:
     Fresh, preempted and migrated requests differ only in `output_ids`: everything the sampler
     needs is a pure function of this object.
 
-    Lengths, in tokens: 0 <= num_computed <= num_foreseen = num_tokens + num_promised, where
+    Lengths, in tokens: 0 <= num_computed <= num_expected = num_tokens + num_in_flight_tokens, where
     num_tokens = len(prompt_ids) + len(output_ids). KV of positions [0, num_computed) is in the
     request's blocks, or will be when the steps that were launched are done.
     """
@@ -174,10 +174,10 @@ class Request:
     """Left out of steps while its next tokens are not known to the constraint yet."""
 
     num_computed: int = 0
-    num_promised: int = 0
-    """Output tokens that steps in flight choose; nobody here knows yet which."""
-    promised_output: int = 0
-    """Which of the outputs of the step launched last is the last of these."""
+    num_in_flight_tokens: int = 0
+    """Output tokens that steps in flight choose, whose ids are not known yet."""
+    in_flight_output: int = 0
+    """The index of the last of these among the outputs of the step launched last."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
     prefix_hashes: list[bytes] = field(default_factory=list)
@@ -195,26 +195,26 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
-    def num_foreseen(self) -> int:
-        """Known and promised tokens."""
-        return self.num_tokens + self.num_promised
+    def num_expected(self) -> int:
+        """Known tokens and those in flight."""
+        return self.num_tokens + self.num_in_flight_tokens
 
     @property
     def num_pending(self) -> int:
-        """Foreseen tokens whose KV is not computed yet; 1 while decoding."""
-        return self.num_foreseen - self.num_computed
+        """Expected tokens whose KV is not computed yet; 1 while decoding."""
+        return self.num_expected - self.num_computed
 
     @property
     def is_ending(self) -> bool:
         """True when no step will have to choose another token for it."""
-        return len(self.output_ids) + self.num_promised >= self.sampling.max_tokens
+        return len(self.output_ids) + self.num_in_flight_tokens >= self.sampling.max_tokens
 
     @property
     def must_wait(self) -> bool:
         """True while no step may compute it: its next mask is not known, and may take long."""
         if self.constraint is None:
             return False
-        return self.is_held or (self.num_promised > 0 and not self.constraint.is_quick)
+        return self.is_held or (self.num_in_flight_tokens > 0 and not self.constraint.is_quick)
 
     @property
     def max_num_tokens(self) -> int:
@@ -226,8 +226,8 @@ class Request:
         return self.own_eos_ids or base_eos_ids
 
     def take(self, token_id: int) -> None:
-        """A promised token has come. Mutates the output."""
-        self.num_promised -= 1
+        """Append a token that was in flight. Mutates the output."""
+        self.num_in_flight_tokens -= 1
         self.output_ids.append(token_id)
 
     def tokens(self, start: int, end: int) -> list[int]:

@@ -46,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reclaimer = Reclaimer(self.arena)
         self.cache = make_cache(self.reclaimer, self.arena)
         self.now = 0.0
-        self.whereabouts: dict[str, tuple[Tier, bool]] = {}
+        self.residency: dict[str, tuple[Tier, bool]] = {}
         self.table: dict[int, str] = {}
         self.users: dict[str, int] = {}
         self.kv: list[int] = []
@@ -128,8 +128,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert adapter is None or adapter.tier in (Tier.DISK, Tier.LOADING)
 
     @rule()
-    def load_wanted(self) -> None:
-        self.cache.load_wanted((), self.now)
+    def load_prefetches(self) -> None:
+        self.cache.load_prefetches((), self.now)
 
     @rule(count=st.integers(1, 6))
     def reclaim_for_kv(self, count: int) -> None:
@@ -146,10 +146,10 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def whatever_is_elsewhere_has_moved(self) -> None:
         moved = self.cache.take_moved()
-        where = {digest: self.cache.whereabouts(digest) for digest in SIZES}
-        changed = {d for d in SIZES if where[d] != self.whereabouts.get(d, (Tier.GONE, False))}
+        where = {digest: self.cache.residency_of(digest) for digest in SIZES}
+        changed = {d for d in SIZES if where[d] != self.residency.get(d, (Tier.GONE, False))}
         assert changed <= set(moved)
-        self.whereabouts = where
+        self.residency = where
 
     @invariant()
     def everything_agrees(self) -> None:

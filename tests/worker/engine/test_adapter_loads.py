@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
 from services.worker.engine.engine import POLICIES, Engine
-from services.worker.types.messages import Cancel, Command, Fetched, Gone, Unload, Unpin, Want
+from services.worker.types.messages import Cancel, Command, Fetched, Gone, Prefetch, Unload, Unpin
 from services.worker.types.request import SamplingParams
 from services.worker.types.step_plan import SampledRow, StepPlan
 from tests.worker.commands import make_config, make_submit
@@ -48,7 +48,7 @@ SUBMIT = st.tuples(st.just("submit"), st.sets(ADAPTER, max_size=2), st.integers(
 ACTIONS = st.one_of(
     SUBMIT,
     SUBMIT,
-    st.tuples(st.sampled_from(["unload", "gone", "want", "pin", "unpin", "cancel"]), ADAPTER),
+    st.tuples(st.sampled_from(["unload", "gone", "prefetch", "pin", "unpin", "cancel"]), ADAPTER),
     st.tuples(st.just("step"), st.integers(1, 4)),
 )
 
@@ -125,8 +125,8 @@ class Stage:
             self.step(Unload(digest))
         elif kind == "gone" and digest not in used:  # the API server leases what requests use
             self.step(Gone(digest))
-        elif kind in ("want", "pin"):
-            self.step(*self.fetched((digest,)), Want(digest, pin=kind == "pin"))
+        elif kind in ("prefetch", "pin"):
+            self.step(*self.fetched((digest,)), Prefetch(digest, pin=kind == "pin"))
         elif kind == "unpin":
             self.step(Unpin(digest))
         elif kind == "cancel" and self.live:

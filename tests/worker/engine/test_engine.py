@@ -16,10 +16,10 @@ from services.worker.types.messages import (
     Fetched,
     FetchFailed,
     Gone,
+    Prefetch,
     Submit,
     Unload,
     Unpin,
-    Want,
     WireError,
 )
 from services.worker.types.request import FinishReason
@@ -225,7 +225,7 @@ def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
     probe = make_runner(files)
     needed = probe.adapter_blocks(files / A) + probe.adapter_blocks(files / B)
     stage = Stage(make_runner(files, arena_bytes=(2 * needed - 1) * probe.block_bytes), files)
-    output = stage.step(*stage.fetched(A, B), Want(A, pin=True), Want(B, pin=True))
+    output = stage.step(*stage.fetched(A, B), Prefetch(A, pin=True), Prefetch(B, pin=True))
     [entry] = [r for r in output.residency if r.digest == B]
     assert entry.error is not None and entry.error.reason == "PIN_LIMIT"
 
@@ -281,7 +281,7 @@ def test_a_first_token_that_is_due_too_soon_is_never_worked_for(stage: Stage) ->
 
 
 def test_what_comes_while_a_step_is_under_way_has_waited_from_then(stage: Stage) -> None:
-    stage.step(*stage.fetched(A), Want(A, pin=True))
+    stage.step(*stage.fetched(A), Prefetch(A, pin=True))
     came_s = stage.now
     stage.now += 0.5
     stage.run(submit("r", A, came_s=came_s), submit("late", came_s=came_s, remaining_s=0.4))
@@ -292,7 +292,7 @@ def test_what_comes_while_a_step_is_under_way_has_waited_from_then(stage: Stage)
 
 
 def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> None:
-    output = stage.step(*stage.fetched(A), Want(A, pin=True))
+    output = stage.step(*stage.fetched(A), Prefetch(A, pin=True))
     [entry] = [r for r in output.residency if r.digest == A]
     assert entry.tier == Tier.DEVICE and entry.pinned and entry.device_bytes > 0
     output = stage.step(Unpin(A), Unload(A))

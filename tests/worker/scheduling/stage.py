@@ -115,7 +115,7 @@ class Stage:
     def step(self) -> StepPlan:
         """Plan at `now`; what is planned, or the step before it, has run at `now` + STEP_S."""
         self.now += STEP_S
-        for request, error in self.scheduler.hopeless(self.now):
+        for request, error in self.scheduler.expired(self.now):
             self.scheduler.remove(request.request_id, self.now)
             self.lost.append(request.request_id)
             self.reasons[request.request_id] = error.reason
@@ -130,7 +130,7 @@ class Stage:
             self.in_flight.append(
                 InFlight(plan, {r.request.request_id: self.used(r) for r in plan.rows})
             )
-            self.scheduler.launched(plan)
+            self.scheduler.on_step_launched(plan)
         if len(self.in_flight) > (self.overlaps and bool(plan.rows)):
             self.land()
         self.scheduler.check_integrity()
@@ -138,7 +138,7 @@ class Stage:
 
     def land(self) -> None:
         plan, _ = self.in_flight.popleft()
-        self.scheduler.landed(plan)
+        self.scheduler.on_step_done(plan)
         for row in plan.rows:
             if self.scheduler.runs(row.request):
                 self.advance(row.request, row)
@@ -152,7 +152,7 @@ class Stage:
         if row.needs_logits:
             self.measure(request)
             request.take(TOKEN)
-            self.scheduler.took(request)
+            self.scheduler.on_token(request)
             is_stopped = request.request_id in self.stopping
             if is_stopped or len(request.output_ids) >= request.sampling.max_tokens:
                 self.scheduler.remove(request.request_id, self.now)
@@ -226,7 +226,7 @@ def contents_of(request: Request) -> list[int]:
     own = request.adapters if request.adapters_from == 0 else AdapterSet()
     chain = hash((own, request.tenant, request.cache_salt, request.is_long))
     contents = []
-    promised = [TOKEN] * request.num_promised
+    promised = [TOKEN] * request.num_in_flight_tokens
     for position, token_id in enumerate(request.prompt_ids + request.output_ids + promised):
         if 0 < position == request.adapters_from:
             chain = hash((chain, request.adapters))
