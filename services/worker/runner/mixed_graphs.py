@@ -48,11 +48,6 @@ logger = logging.getLogger(__name__)
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
 """Token rows of captured steps. Padding costs nothing up to about 200 rows, which take as long as
 reading the weights does; above that up to a third of the step, half of that on average."""
-MAX_RUN = 512
-"""Token rows of the longest run of rows with one adapter. A graph holds kernels that serve any mix
-of adapters; a longer run is computed sooner by library products, which eager steps choose. On an
-H200, a prompt of 512 tokens with one adapter took 16.0 ms with tiles in graphs, and 12.8 ms with
-the base alone."""
 
 
 class MixedInputs:
@@ -313,13 +308,11 @@ class MixedGraphs:
         logger.info("captured %d graphs of mixed steps in %.1f s", num_graphs, elapsed_s)
 
     def find(self, step: StepInputs, mask: int) -> MixedGraph | None:
-        """The graphs of a step, unless it or one of its runs is too large.
+        """The graphs of a step, unless it is too large.
 
         Args:
             mask: index of the sites that its adapters touch.
         """
-        if max((run.end - run.begin for run in step.runs), default=0) > MAX_RUN:
-            return None
         sizes = (size for size in self._inputs.sizes if size >= step.num_token_rows)
         size = next(sizes, None)
         return None if size is None else self._steps[size, mask]

@@ -85,7 +85,7 @@ def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
     if shape.block_dim > 128:
         return Tiling(queries, 32, num_warps=4, num_stages=3, programs_per_processor=2)
     return Tiling(
-        queries, 64, num_warps=4, num_stages=2, programs_per_processor=5, max_registers=96
+        queries, 64, num_warps=4, num_stages=2, programs_per_processor=4, max_registers=128
     )
 
 

@@ -20,6 +20,8 @@ LARGEST_SPLIT = 1536
 """Keys of an item at most where rows alone give every multiprocessor enough to do."""
 PROGRAMS_PER_PROCESSOR = 3
 """Pairs of item and KV head that a multiprocessor needs to read memory at full speed."""
+MIN_STEPS = 2
+"""Steps of an item at least: joining smaller ones takes longer than they save."""
 TYPICAL_KEYS = 1024
 """Keys of a row for which small batches are split."""
 MAX_SPLITS = 64
@@ -46,7 +48,7 @@ def split_limit(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
     if pairs >= wanted:
         return LARGEST_SPLIT
     steps = -(-TYPICAL_KEYS * pairs // (wanted * KEY_STEP))
-    return min(max(1, steps) * KEY_STEP, LARGEST_SPLIT)
+    return min(max(MIN_STEPS, steps) * KEY_STEP, LARGEST_SPLIT)
 
 
 def max_splits(max_keys: int, limit: int) -> int:

@@ -53,11 +53,15 @@ def is_fused(num_rows: int, num_outputs: int) -> bool:
     return num_rows <= (MAX_WIDE_FUSED_ROWS if wide else MAX_FUSED_ROWS)
 
 
+FUSED_SHARED_BYTES = 128 << 10
+"""Shared memory that a launch with the base product may take; GPUs with less compute it apart."""
+
+
 def fused_plan(num_outputs: int) -> SitePlan:
-    """Of a launch that computes the base product as well; up to 110 KiB of shared memory."""
+    """Of a launch that computes the base product as well."""
     if num_outputs > WIDE_OUTPUTS:
         return SitePlan(128, 128, 3)
-    return SitePlan(32, 128, 8)
+    return SitePlan(32, 128, 6)
 
 
 def expand_plan(num_rows: int, num_outputs: int, itemsize: int) -> SitePlan:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.ops.launch import must_widen
+from services.worker.ops.launch import must_widen, shared_bytes
 from services.worker.ops.lora import triton_kernels as kernels
 from services.worker.ops.lora.dense import add_dense
 from services.worker.ops.lora.device_records import MAX_PARTS
 from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from services.worker.ops.lora.plan import (
+    FUSED_SHARED_BYTES,
     SPLIT_INPUTS,
     TILE_ROWS,
     SitePlan,
@@ -115,6 +116,7 @@ def can_fuse(x: Tensor, base_weight: Tensor) -> bool:
         x.dtype in (torch.bfloat16, torch.float16)
         and not must_widen(x.dtype)
         and is_fused(num_rows, num_outputs)
+        and shared_bytes(x.device) >= FUSED_SHARED_BYTES
         and base_weight.is_contiguous()
         and num_inputs % fused_plan(num_outputs).block_inputs == 0
     )
