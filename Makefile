@@ -8,7 +8,7 @@ SERVICES := registry gateway worker
 # Tests of the parts that never import torch; they run wherever Python runs.
 TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/common tests/registry \
 	tests/workload tests/simulate tests/gateway tests/deploy \
-	tests/worker/adapters/device/test_landing.py tests/worker/adapters/device/test_slab.py \
+	tests/worker/adapters/device/test_copy_events.py tests/worker/adapters/device/test_pinned_pool.py \
 	tests/worker/adapters/fetch tests/worker/adapters/pack/test_tiles.py tests/worker/cache \
 	tests/worker/engine/test_adapter_checks.py tests/worker/engine/test_adapter_loads.py \
 	tests/worker/engine/test_step_trace.py \

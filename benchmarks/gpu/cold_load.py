@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.cold_load [--rank 16] [--device cpu --tiny]
 
 `pack_ms` is paid once for each digest, off the step's thread. `disk_copy_ms` takes the packed image
-from the page cache into the pinned slab and on into the arena, beside the step; `copy_ms` is the
-same of an image that is in the slab (without a GPU there is none). `enter_ms` writes the tables
+from the page cache into the pinned pool and on into the arena, beside the step; `copy_ms` is the
+same of an image that is in the pool (without a GPU there is none). `enter_ms` writes the tables
 that kernels read, on the engine's thread. A load from the host is copy and enter.
 """
 

@@ -14,8 +14,8 @@ from loraplex.cli.progress import ProgressBar
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.progress import Progress
 from services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
-from services.worker.adapters.device.host_tier import HostTier, default_bytes
 from services.worker.adapters.device.loader import AdapterLoader
+from services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
 from services.worker.adapters.device.weights import AdapterWeights
 from services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from services.worker.adapters.pack.packing import Packer
@@ -90,7 +90,7 @@ def build_runner(
     geometry = base_geometry(model_dir, config, sites.table)
     base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"
     layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, is_int8)
-    host = _host_tier(arena, host_cache_bytes)
+    host = _pinned_cache(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
     packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
@@ -126,9 +126,9 @@ def _kv_buffer(
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
 
 
-def _host_tier(arena: ArenaBuffer, num_bytes: int) -> HostTier | None:
+def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
     """On a CPU the page cache is as near."""
-    return HostTier(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
+    return PinnedCache(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:

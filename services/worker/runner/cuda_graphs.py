@@ -22,7 +22,7 @@ from torch import Tensor
 
 from services.worker.layers.forward_batch import ForwardBatch
 from services.worker.model.decoder import Decoder
-from services.worker.ops.lora.worklist import Arriving, LoraBatch
+from services.worker.ops.lora.worklist import LoraBatch, PendingCopy
 from services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
 from services.worker.runner.step_inputs import StepInputs
 
@@ -43,12 +43,14 @@ class Graph(Protocol):
 class CapturedStep(Protocol):
     """A step that is captured, in one graph or in several."""
 
-    def replay(self, step: StepInputs, before: Tensor, landings: Sequence[Arriving]) -> Tensor:
+    def replay(
+        self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
+    ) -> Tensor:
         """Hidden states `[T, H]`. The next replay overwrites them.
 
         Args:
             before: outputs of the step before, read by rows that follow them.
-            landings: adapters of the step whose bytes are not all on the device yet.
+            pending_copies: adapters of the step whose bytes are not all on the device yet.
         """
         ...
 
@@ -72,10 +74,12 @@ class DecodeGraph:
     hidden: Tensor
     """`[size, H]`."""
 
-    def replay(self, step: StepInputs, before: Tensor, landings: Sequence[Arriving]) -> Tensor:
+    def replay(
+        self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
+    ) -> Tensor:
         """See `CapturedStep`."""
-        for landing in landings:
-            landing.wait_all()
+        for pending_copy in pending_copies:
+            pending_copy.wait_all()
         self.inputs.buffer.fill(step, step.runs)
         self.inputs.buffer.take_outputs(before)
         self.graph.replay()

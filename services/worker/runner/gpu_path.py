@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.worker.adapters.device.landing import Landing
+from services.worker.adapters.device.copy_events import CopyEvents
 from services.worker.adapters.device.table import AdapterTable
 from services.worker.arena_buffer import KvBuffer
 from services.worker.layers.operators import Operators
@@ -64,7 +64,7 @@ class GpuPath:
         self._table = table
         self._model = model
         self._kv = kv
-        self._landings: dict[int, Landing] = {}
+        self._pending_copies: dict[int, CopyEvents] = {}
         """By slot: adapters whose bytes the step's stream has not waited for."""
         self._heads = frozenset(site.id for site in sites.sites if site.kind == LM_HEAD)
         self._masks = (frozenset[int](), *site_masks(sites))
@@ -122,16 +122,16 @@ class GpuPath:
         buffer.fill(step)
         return buffer
 
-    def enter(self, slot: int, landing: Landing | None = None) -> None:
-        """Copy a slot of the table to the device; of the adapter's bytes, `landing` is to be waited
-        for."""
+    def enter(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
+        """Copy a slot of the table to the device. Steps wait for `pending_copy` before they read
+        the adapter's bytes."""
         adapter = self._table.adapter(slot)
         self.lora.tables.enter_records(
             slot, adapter.records(), adapter.starts, adapter.in_torch, adapter.trains_norms
         )
         self._masks_of_slots[slot] = self.mask_of(slot)
-        if landing is not None:
-            self._landings[slot] = landing
+        if pending_copy is not None:
+            self._pending_copies[slot] = pending_copy
 
     def mask_of(self, slot: int) -> int | None:
         """Index of the smallest set of sites whose graphs compute the adapter; None = none do.
@@ -148,8 +148,8 @@ class GpuPath:
         """Take a slot out of the device's tables; its blocks are free for steps to write."""
         self.lora.tables.remove(slot)
         del self._masks_of_slots[slot]
-        if (landing := self._landings.pop(slot, None)) is not None:
-            landing.wait_all()
+        if (pending_copy := self._pending_copies.pop(slot, None)) is not None:
+            pending_copy.wait_all()
 
     def graph_of(self, step: StepInputs) -> CapturedStep | None:
         """What computes the step without launching each kernel; None where it must run eagerly."""
@@ -167,32 +167,36 @@ class GpuPath:
 
     def replay(self, graph: CapturedStep, step: StepInputs, before: Tensor) -> Tensor:
         """Hidden states of a step; `before` = outputs of the step before."""
-        return graph.replay(step, before, self._landings_of(step.runs))
+        return graph.replay(step, before, self._pending_copies_of(step.runs))
 
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
         """The adapters of a step; without `num_rows`, for its head alone."""
-        landings = tuple(self._landings_of(runs))
+        pending_copies = tuple(self._pending_copies_of(runs))
         if num_rows is None or not runs:
-            return LoraBatch(runs, self._table, None, self.lora.tables, landings=landings)
+            return LoraBatch(
+                runs, self._table, None, self.lora.tables, pending_copies=pending_copies
+            )
         dense = dense_runs(runs)
         touched = self.lora.sites_of(runs)
-        lora = LoraBatch(runs, self._table, None, self.lora.tables, None, touched, dense, landings)
+        lora = LoraBatch(
+            runs, self._table, None, self.lora.tables, None, touched, dense, pending_copies
+        )
         return replace(lora, work=self.lora.begin(lora.tiled, num_rows)) if lora.tiled else lora
 
-    def _landings_of(self, runs: Sequence[RowRun]) -> list[Landing]:
+    def _pending_copies_of(self, runs: Sequence[RowRun]) -> list[CopyEvents]:
         """What a step of these runs has to wait for as it comes to each site. Adapters that do more
         than kernels can are waited for here, as a whole."""
-        if not self._landings:
+        if not self._pending_copies:
             return []
-        self._landings = {
-            s: arriving for s, arriving in self._landings.items() if not arriving.is_over
+        self._pending_copies = {
+            s: copy for s, copy in self._pending_copies.items() if not copy.is_done
         }
         found = []
-        for slot in {run.slot for run in runs} & self._landings.keys():
+        for slot in {run.slot for run in runs} & self._pending_copies.keys():
             if self.lora.tables.in_torch(slot):
-                self._landings[slot].wait_all()
+                self._pending_copies[slot].wait_all()
             else:
-                found.append(self._landings[slot])
+                found.append(self._pending_copies[slot])
         return found
 
 

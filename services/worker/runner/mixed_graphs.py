@@ -37,7 +37,7 @@ from services.worker.ops.attention.backend import (
 from services.worker.ops.attention.interruptible import CosSin, InterruptingMetadata
 from services.worker.ops.lora.step_work import MIN_RUNS, static_work
 from services.worker.ops.lora.triton import DeviceLora
-from services.worker.ops.lora.worklist import Arriving, LoraBatch
+from services.worker.ops.lora.worklist import LoraBatch, PendingCopy
 from services.worker.runner.block_tables import BlockTables
 from services.worker.runner.cuda_graphs import Graph, GraphMemory, forward_static
 from services.worker.runner.input_buffer import InputBuffer
@@ -80,14 +80,14 @@ class MixedInputs:
         sites: frozenset[int],
         table: LoraBatch,
         attention: InterruptingMetadata,
-        landing: Arriving,
+        pending_copy: PendingCopy,
     ) -> ForwardBatch:
         """The batch that the pieces of `size` token rows read.
 
         Args:
             sites: where adapters may add something; none = the base alone.
             table: names the adapters' tables.
-            landing: is asked to wait for each of these sites.
+            pending_copy: is asked to wait for each of these sites.
         """
         work = self._work if sites else None
         buffer = self.buffer
@@ -95,7 +95,7 @@ class MixedInputs:
             input_ids=buffer.input_ids[:size],
             positions=buffer.positions[:size],
             attention=attention,
-            lora=replace(table, runs=(), work=work, sites=sites, landings=(landing,)),
+            lora=replace(table, runs=(), work=work, sites=sites, pending_copies=(pending_copy,)),
             rope_rows=buffer.rope_rows[:size],
         )
 
@@ -189,16 +189,18 @@ class MixedGraph:
     attended: Tensor
     """`[size, num_heads * head_dim]`."""
 
-    def replay(self, step: StepInputs, before: Tensor, landings: Sequence[Arriving]) -> Tensor:
+    def replay(
+        self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
+    ) -> Tensor:
         """See `CapturedStep`. Waits for an adapter's bytes piece by piece."""
         buffer, num_tokens = self.inputs.buffer, step.num_token_rows
         buffer.fill(step, step.runs)
         buffer.take_outputs(before)
         metadata = self.inputs.metadata(step, self.attended[:num_tokens])
         for piece in self.pieces:
-            for landing in landings:
+            for pending_copy in pending_copies:
                 for site_id in piece.sites:
-                    landing.wait(site_id)
+                    pending_copy.wait(site_id)
             assert piece.graph is not None, "captured"
             piece.graph.replay()
             if piece.attention is not None:
@@ -207,7 +209,7 @@ class MixedGraph:
 
 
 class PieceRecorder:
-    """Cuts one forward pass into pieces. Implements `Arriving`, to note which sites are read."""
+    """Cuts one forward pass into pieces. Implements `PendingCopy`, to note which sites are read."""
 
     def __init__(self, inputs: MixedInputs, size: int) -> None:
         self._inputs = inputs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import LoraplexError
-from services.worker.adapters.device.landing import Landing
+from services.worker.adapters.device.copy_events import CopyEvents
 from services.worker.adapters.device.loader import AdapterLoader, CopiedImage
 from services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from services.worker.cache.kv_layout import TOKENS_PER_BLOCK
@@ -97,10 +97,10 @@ class TorchRunner:
     def _enter(self, slot: int, copied: CopiedImage) -> None:
         try:
             self._adapters.enter(slot, copied)
-            self._entered(slot, copied.landing)
+            self._entered(slot, copied.copy_events)
         except Exception:
-            if copied.landing is not None:
-                copied.landing.wait_all()  # steps may write to its blocks from now on
+            if copied.copy_events is not None:
+                copied.copy_events.wait_all()  # steps may write to its blocks from now on
             raise
 
     def adapter_blocks(self, path: Path) -> int:
@@ -113,17 +113,17 @@ class TorchRunner:
         self._adapters.load(slot, path, blocks)
         self._entered(slot)
 
-    def _entered(self, slot: int, landing: Landing | None = None) -> None:
+    def _entered(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
         if self._batches.records is not None:
             self._batches.records.address(slot)
         if self._batches.gpu is not None:
-            self._enter_on_gpu(slot, self._batches.gpu, landing)
-        elif landing is not None:
-            landing.wait_all()
+            self._enter_on_gpu(slot, self._batches.gpu, pending_copy)
+        elif pending_copy is not None:
+            pending_copy.wait_all()
 
-    def _enter_on_gpu(self, slot: int, gpu: GpuPath, landing: Landing | None) -> None:
+    def _enter_on_gpu(self, slot: int, gpu: GpuPath, pending_copy: CopyEvents | None) -> None:
         try:
-            gpu.enter(slot, landing)
+            gpu.enter(slot, pending_copy)
         except LoraplexError:
             self._adapters.weights.unload(slot)
             raise
@@ -141,7 +141,7 @@ class TorchRunner:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which steps have waited for adapters that were landing."""
+        """Seconds for which steps have waited for adapters that were being copied."""
         return self._adapters.weights.stall_s
 
     @property

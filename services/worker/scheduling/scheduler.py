@@ -75,7 +75,7 @@ class Scheduler:
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
         self._num_in_flight = 0
-        """Steps launched and not landed."""
+        """Steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self.num_preemptions = 0

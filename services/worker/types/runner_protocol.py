@@ -126,7 +126,7 @@ class Runner(Protocol):
         """Fill `blocks`, which no step reads meanwhile, from the image in a folder.
 
         `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
-        under way; the steps that use it wait for what has not landed.
+        under way; the steps that use it wait for what has not been copied.
         """
         ...
 
@@ -158,7 +158,7 @@ class Runner(Protocol):
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which steps have waited for adapters that were landing."""
+        """Seconds for which steps have waited for adapters that were being copied."""
         ...
 
     def model_info(self) -> ModelInfo:

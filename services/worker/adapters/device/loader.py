@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.adapters.device.landing import Landing
+from services.worker.adapters.device.copy_events import CopyEvents
 from services.worker.adapters.device.weights import AdapterWeights
 from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter, image_path
 from services.worker.adapters.pack.packing import Packer
@@ -27,7 +27,7 @@ class CopiedImage:
     index: ImageIndex
     blocks: tuple[int, ...]
     elapsed_s: float
-    landing: Landing | None = None
+    copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
 
     @property
@@ -76,7 +76,7 @@ class AdapterLoader:
         return self._packing.submit(self._pack, folder)
 
     def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:
-        """Fill `blocks` from the image in `folder`; see `HostTier.copy`."""
+        """Fill `blocks` from the image in `folder`; see `PinnedCache.copy`."""
         self._last_copy = self._copying.submit(self._copy, folder, blocks, step_s)
         return self._last_copy
 
@@ -108,6 +108,6 @@ class AdapterLoader:
     def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
-            landing, expected_s = self.weights.copy(image, blocks, step_s)
+            copy_events, expected_s = self.weights.copy(image, blocks, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
-            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, landing)
+            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, copy_events)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.adapter_format.rope_scaling import parse
-from services.worker.adapters.device.host_tier import HostTier
-from services.worker.adapters.device.landing import Landing
+from services.worker.adapters.device.copy_events import CopyEvents
+from services.worker.adapters.device.pinned_cache import PinnedCache
 from services.worker.adapters.device.table import AdapterTable
 from services.worker.adapters.pack.image import Image, ImageIndex
 from services.worker.arena_buffer import ArenaBuffer
@@ -26,7 +26,7 @@ class AdapterWeights:
         max_resident: int,
         ropes: Ropes,
         base_ropes: BaseRopes,
-        host: HostTier | None = None,
+        host: PinnedCache | None = None,
     ) -> None:
         """
         Args:
@@ -48,10 +48,10 @@ class AdapterWeights:
 
     def copy(
         self, image: Image, blocks: Sequence[int], step_s: float = 0.0
-    ) -> tuple[Landing | None, float]:
+    ) -> tuple[CopyEvents | None, float]:
         """Fill `blocks`, which no step in flight reads. From any one thread, beside the step.
 
-        Raises and returns as `HostTier.copy` does.
+        Raises and returns as `PinnedCache.copy` does.
         """
         assert len(blocks) == image.index.num_blocks, (len(blocks), image.index.num_blocks)
         if self._host is not None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # Triton is not everywhere
     from services.worker.ops.lora.step_work import StepWork
 
 
-class Arriving(Protocol):
-    """An adapter that is being copied; see `adapters.device.landing`."""
+class PendingCopy(Protocol):
+    """An adapter that is being copied; see `adapters.device.copy_events`."""
 
     def wait(self, site_id: int) -> None:
         """Let the current stream wait for its bytes at a site."""
@@ -48,13 +48,13 @@ class LoraBatch:
     """Sites where kernels have anything to add; None = it is seen at the site."""
     dense: tuple[RowRun, ...] = ()
     """Runs that library products compute."""
-    landings: tuple[Arriving, ...] = ()
+    pending_copies: tuple[PendingCopy, ...] = ()
     """Adapters whose bytes are not all on the device yet."""
 
     def await_site(self, site_id: int) -> None:
         """Let what is launched next read the adapters at a site."""
-        for landing in self.landings:
-            landing.wait(site_id)
+        for pending_copy in self.pending_copies:
+            pending_copy.wait(site_id)
 
     @cached_property
     def tiled(self) -> tuple[RowRun, ...]:
@@ -109,4 +109,6 @@ class LoraBatch:
             begin, end = bisect_left(token_rows, run.begin), bisect_left(token_rows, run.end)
             if begin < end:
                 runs.append(RowRun(run.slot, run.coef, begin, end))
-        return LoraBatch(tuple(runs), self.table, self.records, self.tables, landings=self.landings)
+        return LoraBatch(
+            tuple(runs), self.table, self.records, self.tables, pending_copies=self.pending_copies
+        )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.adapters.device.landing import Landing, Stalls
+from services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from services.worker.adapters.device.loader import CopiedImage
 from services.worker.runner.building import build_runner
 from services.worker.runner.cuda_graphs import forward_static
@@ -176,7 +176,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     index = runner._adapters._packer.pack(folder).index
     blocks = [free.pop() for _ in range(runner.adapter_blocks(folder))]
     runner.load_adapter(slot, folder, blocks)
-    request = Request("landing", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
+    request = Request("being-copied", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
     request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
     row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))
     plan = StepPlan(0, (row,))
@@ -186,12 +186,12 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
 
     events = [BytesToCome(runner.arena, block) for block in blocks]
     assert len(events) > 1
-    landing = Landing(index, InOrder(events), Stalls(lambda: events[0]))
-    runner.enter_adapter(slot, CopiedImage(folder, index, tuple(blocks), 0.0, landing))
+    copy_events = CopyEvents(index, InOrder(events), StallTimer(lambda: events[0]))
+    runner.enter_adapter(slot, CopiedImage(folder, index, tuple(blocks), 0.0, copy_events))
     with torch.inference_mode():
         found = forward(runner, plan)
     assert torch.equal(found, expected)
-    assert landing.is_over
+    assert copy_events.is_done
     runner.unload_adapter(slot)
     free += blocks
 
@@ -212,11 +212,11 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     index = runner._adapters._packer.pack(folder).index
     blocks = free[: index.num_blocks]
     events = [BytesToCome(runner.arena, block) for block in blocks]
-    landing = Landing(index, events, Stalls(lambda: events[0]))
-    runner.enter_adapter(3, CopiedImage(folder, index, tuple(blocks), 0.0, landing))
-    assert not landing.is_over
+    copy_events = CopyEvents(index, events, StallTimer(lambda: events[0]))
+    runner.enter_adapter(3, CopiedImage(folder, index, tuple(blocks), 0.0, copy_events))
+    assert not copy_events.is_done
     runner.unload_adapter(3)
-    assert landing.is_over
+    assert copy_events.is_done
 
 
 def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):

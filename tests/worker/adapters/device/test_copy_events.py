@@ -1,8 +1,8 @@
-"""Landing: a step waits for what it reads, once, and for nothing else."""
+"""CopyEvents: a step waits for what it reads, once, and for nothing else."""
 
 import pytest
 
-from services.worker.adapters.device.landing import Landing, Stalls, last_blocks
+from services.worker.adapters.device.copy_events import CopyEvents, StallTimer, last_blocks
 from services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
 
 
@@ -46,38 +46,38 @@ def clock():
 
 @pytest.fixture
 def stalls(clock):
-    return Stalls(clock.event)
+    return StallTimer(clock.event)
 
 
 @pytest.fixture
-def landing(clock, stalls):
-    return Landing(INDEX, [clock.event(at) for at in (10, 20, 30, 40)], stalls)
+def copy_events(clock, stalls):
+    return CopyEvents(INDEX, [clock.event(at) for at in (10, 20, 30, 40)], stalls)
 
 
-def test_a_site_waits_for_the_last_of_its_blocks_and_for_it_once(landing, clock):
+def test_a_site_waits_for_the_last_of_its_blocks_and_for_it_once(copy_events, clock):
     for site_id in (0, 0, 1, 2, 0, 5, 5):
-        landing.wait(site_id)
+        copy_events.wait(site_id)
     assert clock.waits == [10, 20, 40]
-    assert landing.is_over
+    assert copy_events.is_done
 
 
-def test_what_has_landed_is_not_waited_for(landing, clock, stalls):
+def test_what_has_landed_is_not_waited_for(copy_events, clock, stalls):
     clock.now_ms = 25
-    landing.wait(2)
-    assert clock.waits == [] and not landing.is_over
-    landing.wait_all()
-    assert clock.waits == [40] and landing.is_over
-    landing.wait_all()
+    copy_events.wait(2)
+    assert clock.waits == [] and not copy_events.is_done
+    copy_events.wait_all()
+    assert clock.waits == [40] and copy_events.is_done
+    copy_events.wait_all()
     assert clock.waits == [40]
 
 
-def test_time_lost_is_counted_when_the_waits_are_over(landing, clock, stalls):
+def test_time_lost_is_counted_when_the_waits_are_over(copy_events, clock, stalls):
     clock.now_ms = 5
-    landing.wait(0)
+    copy_events.wait(0)
     assert stalls.total_s == 0.0
     clock.now_ms = 12
     assert stalls.total_s == pytest.approx(0.005)
-    landing.wait(5)
+    copy_events.wait(5)
     clock.now_ms = 100
     assert stalls.total_s == pytest.approx(0.005 + 0.028)
     assert stalls.total_s == pytest.approx(0.005 + 0.028)
@@ -86,4 +86,4 @@ def test_time_lost_is_counted_when_the_waits_are_over(landing, clock, stalls):
 def test_sites_without_tiles_need_no_block():
     index = ImageIndex("layout", 0, 0, [PackedSite(3, [], [], [])])
     assert last_blocks(index) == {3: -1}
-    assert Landing(index, [], None).is_over
+    assert CopyEvents(index, [], None).is_done

@@ -1,8 +1,8 @@
-"""Between the disk cache and a GPU's arena: a pinned slab of images, and the stream of copies.
+"""Images in pinned host memory, between the disk cache and the arena of a GPU.
 
-    image file --read, once--> slab --copied by the GPU--> blocks of the arena
+    image file --read once--> pinned memory --copied by the GPU--> blocks of the arena
 
-One thread copies, beside the steps. Without a GPU the same code copies at once, for tests.
+One thread copies while steps run. Without a GPU, the same code copies at once, for tests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.adapters.device.landing import Landing, Stalls
-from services.worker.adapters.device.slab import ImageSlab
+from services.worker.adapters.device.copy_events import CopyEvents, StallTimer
+from services.worker.adapters.device.pinned_pool import PinnedPool
 from services.worker.adapters.pack.image import Image
 from services.worker.arena_buffer import ArenaBuffer
 
@@ -27,54 +27,53 @@ pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a la
 
 
 def default_bytes() -> int:
-    """A slab where no size was asked for: an eighth of the host's memory, 4 GiB at the most."""
+    """The size of the pinned memory if none is set: 1/8 of the host's memory, at most 4 GiB."""
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(MAX_DEFAULT_BYTES, host_bytes // 8)
 
 
-class LandingForecast:
-    """When copies under way will have landed, by the rate of those before. Pure arithmetic."""
+class CopyForecast:
+    """Predicts when copies will be done, from the rate of earlier ones. Pure arithmetic."""
 
     def __init__(self) -> None:
         self._s_per_byte: float | None = None
-        self._lands_s = 0.0
+        self._done_s = 0.0
 
     def measured(self, num_bytes: int, elapsed_s: float) -> None:
         """A copy took so long on the device."""
         self._s_per_byte = elapsed_s / num_bytes
 
     def expect(self, num_bytes: int, now: float) -> float | None:
-        """Seconds until a copy that begins behind all others has landed; None = not known yet."""
+        """Seconds until a copy that starts after all others is done; None = not known yet."""
         if self._s_per_byte is None:
             return None
-        self._lands_s = max(self._lands_s, now) + num_bytes * self._s_per_byte
-        return self._lands_s - now
+        self._done_s = max(self._done_s, now) + num_bytes * self._s_per_byte
+        return self._done_s - now
 
 
-class HostTier:
-    """Copies images through the slab into one arena."""
+class PinnedCache:
+    """Copies images through pinned memory into one arena."""
 
     def __init__(self, arena: ArenaBuffer, num_bytes: int) -> None:
-        """`num_bytes` of the slab, at least a block, allocated here: torch pins powers of two, so
-        it is rounded down to one."""
+        """Allocates `num_bytes` of pinned memory, rounded down to a power of two, because torch
+        pins powers of two, and at least one block."""
         self._arena = arena.data
         num_blocks = max(1, (1 << num_bytes.bit_length() - 1) // arena.block_bytes)
         self._memory = self._allocate(num_blocks)
-        self._slab = ImageSlab(num_blocks)
+        self._pool = PinnedPool(num_blocks)
         self._stream = torch.cuda.Stream(arena.data.device) if arena.data.is_cuda else None
-        self._forecast = LandingForecast()
+        self._forecast = CopyForecast()
         self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
         """Begin and end of the last copy, and its bytes, until its time is known."""
-        self.stalls = Stalls(_now)
+        self.stalls = StallTimer(_now)
 
     def copy(
         self, image: Image, blocks: Sequence[int], step_s: float
-    ) -> tuple[Landing | None, float]:
-        """Fill `blocks`, which no step reads, from the slab, and the slab from the image first.
+    ) -> tuple[CopyEvents | None, float]:
+        """Fill `blocks`, which no step reads, after reading the image into pinned memory.
 
-        A copy that will have landed, as measured, before a step of `step_s` would be over is left
-        under way: each layer's bytes are there before the step comes to them. Others are waited
-        for.
+        A copy that is expected to end within a step of `step_s` stays under way: the bytes of
+        each layer arrive before the step needs them. Other copies are waited for.
 
         Returns:
             What the step's stream has to wait for, None = nothing, and seconds that are expected to
@@ -97,26 +96,26 @@ class HostTier:
             self._stream.synchronize()
             self._measure()
             return None, 0.0
-        return Landing(image.index, events, self.stalls), expected_s
+        return CopyEvents(image.index, events, self.stalls), expected_s
 
     def _staged(self, image: Image, lengths: Sequence[int]) -> list[Tensor]:
         """The image's bytes in pinned memory, block by block."""
         name = image.sha256
-        places = self._slab.find(name)
+        places = self._pool.find(name)
         if places is not None:
             return _rows(self._memory, places, lengths)
-        places = self._slab.enter(name, len(lengths))
+        places = self._pool.enter(name, len(lengths))
         if self._stream is not None:
-            self._stream.synchronize()  # images that made room may be under way
+            self._stream.synchronize()  # evicted images may still be copied
         memory = self._memory
-        if places is None:  # larger than the slab; torch keeps the memory until the copy is done
+        if places is None:  # larger than the pool; torch keeps the memory until the copy is done
             memory = self._allocate(len(lengths))
         rows = _rows(memory, places or range(len(lengths)), lengths)
         try:
             image.read_into([row.numpy().data for row in rows])
         except BaseException:
             if places is not None:
-                self._slab.drop(name)
+                self._pool.drop(name)
             raise
         return rows
 

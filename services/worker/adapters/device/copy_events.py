@@ -1,4 +1,4 @@
-"""An adapter that is used while its last bytes are on their way to the device."""
+"""Lets steps use an adapter before its last bytes have been copied to the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Event(Protocol):
         ...
 
 
-class Stalls:
-    """How long the step's stream has waited for copies."""
+class StallTimer:
+    """Measures how long the stream of the steps has waited for copies."""
 
     def __init__(self, now: Callable[[], Event]) -> None:
         """`now` makes an event in the current stream."""
@@ -33,22 +33,22 @@ class Stalls:
         self._waits: list[tuple[Event, Event]] = []
         self._known_s = 0.0
 
-    def wait(self, landed: Event) -> None:
+    def wait(self, copied: Event) -> None:
         """Let the current stream wait, and note when it begins to."""
-        self._waits.append((self._now(), landed))
-        landed.wait()
+        self._waits.append((self._now(), copied))
+        copied.wait()
 
     @property
     def total_s(self) -> float:
         """Seconds of all waits that are over."""
         over = [pair for pair in self._waits if all(event.query() for event in pair)]
         self._waits = [pair for pair in self._waits if pair not in over]
-        waits_ms = (reached.elapsed_time(landed) for reached, landed in over)
+        waits_ms = (reached.elapsed_time(copied) for reached, copied in over)
         self._known_s += sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
         return self._known_s
 
 
-class Landing:
+class CopyEvents:
     """Lets the step's stream wait, site by site, for what it is about to read.
 
     Blocks are copied in the order of the image, with events in between, so that waiting for one
@@ -56,7 +56,7 @@ class Landing:
     again.
     """
 
-    def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: Stalls) -> None:
+    def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:
         """`events`: for each block, one that comes after its copy."""
         self._last_blocks = last_blocks(index)
         self._events = events
@@ -65,7 +65,7 @@ class Landing:
         """Blocks that the step's stream has waited for."""
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the step's stream has waited for everything."""
         return self._num_waited == len(self._events)
 
@@ -81,9 +81,9 @@ class Landing:
         if num_blocks <= self._num_waited:
             return
         self._num_waited = num_blocks
-        landed = self._events[num_blocks - 1]
-        if not landed.query():
-            self._stalls.wait(landed)
+        copied = self._events[num_blocks - 1]
+        if not copied.query():
+            self._stalls.wait(copied)
 
 
 def last_blocks(index: ImageIndex) -> Mapping[int, int]:

@@ -1,4 +1,4 @@
-"""The pinned slab's copies, on the CPU: the code of a GPU's but for the stream."""
+"""The pinned pool's copies, on the CPU: the code of a GPU's but for the stream."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.errors import DataLoss
-from services.worker.adapters.device.host_tier import HostTier, LandingForecast
+from services.worker.adapters.device.pinned_cache import CopyForecast, PinnedCache
 from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
 from services.worker.arena_buffer import ArenaBuffer
 
@@ -43,7 +43,7 @@ def arena():
 
 @pytest.fixture
 def tier(arena):
-    return HostTier(arena, SLAB_BLOCKS * BLOCK_BYTES)
+    return PinnedCache(arena, SLAB_BLOCKS * BLOCK_BYTES)
 
 
 def held(arena, blocks, num_bytes):
@@ -56,10 +56,10 @@ def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
     for _ in range(200):
         image, data = generator.choice(images)
         blocks = generator.sample(range(arena.num_blocks), image.index.num_blocks)
-        landing, expected_s = tier.copy(image, blocks, step_s=1.0)
-        assert landing is None and expected_s == 0.0
+        copy_events, expected_s = tier.copy(image, blocks, step_s=1.0)
+        assert copy_events is None and expected_s == 0.0
         assert held(arena, blocks, len(data)) == data
-    tier._slab.check_integrity()
+    tier._pool.check_integrity()
 
 
 def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena, tier, monkeypatch):
@@ -113,7 +113,7 @@ def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
 
 
 def test_a_copy_lands_behind_those_under_way_at_the_rate_of_the_last():
-    forecast = LandingForecast()
+    forecast = CopyForecast()
     assert forecast.expect(100, now=0.0) is None
     forecast.measured(1000, 2.0)
     assert forecast.expect(500, now=10.0) == pytest.approx(1.0)

@@ -1,8 +1,8 @@
-"""Which packed images lie in host memory ahead of the arena, and in which of its blocks. No bytes.
+"""Which images are in pinned host memory, and in which of its blocks. Accounting only.
 
-Blocks are as large as the arena's, so images of all sizes fill the slab without gaps. The hash in
-an image's head names it: the same bytes are one image, whatever folder they came from. The image
-that was asked for longest ago goes first.
+Blocks are as large as the arena's, so images of all sizes fill the pool without gaps. An image is
+identified by the hash in its head, whatever folder it came from. The least recently used image is
+evicted first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from services.worker.cache.arena import Arena
 
 
-class ImageSlab:
+class PinnedPool:
     """Images in a fixed number of blocks."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,8 +28,7 @@ class ImageSlab:
         return self._images[sha256]
 
     def enter(self, sha256: bytes, num_blocks: int) -> Sequence[int] | None:
-        """Blocks for an image that is not here; None where it is larger than the slab. Images that
-        made room for it are gone."""
+        """Blocks for a new image, or None if it is larger than the pool. Evicts other images."""
         assert sha256 not in self._images, "the image is here"
         if num_blocks > self._blocks.num_blocks:
             return None

@@ -1,9 +1,9 @@
-"""ImageSlab: bounded, no block of two images, the image asked for longest ago goes first."""
+"""PinnedPool: bounded, no block of two images, the image asked for longest ago goes first."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.adapters.device.slab import ImageSlab
+from services.worker.adapters.device.pinned_pool import PinnedPool
 
 NUM_BLOCKS = 6
 ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
@@ -11,18 +11,18 @@ ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
 
 @given(sizes=st.lists(st.integers(0, 8), min_size=8, max_size=8), acts=st.lists(ACTS, max_size=40))
 def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
-    slab = ImageSlab(NUM_BLOCKS)
+    pool = PinnedPool(NUM_BLOCKS)
     recent: list[int] = []
     for act, number in acts:
         name, size = bytes([number]), sizes[number]
-        found = slab.find(name)
+        found = pool.find(name)
         assert (found is not None) == (number in recent)
         recent = [other for other in recent if other != number]
         if act == "drop":
             if found is not None:
-                slab.drop(name)
+                pool.drop(name)
             continue
-        blocks = slab.enter(name, size) if found is None else found
+        blocks = pool.enter(name, size) if found is None else found
         if size > NUM_BLOCKS:
             assert blocks is None
             continue
@@ -30,14 +30,14 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
         recent.append(number)
         while sum(sizes[other] for other in recent) > NUM_BLOCKS:
             recent.pop(0)
-        slab.check_integrity()
+        pool.check_integrity()
 
 
 def test_an_image_that_is_asked_for_again_stays_longer():
-    slab = ImageSlab(2)
+    pool = PinnedPool(2)
     for name in (b"a", b"b"):
-        slab.enter(name, 1)
-    slab.find(b"a")
-    slab.enter(b"c", 1)
-    assert slab.find(b"b") is None
-    assert slab.find(b"a") is not None
+        pool.enter(name, 1)
+    pool.find(b"a")
+    pool.enter(b"c", 1)
+    assert pool.find(b"b") is None
+    assert pool.find(b"a") is not None
