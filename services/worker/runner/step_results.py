@@ -20,8 +20,8 @@ from services.worker.runner.pooling import PooledRows, pool
 from services.worker.runner.step_inputs import StepInputs
 from services.worker.sampling.drawing import DrawOperators
 from services.worker.sampling.logprobs import LogprobRows
+from services.worker.sampling.next_token import next_token
 from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
-from services.worker.sampling.turn import next_turn
 from services.worker.transfers import to_device
 from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
@@ -99,12 +99,12 @@ def choose(
 
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
-    turns = [next_turn(row, before) for row in choosing]
+    tokens = [next_token(row, before) for row in choosing]
     last_rows = np.cumsum(step.num_tokens) - 1
     if len(choosing) < len(rows):
         last_rows = last_rows[[row.chooses for row in rows]]
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
-    choices = sample(torch.from_numpy(last_rows), turns, logits_of, eos_ids, draws)
+    choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
     pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
     end = None
     if hidden.is_cuda:

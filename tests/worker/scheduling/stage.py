@@ -222,12 +222,12 @@ class Stage:
 
 
 def contents_of(request: Request) -> list[int]:
-    """For each foreseen position, a hash of what its KV depends on."""
+    """For each expected position, a hash of what its KV depends on."""
     own = request.adapters if request.adapters_from == 0 else AdapterSet()
     chain = hash((own, request.tenant, request.cache_salt, request.is_long))
     contents = []
-    promised = [TOKEN] * request.num_in_flight_tokens
-    for position, token_id in enumerate(request.prompt_ids + request.output_ids + promised):
+    in_flight = [TOKEN] * request.num_in_flight_tokens
+    for position, token_id in enumerate(request.prompt_ids + request.output_ids + in_flight):
         if 0 < position == request.adapters_from:
             chain = hash((chain, request.adapters))
         chain = hash((chain, token_id))

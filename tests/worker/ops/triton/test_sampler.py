@@ -2,8 +2,8 @@
 
 import torch
 
+from services.worker.sampling.next_token import NextToken
 from services.worker.sampling.sampler import sample
-from services.worker.sampling.turn import Turn
 from services.worker.types.request import Request, SamplingParams
 from tests.worker.ops.triton.reads import note_reads
 from tests.worker.ops.triton.test_runner import AsksNobody
@@ -19,14 +19,14 @@ KINDS = [
 ]
 
 
-def turns_of(outputs):
-    turns = []
+def tokens_of(outputs):
+    tokens = []
     for i in range(18):
         params = SamplingParams(max_tokens=50, seed=i, stop_token_ids=(7,), **KINDS[i % 6])
         request = Request(f"r{i}", [1], params)
         request.output_ids = [(5 * j + i) % VOCAB for j in range(i)]
-        turns.append(Turn(request, i + 1, follows=i, outputs=outputs))
-    return turns
+        tokens.append(NextToken(request, i + 1, follows=i, outputs=outputs))
+    return tokens
 
 
 def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device, monkeypatch):
@@ -35,12 +35,12 @@ def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device, monk
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(18, VOCAB, generator=generator) * 2).to(device)
-    turns = turns_of(torch.arange(18, device=device))
+    tokens = tokens_of(torch.arange(18, device=device))
     rows = torch.arange(18)
-    expected = sample(rows, turns, lambda rows: logits.clone(), (2,), TORCH_DRAWS)
+    expected = sample(rows, tokens, lambda rows: logits.clone(), (2,), TORCH_DRAWS)
     reads = note_reads(monkeypatch)
     with AsksNobody() as asked:
-        found = sample(rows, turns, lambda rows: logits.clone(), (2,), TritonOperators.draws)
+        found = sample(rows, tokens, lambda rows: logits.clone(), (2,), TritonOperators.draws)
     assert asked.num_operators > 20
     assert asked.questions == []
     assert reads == []
