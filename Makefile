@@ -7,19 +7,14 @@ SERVICES := registry gateway worker
 
 # Tests of the parts that never import torch; they run wherever Python runs.
 TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/common tests/registry \
-	tests/workload tests/simulate tests/gateway tests/deploy tests/worker/scheduling \
-	tests/worker/test_request.py tests/worker/test_step_trace.py \
-	tests/worker/memory/test_arena.py tests/worker/memory/test_kv_layout.py \
-	tests/worker/memory/test_prefix_cache.py tests/worker/memory/test_reclaimer.py \
-	tests/worker/adapters/test_backoff.py tests/worker/adapters/test_cache.py \
-	tests/worker/adapters/test_eviction.py tests/worker/adapters/test_facts.py \
-	tests/worker/adapters/test_landing.py tests/worker/adapters/test_slab.py \
-	tests/worker/adapters/test_source.py tests/worker/adapters/test_tiles.py \
+	tests/workload tests/simulate tests/gateway tests/deploy \
+	tests/worker/adapters/device/test_copy_events.py tests/worker/adapters/device/test_pinned_pool.py \
+	tests/worker/adapters/fetch tests/worker/adapters/pack/test_tiles.py tests/worker/cache \
+	tests/worker/engine/test_adapter_checks.py tests/worker/engine/test_adapter_loads.py \
+	tests/worker/engine/test_step_trace.py \
 	tests/worker/grammars/test_checker.py tests/worker/grammars/test_constraint.py \
-	tests/worker/test_base_files.py tests/worker/test_config.py tests/worker/test_cores.py \
-	tests/worker/test_crash_guard.py \
-	tests/worker/test_intake.py tests/worker/test_loading.py tests/worker/test_messages.py \
-	tests/worker/test_metrics.py tests/worker/test_sessions.py tests/worker/test_status.py
+	tests/worker/scheduling tests/worker/server tests/worker/types \
+	tests/worker/test_config.py tests/worker/test_cores.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up test test-long test-gpu test-s3 test-torch-free lint type protos protos-check \

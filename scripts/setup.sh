@@ -215,7 +215,7 @@ build_kernels() { # $@: the groups
 # Import what services, and tests, import, so that later starts find it compiled.
 keep_bytecode() { # $@: the groups
     modules=services.gateway.__main__,services.registry.__main__
-    [ "$torch_free" ] || modules=$modules,services.worker.building
+    [ "$torch_free" ] || modules=$modules,services.worker.runner.building
     case " $* " in *" test "*) modules=$modules,hypothesis,model_signing,moto.server,openai,peft ;; esac
     "$venv/bin/python" -c "import $modules" >>"$log" 2>&1 || true
 }

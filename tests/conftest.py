@@ -15,16 +15,17 @@ hypothesis.settings.load_profile("seeded")
 
 
 _SLOW_FIRST = (
-    "worker/kernels/test_triton.py",
+    "worker/ops/test_triton.py",
     "worker/parity/test_parity.py",
     "worker/test_worker_process.py",
     "up/",
-    "registry/test_crash.py",
+    "registry/publish/test_crash.py",
     "e2e/",
     "demo/",
-    "worker/kernels/",
-    "gateway/test_failover.py",
-    "gateway/test_overload.py",
+    "worker/ops/",
+    "worker/native/",
+    "gateway/routing/test_failover.py",
+    "gateway/admission/test_overload.py",
     "common/test_objects_contract.py",
 )
 

@@ -16,8 +16,8 @@ from services.gateway.admission.scaling import ScalingSignals
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.workers.fleet import Fleet
 from services.registry.publish import metrics as registry_metrics
-from services.worker import metrics as worker_metrics
-from services.worker.status import StatusBoard
+from services.worker.server import metrics as worker_metrics
+from services.worker.server.status import StatusBoard
 
 
 @dataclass(frozen=True, slots=True)

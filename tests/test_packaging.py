@@ -139,7 +139,7 @@ def test_sdk_import_brings_in_no_server_library_and_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["loraplex.client", "services", "services.worker.engine"])
+@pytest.mark.parametrize("module", ["loraplex.client", "services", "services.worker.engine.engine"])
 def test_warning_raised_by_our_own_module_is_an_error(module: str) -> None:
     with pytest.raises(DeprecationWarning):
         warn_as(module)

@@ -21,10 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.machine import write_results
 from demo.skills import held_out
-from services.worker.adapters.loader import AtOnce
-from services.worker.building import build_runner
-from services.worker.request import PlannedRow, Request, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner
+from services.worker.adapters.device.loader import AtOnce
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20

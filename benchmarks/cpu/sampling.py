@@ -23,9 +23,9 @@ from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio, timed
 from services.worker.native.bindings import load_native
 from services.worker.native.isa import has_amx
-from services.worker.request import SamplingParams
 from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
 from services.worker.sampling.masks import limits_of
+from services.worker.types.request import SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

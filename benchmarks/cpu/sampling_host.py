@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling.drawing import DrawOperators
+from services.worker.sampling.next_token import NextToken
 from services.worker.sampling.sampler import sample
-from services.worker.sampling.turn import Turn
+from services.worker.types.request import Request, SamplingParams
 
 VOCABULARY = 256
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,13 +60,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind, params in KINDS.items():
         for num_rows in (64, 256):
-            turns = turns_of(params, num_rows, args.outputs)
+            tokens = tokens_of(params, num_rows, args.outputs)
             logits, rows = torch.randn(num_rows, VOCABULARY), torch.arange(num_rows)
 
             def choose(
-                rows: Tensor = rows, turns: list[Turn] = turns, logits: Tensor = logits
+                rows: Tensor = rows, tokens: list[NextToken] = tokens, logits: Tensor = logits
             ) -> None:
-                sample(rows, turns, lambda _: logits.clone(), (2,), FREE)
+                sample(rows, tokens, lambda _: logits.clone(), (2,), FREE)
 
             choose()
             begin_s = time.process_time()
@@ -81,15 +81,15 @@ def main() -> None:
             )
 
 
-def turns_of(params: dict[str, Any], num_rows: int, num_outputs: int) -> list[Turn]:
-    """One turn of each row."""
+def tokens_of(params: dict[str, Any], num_rows: int, num_outputs: int) -> list[NextToken]:
+    """The next token of each row."""
     outputs = torch.randint(VOCABULARY, (num_rows,))
-    turns = []
+    tokens = []
     for i in range(num_rows):
         request = Request(f"r{i}", [1], SamplingParams(max_tokens=1000, seed=i, **params))
         request.output_ids = [(7 * i + 13 * j) % VOCABULARY for j in range(num_outputs)]
-        turns.append(Turn(request, num_outputs + 1, follows=i, outputs=outputs))
-    return turns
+        tokens.append(NextToken(request, num_outputs + 1, follows=i, outputs=outputs))
+    return tokens
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import EngineConfig, Fetched, Submit, Unpin, Want
-from services.worker.request import AdapterSet, SampledRow, SamplingParams, StepPlan
-from services.worker.runner_protocol import DoneStep
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
+from services.worker.types.request import AdapterSet, SamplingParams
+from services.worker.types.runner_protocol import DoneStep
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class TimedRunner:
 
 
 class OurEngine:
-    """Scheduler, cache and runner; no door, no wire."""
+    """Scheduler, cache and runner; no API server, no wire."""
 
     def __init__(
         self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int, max_running: int = 64
@@ -81,13 +82,15 @@ class OurEngine:
         """Token ids of the last run's requests."""
 
     def load(self, folders: list[Path]) -> list[float]:
-        """Make adapters resident; seconds of each, from its packed image, which the door makes
+        """Make adapters resident; seconds of each, from its packed image, which a worker makes
         once, to usable."""
         seconds = []
         for adapter, folder in enumerate(folders):
             digest, num_blocks = digest_of(adapter), self._timed.pack_adapter(folder).result()
             begin_s = time.perf_counter()
-            self._engine.step([Fetched(digest, str(folder), 64, num_blocks), Want(digest, True)])
+            self._engine.step(
+                [Fetched(digest, str(folder), 64, num_blocks), Prefetch(digest, True)]
+            )
             while not self._engine.cache.ready([digest]):
                 self._timed.await_copies(1.0)
                 self._engine.step([])

@@ -82,10 +82,10 @@ gpu() { step "$1" $KERNELS "$PYTHON" -m "benchmarks.gpu.$2" $ON --out "$OUT" $3;
 case "$PART" in
 1)
     if [ "$KERNELS" ]; then
-        TEST_PROCESSES=2 tests 60 tests/worker/kernels/triton/test_fused.py
+        TEST_PROCESSES=2 tests 60 tests/worker/ops/triton/test_fused.py
     else
         step 10 nvidia-smi
-        tests 200 tests/worker/kernels/triton
+        tests 200 tests/worker/ops/triton
     fi
     KERNELS=""
     gpu 170 gpu_decode ""

@@ -22,19 +22,19 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import common
-from services.worker.attention.backend import KvCacheParams
-from services.worker.attention.triton import TritonAttentionMetadata
-from services.worker.kernels.attention import triton as kernels
-from services.worker.kernels.attention import work_items
-from services.worker.kernels.attention.shapes import (
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.ops.attention import triton as kernels
+from services.worker.ops.attention import work_items
+from services.worker.ops.attention.backend import KvCacheParams
+from services.worker.ops.attention.shapes import (
     HeadShape,
     Tiling,
     context_tiling,
     generation_tiling,
 )
-from services.worker.kernels.launch import INTERPRETING, shared_bytes
-from services.worker.memory.buffer import ArenaBuffer, KvBuffer
-from services.worker.memory.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.ops.attention.triton_backend import TritonAttentionMetadata
+from services.worker.ops.launch import INTERPRETING, shared_bytes
 
 HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
 TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)

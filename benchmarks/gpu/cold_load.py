@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.cold_load [--rank 16] [--device cpu --tiny]
 
 `pack_ms` is paid once for each digest, off the step's thread. `disk_copy_ms` takes the packed image
-from the page cache into the pinned slab and on into the arena, beside the step; `copy_ms` is the
-same of an image that is in the slab (without a GPU there is none). `enter_ms` writes the tables
+from the page cache into the pinned pool and on into the arena, beside the step; `copy_ms` is the
+same of an image that is in the pool (without a GPU there is none). `enter_ms` writes the tables
 that kernels read, on the engine's thread. A load from the host is copy and enter.
 """
 
@@ -22,10 +22,10 @@ from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter
-from services.worker.adapters.loader import AtOnce
-from services.worker.building import build_runner
-from services.worker.runner import TorchRunner
-from services.worker.runner_protocol import Copied
+from services.worker.adapters.device.loader import AtOnce
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.runner_protocol import Copied
 
 
 def main() -> None:

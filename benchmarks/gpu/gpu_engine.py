@@ -30,9 +30,9 @@ from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import EngineConfig, Unload, Want
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.types.messages import EngineConfig, Prefetch, Unload
 
 MAX_RUNNING = 64
 RESIDENT = 64
@@ -133,7 +133,7 @@ def compare_overlap(bench: Bench, args: argparse.Namespace) -> list[dict[str, An
 def make_resident(bench: Bench, num_adapters: int) -> None:
     """Load the first adapters, one after the other."""
     for adapter in range(num_adapters):
-        bench.step([bench.fetched(adapter), Want(digest_of(adapter), pin=False)])
+        bench.step([bench.fetched(adapter), Prefetch(digest_of(adapter), pin=False)])
         bench.runner.await_copies(5.0)
     bench.step()
 

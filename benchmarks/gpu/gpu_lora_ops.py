@@ -32,16 +32,16 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult, compare, relative_difference
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora import triton as lora
-from services.worker.kernels.lora.device_records import Part
-from services.worker.kernels.lora.device_tables import DeviceTables, SiteShape
-from services.worker.kernels.lora.plan import SitePlan, expand_plan
-from services.worker.kernels.lora.runs import RowRun
-from services.worker.kernels.lora.side_stream import SideStream
-from services.worker.kernels.lora.step_work import StepWork
-from services.worker.kernels.lora.tables import SiteDelta, Slice, Tile
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora import triton as lora
+from services.worker.ops.lora.device_records import Part
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.plan import SitePlan, expand_plan
+from services.worker.ops.lora.runs import RowRun
+from services.worker.ops.lora.side_stream import SideStream
+from services.worker.ops.lora.step_work import StepWork
+from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from services.worker.ops.lora.worklist import LoraBatch
 
 L2_BYTES = 256 << 20
 MAX_SITES = 32

@@ -34,18 +34,18 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
-from services.worker.adapters.loader import AtOnce
-from services.worker.attention.triton import TritonAttentionMetadata
-from services.worker.building import build_runner
-from services.worker.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
-from services.worker.engine import Engine
-from services.worker.kernels.lora.step_work import StepWork
-from services.worker.messages import Cancel, Command, EngineConfig, Fetched, Submit
-from services.worker.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
-from services.worker.model.batch import ForwardBatch
-from services.worker.request import AdapterSet, SamplingParams
-from services.worker.runner import TorchRunner
-from services.worker.steps import StepOrder
+from services.worker.adapters.device.loader import AtOnce
+from services.worker.engine.engine import Engine
+from services.worker.layers.forward_batch import ForwardBatch
+from services.worker.ops.attention.triton_backend import TritonAttentionMetadata
+from services.worker.ops.lora.step_work import StepWork
+from services.worker.runner.building import build_runner
+from services.worker.runner.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
+from services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
+from services.worker.runner.runner import TorchRunner
+from services.worker.runner.steps import StepOrder
+from services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
+from services.worker.types.request import AdapterSet, SamplingParams
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16

@@ -28,13 +28,13 @@ from benchmarks.gpu.common import (
     print_table,
     write_results,
 )
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.kernels.sampling.triton import draw
-from services.worker.kernels.sampling.truncation import truncate
-from services.worker.kernels.silu.triton import silu_and_multiply
 from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.linear import DenseLinear
 from services.worker.layers.moe import LoopedExperts
+from services.worker.ops.activation.triton import silu_and_multiply
+from services.worker.ops.linear.torch import DenseLinear
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.sampling.triton import draw
+from services.worker.ops.sampling.truncation import truncate
 from services.worker.sampling import masks
 
 VOCABULARY, HIDDEN = 128_256, 4096

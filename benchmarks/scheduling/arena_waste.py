@@ -21,11 +21,11 @@ from torch import Tensor
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
-from services.worker.adapters.contents import ModuleReader, base_geometry
-from services.worker.adapters.site_plan import ItemBytes, plan_sites
-from services.worker.adapters.tiles import TileLayout
+from services.worker.adapters.pack.contents import ModuleReader, base_geometry
+from services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
+from services.worker.adapters.pack.tiles import TileLayout
+from services.worker.cache.kv_layout import plan_kv_groups
 from services.worker.layers.operators import TorchOperators
-from services.worker.memory.kv_layout import plan_kv_groups
 from services.worker.model.families import read_model_config
 
 HALF_BYTES = 2

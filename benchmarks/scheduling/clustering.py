@@ -25,7 +25,7 @@ from benchmarks.scheduling.slora_policies import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
 from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine import CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE, POLICIES
+from services.worker.engine.engine import CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE, POLICIES
 from services.worker.scheduling.policies import Policy, ServiceCounters, clustered
 
 NUM_ADAPTERS = 32

@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
-from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.eviction import LeastExpectedLoss
-from services.worker.adapters.residency import CachedAdapter
-from services.worker.memory.arena import Arena
-from services.worker.memory.reclaimer import Reclaimer
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.eviction import LeastExpectedLoss
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.types.residency import CachedAdapter
 
 NUM_ADAPTERS, RANKS, RANKS_PER_BLOCK = 2000, (64, 32, 16, 8), 4
 RATE_PER_S, DURATION_S, HOLD_S = 20.0, 900.0, 4.0

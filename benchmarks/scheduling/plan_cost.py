@@ -25,17 +25,17 @@ from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import SMALL
 from loraplex.cli.output import print_table
-from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.residency import Load
-from services.worker.engine import COUNTING_POLICIES, POLICIES
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import AdapterSet, Request, SamplingParams
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import ServiceCounters, kept_places
+from services.worker.scheduling.policies import ServiceCounters, reserved_slots
 from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.request import AdapterSet, Request, SamplingParams
+from services.worker.types.residency import Load
 
 NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512
 NUM_BLOCKS, TOKENS_PER_BLOCK, BLOCKS_PER_ADAPTER = 16_000, 16, 4
@@ -110,19 +110,19 @@ class Engine:
         the scheduler does."""
         self.now += STEP_S
         begin_s = time.thread_time()
-        for request, _ in self.scheduler.hopeless(self.now):
+        for request, _ in self.scheduler.expired(self.now):
             self.scheduler.remove(request.request_id, self.now)
         plan = self.scheduler.plan(self.now)
         for action in self.cache.take_actions():
             if isinstance(action, Load) and self.copies:
                 self.cache.loaded(action.digest)
         if plan.rows:
-            self.scheduler.launched(plan)
-            self.scheduler.landed(plan)
+            self.scheduler.on_step_launched(plan)
+            self.scheduler.on_step_done(plan)
         for row in plan.rows:
             if row.needs_logits:
                 row.request.take(1)
-                self.scheduler.took(row.request)
+                self.scheduler.on_token(row.request)
         for row in plan.rows[:num_ending]:
             self.scheduler.remove(row.request.request_id, self.now)
         _ = self.scheduler.queued_tokens
@@ -136,7 +136,7 @@ class Engine:
 
 def measure(engine: Engine, num_steps: int, num_ending: int) -> float:
     """Median processor seconds of a step, with a full batch if adapters are copied."""
-    full = NUM_RUNNING - kept_places(NUM_RUNNING) if engine.copies else 0
+    full = NUM_RUNNING - reserved_slots(NUM_RUNNING) if engine.copies else 0
     while engine.scheduler.num_running < full:
         engine.step()
     engine.step(num_ending)

@@ -22,8 +22,8 @@ from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
 from services.simulate.rooflines import ROOFLINES
 from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine import POLICIES
-from services.worker.messages import EngineConfig
+from services.worker.engine.engine import POLICIES
+from services.worker.types.messages import EngineConfig
 
 COSTS = ROOFLINES["llama-7b@a10g"].costs
 BLOCK_BYTES = COSTS.block_bytes

@@ -32,17 +32,17 @@ from loraplex.units import parse_bytes
 from loraplex.workload import TracedRequest, UniformLengths, Workload, generate, ranks_of, summarize
 from services.simulate import worker as simulated_worker
 from services.simulate.simulation import Simulation
-from services.worker.adapters.arrivals import Arrivals
-from services.worker.adapters.cache import AdapterCache
-from services.worker.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
-from services.worker.memory.arena import Arena
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.messages import EngineConfig
-from services.worker.outcomes import Outcomes
-from services.worker.request import Request
-from services.worker.runner_protocol import Runner
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.engine.adapter_loads import AdapterLoads
+from services.worker.engine.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
+from services.worker.engine.output_processor import OutputProcessor
 from services.worker.scheduling.admission import peak_kv_blocks
 from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.messages import EngineConfig
+from services.worker.types.request import Request
+from services.worker.types.runner_protocol import Runner
 
 PHASE_S, NUM_PHASES = 20.0, 4
 MANY = Workload(400, 40.0, PHASE_S, lengths=UniformLengths((8, 32), (4, 16)))
@@ -123,8 +123,8 @@ class SplitEngine(Engine):
         )
         self.scheduler.adapter_blocks = adapter_blocks
         self.scheduler.counts_twice = split.counts_twice
-        self._arrivals = Arrivals(runner, self.cache, self.scheduler.times)
-        self._outcomes = Outcomes(self.scheduler, self._grammars, self._info.eos_token_ids)
+        self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
+        self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
 
 
 def engine_kind(split: Split | None) -> Callable[..., Engine]:

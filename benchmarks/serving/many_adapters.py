@@ -33,16 +33,24 @@ import torch
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
-from services.worker.adapters.contents import ModuleReader
-from services.worker.adapters.image import ImageFile, image_path
-from services.worker.adapters.packing import Packer
-from services.worker.adapters.residency import Tier
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit, Want
-from services.worker.request import AdapterSet, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner
-from services.worker.runner_protocol import LaunchedStep
+from services.worker.adapters.pack.contents import ModuleReader
+from services.worker.adapters.pack.image import ImageFile, image_path
+from services.worker.adapters.pack.packing import Packer
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.messages import (
+    Command,
+    EngineConfig,
+    Fetched,
+    Prefetch,
+    StepOutput,
+    Submit,
+)
+from services.worker.types.request import AdapterSet, SamplingParams
+from services.worker.types.residency import Tier
+from services.worker.types.runner_protocol import LaunchedStep
+from services.worker.types.step_plan import StepPlan
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)
@@ -81,7 +89,7 @@ class Counting(TorchRunner):
 
 @dataclass
 class Bench:
-    """An engine, driven without a door."""
+    """An engine, driven without an API server."""
 
     runner: Counting
     engine: Engine
@@ -227,7 +235,7 @@ def compare_base(bench: Bench, bare: Bench, args: argparse.Namespace) -> float:
 def compare_first_tokens(bench: Bench, num_adapters: int, num_probes: int) -> dict[str, float]:
     """Medians beside 8 requests that decode, over a full arena; adapters drawn at random."""
     for adapter in range(num_adapters):
-        bench.step([bench.fetched(adapter), Want(digest_of(adapter), pin=False)])
+        bench.step([bench.fetched(adapter), Prefetch(digest_of(adapter), pin=False)])
         bench.runner.await_copies(1.0)
     for _ in range(8):
         bench.step([bench.request(None, 1000)])

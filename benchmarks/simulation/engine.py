@@ -50,9 +50,9 @@ from loraplex.workload import (
 from services.simulate.costs import Costs
 from services.simulate.fitting import fit_trace
 from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine import Engine
-from services.worker.messages import Command, Submit
-from services.worker.step_trace import TracedRunner
+from services.worker.engine.engine import Engine
+from services.worker.engine.step_trace import TracedRunner
+from services.worker.types.messages import Command, Submit
 
 NUM_ADAPTERS = 400
 FIT_CV = 4.0

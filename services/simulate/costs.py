@@ -49,8 +49,8 @@ class Costs:
     fetch_byte_s: float
     """Of every byte fetched."""
     request_s: float
-    """Of a request outside the engine, on its way there and back: gateway, doors, network. The
-    median of log-normal times, one drawn for each request."""
+    """Of a request outside the engine, on its way there and back: gateway, API servers, network.
+    The median of log-normal times, one drawn for each request."""
     request_p90_s: float
     """Of these times."""
     adapter_bytes_per_rank: float

@@ -108,7 +108,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
     """
     from services.gateway.admission.queue import AdmissionLimits
     from services.simulate.simulation import Fleet
-    from services.worker.messages import EngineConfig
+    from services.worker.types.messages import EngineConfig
 
     for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
         if getattr(args, name) < 1:

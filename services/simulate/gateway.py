@@ -21,7 +21,7 @@ from services.gateway.routing.router import (
 )
 from services.gateway.workers.view import WorkerView
 from services.simulate.worker import SimulatedWorker
-from services.worker.status import MIN_INTERVAL_S
+from services.worker.server.status import MIN_INTERVAL_S
 
 TENANT = "default"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from loraplex.adapter_format.geometry import Geometry
 from services.simulate.costs import Costs
-from services.worker.adapters.facts import AdapterFacts
-from services.worker.adapters.layout import AdapterLayout
-from services.worker.model.own_rope import BaseRopes
-from services.worker.model.sites import SiteTable
-from services.worker.request import SampledRow, StepPlan
-from services.worker.runner_protocol import Copied, DoneStep, ModelInfo
+from services.worker.types.adapter_facts import AdapterFacts
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.own_rope import BaseRopes
+from services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
+from services.worker.types.sites import SiteTable
+from services.worker.types.step_plan import SampledRow, StepPlan
 
 CONTEXT = 1 << 20
 VOCAB_SIZE = 1 << 30

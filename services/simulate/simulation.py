@@ -18,8 +18,8 @@ from services.simulate.costs import Costs
 from services.simulate.gateway import Due, SimulatedGateway
 from services.simulate.virtual_loop import VirtualLoop
 from services.simulate.worker import SimulatedWorker
-from services.worker.messages import EngineConfig, StepOutput, Submit
-from services.worker.request import AdapterSet, SamplingParams
+from services.worker.types.messages import EngineConfig, StepOutput, Submit
+from services.worker.types.request import AdapterSet, SamplingParams
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 """Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""

@@ -9,8 +9,8 @@ import math
 from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
 from services.simulate.costs import Costs
 from services.simulate.runner import TimedRunner, VirtualClock
-from services.worker.engine import Engine
-from services.worker.messages import Command, EngineConfig, Fetched, StepOutput, Submit
+from services.worker.engine.engine import Engine
+from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit
 
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
@@ -19,7 +19,7 @@ DEADLOCK_STALLS = 10_000
 
 
 class SimulatedWorker:
-    """An engine, its clock, and what its door would do: fetch adapters, deliver commands."""
+    """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
     def __init__(self, index: int, costs: Costs, config: EngineConfig, *, on_disk: bool) -> None:
         """`on_disk`: every adapter lies on the worker's disk already; nothing is fetched."""

@@ -1,4 +1,4 @@
-"""`python -m services.worker`: the door process. It answers at once and loads the model beside."""
+"""`python -m services.worker`: the API server process. It answers at once while the model loads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from services.common.metrics import MetricsServer
 from services.common.objects.opening import open_store
 from services.common.process import run_service
 from services.common.service_token import ServiceAuth
-from services.worker.adapters.disk import DiskCache
-from services.worker.adapters.source import AdapterSource
-from services.worker.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.adapters.fetch.disk_cache import DiskCache
+from services.worker.adapters.fetch.source import AdapterSource
 from services.worker.config import WorkerConfig, from_env
-from services.worker.door import Door
-from services.worker.engine_link import EngineLink
 from services.worker.grammars.checker import GrammarChecker
-from services.worker.metrics import AdapterCollector, OfModel
-from services.worker.server import worker_service
-from services.worker.status import StatusBoard
+from services.worker.server.api_server import ApiServer
+from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from services.worker.server.engine_client import EngineClient
+from services.worker.server.metrics import AdapterCollector, OfModel
+from services.worker.server.servicer import worker_service
+from services.worker.server.status import StatusBoard
 
 logger = logging.getLogger("services.worker")
 
@@ -36,9 +36,9 @@ async def serve(config: WorkerConfig) -> None:
     _check_torch()
     status = StatusBoard()
     ready_changed = asyncio.Event()
-    door = Door(status, config.max_request_adapters, lambda _: ready_changed.set())
+    api_server = ApiServer(status, config.max_request_adapters, lambda _: ready_changed.set())
     server = await grpc_server.start(
-        [worker_service(config, door)],
+        [worker_service(config, api_server)],
         [config.listen],
         auth=_auth(config),
         tls=config.tls.door(for_services=True),
@@ -49,8 +49,10 @@ async def serve(config: WorkerConfig) -> None:
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)
     tasks = [
-        asyncio.create_task(grpc_server.serve(server, drain=door.finish, drain_s=config.drain_s)),
-        asyncio.create_task(_run_engine(config, door)),
+        asyncio.create_task(
+            grpc_server.serve(server, drain=api_server.finish, drain_s=config.drain_s)
+        ),
+        asyncio.create_task(_run_engine(config, api_server)),
         asyncio.create_task(_report_ready(server, status, ready_changed)),
     ]
     try:
@@ -61,7 +63,7 @@ async def serve(config: WorkerConfig) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        door.close()
+        api_server.close()
         await metrics.stop()
         await server.stop(0)
 
@@ -84,19 +86,21 @@ def _auth(config: WorkerConfig) -> ServiceAuth | None:
     return ServiceAuth(config.service_token, config.service_names)
 
 
-async def _run_engine(config: WorkerConfig, door: Door) -> None:
+async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
     """Find the model, open the caches, keep an engine running. Ends only with an error."""
     model_dir = await _model_dir(config)
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(
-        DiskCache, config.cache_dir, config.cache_bytes, door.adapter_gone
+        DiskCache, config.cache_dir, config.cache_bytes, api_server.adapter_gone
     )
     source = AdapterSource(open_store(config.objects_url), disk)
-    link = EngineLink(config.engine(model_dir), door, step_timeout_s=config.step_timeout_s)
+    client = EngineClient(
+        config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
+    )
     grammars = GrammarChecker(model_dir / "tokenizer.json")
-    door.connect(link, source, disk, bundle, grammars)
+    api_server.connect(client, source, disk, bundle, grammars)
     try:
-        await link.run()
+        await client.run()
     finally:
         await source.close()
         await grammars.close()

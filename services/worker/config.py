@@ -13,12 +13,12 @@ from services.common import env
 from services.common.addresses import is_local
 from services.common.service_token import read_service_token
 from services.common.tls import TlsFiles, tls_files
-from services.worker.messages import EngineConfig
+from services.worker.types.messages import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything the door process needs to know."""
+    """Everything that the API server process needs to know."""
 
     listen: str
     metrics_listen: str
@@ -140,7 +140,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
 
 
 def _service_token(environ: Mapping[str, str]) -> str:
-    """The token. Raises InvalidRequest for an open door beyond this machine."""
+    """The token. Raises InvalidRequest if other machines could connect without credentials."""
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
     known = token or tls_files(environ).proves_services

@@ -25,7 +25,7 @@ DEMO = REPO / "demo"
 BASE = DEMO / "base"
 BASE_ID = "loraplex-demo"
 ADAPTERS = sorted(path for path in (DEMO / "adapters").glob("*") if path.is_dir())
-TELLING = ("services.gateway", "services.worker", "services.worker.engine_loop")
+TELLING = ("services.gateway", "services.worker", "services.worker.engine.process")
 """Modules whose processes print their stacks on SIGUSR2."""
 READY = re.compile(r"^loraplex ready (http://\S+) grpc (\S+) registry (\S+)$")
 

@@ -118,7 +118,7 @@ class Load:
 
 
 def workers(stack: Stack) -> list[psutil.Process]:
-    """The door processes of the workers."""
+    """The API server processes of the workers."""
     children = psutil.Process(stack.process.pid).children(recursive=True)
     return [child for child in children if "services.worker" in child.cmdline()]
 

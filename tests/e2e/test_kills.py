@@ -55,7 +55,7 @@ def test_a_killed_service_comes_back_and_loses_nothing(fragile: Stack, module: s
     for thread in threads:
         thread.start()
     try:
-        name = "services.worker.engine_loop" if module == "engine" else module
+        name = "services.worker.engine.process" if module == "engine" else module
         victim = fragile.service(name)
         victim.kill()
         eventually(lambda: not victim.is_running() or victim.status() == "zombie")

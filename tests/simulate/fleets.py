@@ -6,7 +6,7 @@ from typing import Any
 
 from services.simulate.costs import Costs
 from services.simulate.simulation import Fleet
-from services.worker.messages import EngineConfig
+from services.worker.types.messages import EngineConfig
 from tests.worker.commands import make_config
 
 COSTS = Costs(

@@ -12,7 +12,7 @@ import pytest
 
 from services.simulate.flags import POLICY_NAMES, ROOFLINE_NAMES
 from services.simulate.rooflines import ROOFLINES
-from services.worker.engine import POLICIES
+from services.worker.engine.engine import POLICIES
 from tests.simulate.fleets import COSTS
 
 SHORT = ("--adapters", "5", "--rate", "20", "--duration", "2", "--lengths", "8-32,2-8")
@@ -92,7 +92,7 @@ def test_help_loads_no_engine_and_knows_every_policy() -> None:
     code = (
         "import sys, services.simulate.__main__ as m\n"
         "parser = m.make_parser()\n"
-        "assert 'services.worker.engine' not in sys.modules\n"
+        "assert 'services.worker.engine.engine' not in sys.modules\n"
         "print(parser.format_help())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -7,19 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.adapters.loader import AtOnce
-from services.worker.building import build_runner
-from services.worker.engine import Engine
-from services.worker.messages import (
-    Command,
-    Fetched,
-    StepOutput,
-    Submit,
-    TokenOutput,
-    Unload,
-)
-from services.worker.request import SamplingParams
-from services.worker.runner import TorchRunner
+from services.worker.adapters.device.loader import AtOnce
+from services.worker.engine.engine import Engine
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.messages import Command, Fetched, StepOutput, Submit, TokenOutput, Unload
+from services.worker.types.request import SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.native.build import NO_COMPILER, SOURCE_DIR, build_library
 from services.worker.native.isa import TORCH, choose_isa
-from tests.worker.kernels.native_isas import native
+from tests.worker.native.isas import native
 from tests.worker.worker_process import SessionCall, WorkerProcess, request, worker_folder
 
 pytestmark = pytest.mark.e2e

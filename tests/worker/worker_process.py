@@ -84,7 +84,7 @@ class WorkerProcess:
         """The engine process."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        [engine] = [c for c in children if "services.worker.engine_loop" in c.cmdline()]
+        [engine] = [c for c in children if "services.worker.engine.process" in c.cmdline()]
         return engine
 
     @contextlib.asynccontextmanager

@@ -1,1 +1,1 @@
-"""Constrained output: grammars checked by the door, compiled and followed by the engine."""
+"""Constrained output: the API server checks grammars, the engine follows them."""

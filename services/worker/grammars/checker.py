@@ -1,4 +1,4 @@
-"""The door's judgement of grammars: tried in a process of their own, remembered, one at a time."""
+"""Checks grammars in a process of their own, one at a time, and remembers the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from loraplex.errors import LoraplexError
 from services.common.piped_process import ask_line, start_module
 from services.worker.grammars.check_process import Setup
 from services.worker.grammars.compiling import bad_grammar, check_size
-from services.worker.messages import WireError
-from services.worker.request import Grammar
+from services.worker.types.messages import WireError
+from services.worker.types.request import Grammar
 
 MAX_VERDICTS = 1024
 START_TIMEOUT_S = 60.0

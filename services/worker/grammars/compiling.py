@@ -2,7 +2,7 @@
 
 The library is llguidance: it reads every form that is served, walks tokens instead of bytes, and
 bounds its own work by fuel. What it cannot bound is the depth of its recursion, which is why the
-door tries a stranger's grammar in a process of its own first (see `check_process`).
+API server process tries an unknown grammar in another process first (see `check_process`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.worker.request import Grammar
+from services.worker.types.request import Grammar
 
 FORMS = ("json_schema", "regex", "ebnf", "choice")
 MAX_GRAMMAR_BYTES = 128 << 10

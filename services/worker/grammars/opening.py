@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from services.worker.request import Grammar, GrammarTokens, Request
+from services.worker.types.request import Grammar, GrammarTokens, Request
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MAX_COMPILED = 256
 MASK_GRACE_S = 0.005
 """How long a step waits for masks begun in the step before: most take microseconds."""
 STACK_BYTES = 16 << 20
-"""Of the threads here: many times what the door tried the grammar with."""
+"""Of the threads here: many times the stack that the grammar was checked with."""
 
 
 class Grammars:
@@ -117,8 +117,8 @@ class Grammars:
         return constraint
 
 
-def no_way_on() -> InvalidRequest:
-    """What a request is told whose grammar and other settings leave no token."""
+def no_allowed_token() -> InvalidRequest:
+    """The error of a request whose grammar and other settings allow no token."""
     return InvalidRequest.field(
         "grammar",
         "",

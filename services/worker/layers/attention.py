@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionBackend, RotatingBackend
+from services.worker.layers.forward_batch import ForwardBatch
 from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.norm import Norm
-from services.worker.layers.rotary import CosSin, Rotate
-from services.worker.model.batch import ForwardBatch
+from services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
+from services.worker.ops.norm.torch import Norm
+from services.worker.ops.rope.torch import CosSin, Rotate
 
 
 class SelfAttention:

@@ -5,17 +5,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.kernels.moe.pairs import sort_pairs
-from services.worker.kernels.moe.triton import (
-    Tiling,
-    combine,
-    grouped_linear,
-    tiling_for,
-    tilings,
-)
 from services.worker.layers.mlp import Gate
 from services.worker.layers.moe import LoopedExperts
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.moe.pairs import sort_pairs
+from services.worker.ops.moe.triton import Tiling, combine, grouped_linear, tiling_for, tilings
 
 
 class GroupedExperts:

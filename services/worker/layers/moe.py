@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.kernels.moe.pairs import sort_pairs
+from services.worker.layers.forward_batch import ForwardBatch
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.mlp import ACTIVATIONS, GatedMlp
-from services.worker.model.batch import ForwardBatch
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.moe.pairs import sort_pairs
 
 
 @dataclass(frozen=True, slots=True)

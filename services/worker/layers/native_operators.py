@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionBackend, AttentionMetadata
-from services.worker.attention.cpu import NativeAttention, NativeAttentionMetadata
-from services.worker.kernels.lora.cpu import NativeLora
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.linear import BaseLinear
 from services.worker.layers.mlp import Gate
 from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.layers.norm import Norm, NormWeight, RmsNorm
 from services.worker.layers.operators import AddLora, TorchOperators
-from services.worker.layers.rotary import CosSin
-from services.worker.model.config import ModelConfig
 from services.worker.native.bindings import Native
+from services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from services.worker.ops.linear.torch import BaseLinear
+from services.worker.ops.lora.cpu import NativeLora
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from services.worker.ops.rope.torch import CosSin
 from services.worker.sampling.drawing import DrawOperators
+from services.worker.types.model_config import ModelConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -7,20 +7,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.worker.attention.backend import AttentionBackend, AttentionMetadata
-from services.worker.attention.vanilla import VanillaAttention, VanillaAttentionMetadata
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.mlp import ACTIVATIONS, Gate
 from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.layers.norm import Norm, NormWeight, RmsNorm
-from services.worker.layers.rotary import Rotate, rotate_heads
-from services.worker.model.config import ModelConfig
+from services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
+from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from services.worker.ops.rope.torch import Rotate, rotate_heads
 from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from services.worker.types.model_config import ModelConfig
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
-"""(y, x, site id, batch): see `kernels/lora`."""
+"""(y, x, site id, batch): see `ops/lora`."""
 
 
 class Operators(Protocol):

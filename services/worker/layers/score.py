@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.kernels.lora.torch import add_lora
-from services.worker.kernels.lora.worklist import LoraBatch
+from services.worker.ops.lora.torch import add_lora
+from services.worker.ops.lora.worklist import LoraBatch
 
 
 class ScoreHead:

@@ -6,29 +6,29 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from services.worker.attention.backend import (
+from services.worker.layers.grouped_experts import GroupedExperts
+from services.worker.layers.mlp import Gate
+from services.worker.layers.moe import ExpertMlps, LoopedExperts
+from services.worker.layers.operators import AddLora, TorchOperators
+from services.worker.ops.activation.triton import silu_and_multiply
+from services.worker.ops.attention.backend import (
     AttentionBackend,
     AttentionKernels,
     AttentionMetadata,
 )
-from services.worker.attention.interruptible import InterruptibleAttention
-from services.worker.attention.triton import TritonKernels
-from services.worker.kernels.lora import torch as portable
-from services.worker.kernels.lora.triton import DeviceLora
-from services.worker.kernels.lora.worklist import LoraBatch
-from services.worker.kernels.norm.triton import add_rms_norm
-from services.worker.kernels.sampling.triton import draw
-from services.worker.kernels.sampling.truncation import truncate
-from services.worker.kernels.silu.triton import silu_and_multiply
-from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.linear import BaseLinear, DenseLinear
-from services.worker.layers.mlp import Gate
-from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.layers.norm import Norm, NormWeight, RmsNorm
-from services.worker.layers.operators import AddLora, TorchOperators
-from services.worker.layers.rotary import Rotate
-from services.worker.model.config import ModelConfig
+from services.worker.ops.attention.interruptible import InterruptibleAttention
+from services.worker.ops.attention.triton_backend import TritonKernels
+from services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.triton import DeviceLora
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from services.worker.ops.norm.triton import add_rms_norm
+from services.worker.ops.rope.torch import Rotate
+from services.worker.ops.sampling.triton import draw
+from services.worker.ops.sampling.truncation import truncate
 from services.worker.sampling.drawing import DrawOperators
+from services.worker.types.model_config import ModelConfig
 
 
 class TritonOperators:
@@ -88,7 +88,7 @@ class TritonLora:
         return self._kernels.product(base.weight, x, site_id, lora)
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """See `kernels/lora`."""
+        """See `ops/lora`."""
         if lora.work is None and not lora.runs:
             return
         lora.await_site(site_id)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from services.worker.kernels.lora.torch import add_lora
 from services.worker.layers.attention import SelfAttention
 from services.worker.layers.embedding import LoraEmbedding
-from services.worker.layers.linear import BaseLinear, DenseLinear
 from services.worker.layers.lora_linear import LoraLinear
 from services.worker.layers.mlp import GatedMlp
-from services.worker.layers.norm import Norm, NormWeight
 from services.worker.layers.operators import Operators
 from services.worker.layers.score import ScoreHead
-from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from services.worker.model.load import Weights, take_rows
-from services.worker.model.sites import (
+from services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from services.worker.ops.lora.torch import add_lora
+from services.worker.ops.norm.torch import Norm, NormWeight
+from services.worker.types.model_config import ModelConfig
+from services.worker.types.sites import (
     EMBEDDING,
     EXPERT,
     HEAD,

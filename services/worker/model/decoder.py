@@ -10,19 +10,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.kernels.lora.worklist import LoraBatch
 from services.worker.layers.attention import SelfAttention
 from services.worker.layers.embedding import LoraEmbedding
-from services.worker.layers.linear import BaseLinear
+from services.worker.layers.forward_batch import ForwardBatch
 from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.norm import Norm
 from services.worker.layers.ropes import Ropes
-from services.worker.layers.rotary import CosSin
 from services.worker.layers.score import ScoreHead
-from services.worker.model.batch import ForwardBatch
-from services.worker.model.config import ModelConfig
-from services.worker.model.sites import LINEAR, LM_HEAD, SiteTable
+from services.worker.ops.linear.torch import BaseLinear
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.norm.torch import Norm
+from services.worker.ops.rope.torch import CosSin
 from services.worker.transfers import to_device
+from services.worker.types.model_config import ModelConfig
+from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 
 class Mlp(Protocol):

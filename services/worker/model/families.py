@@ -19,9 +19,10 @@ from services.worker.model import (
     qwen3,
     qwen_moe,
 )
-from services.worker.model.config import ConfigReader, ModelConfig, eos_token_ids, read_json_object
+from services.worker.model.config_reader import ConfigReader, eos_token_ids, read_json_object
 from services.worker.model.decoder import Decoder
 from services.worker.model.load import Weights
+from services.worker.types.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

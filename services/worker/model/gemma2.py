@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.worker.layers.operators import Operators
 from services.worker.model.build import Builder, LayerNames
-from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.config_reader import ConfigReader
 from services.worker.model.decoder import Decoder
 from services.worker.model.load import Weights
 from services.worker.model.plain import (
@@ -17,6 +17,7 @@ from services.worker.model.plain import (
     read_plain,
     windows_of,
 )
+from services.worker.types.model_config import ModelConfig
 
 DEFAULTS = Defaults(
     head_dim=256,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.worker.layers.mlp import ACTIVATIONS
-from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.config_reader import ConfigReader
 from services.worker.model.rope_config import read_rope
+from services.worker.types.model_config import ModelConfig
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from services.worker.layers.operators import Operators
 from services.worker.model.build import Builder
-from services.worker.model.config import ConfigReader, ModelConfig
+from services.worker.model.config_reader import ConfigReader
 from services.worker.model.decoder import Decoder
 from services.worker.model.load import Weights
 from services.worker.model.plain import Defaults, read_plain
 from services.worker.model.qwen2 import read_windows
+from services.worker.types.model_config import ModelConfig
 
 
 def read_config(

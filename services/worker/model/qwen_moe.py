@@ -7,10 +7,11 @@ from dataclasses import replace
 from services.worker.layers.operators import Operators
 from services.worker.model import qwen2, qwen3
 from services.worker.model.build import Builder, dense_mlp
-from services.worker.model.config import ConfigReader, ModelConfig, MoeConfig
+from services.worker.model.config_reader import ConfigReader
 from services.worker.model.decoder import Decoder, Mlp
 from services.worker.model.load import Weights
 from services.worker.model.sparse import ExpertNames, sparse_mlp
+from services.worker.types.model_config import ModelConfig, MoeConfig
 
 NAMES = ExpertNames()
 

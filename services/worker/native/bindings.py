@@ -152,7 +152,7 @@ class Native:
         return y
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
-        """See `kernels/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
+        """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
         self._add_lora(
             x.data_ptr(),
             row_stride(x),

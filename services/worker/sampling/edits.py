@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.request import Constraint, SamplingParams
 from services.worker.sampling.masks import MINUS_INF
+from services.worker.sampling.next_token import NextToken
 from services.worker.sampling.output_counts import output_counts
-from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload
+from services.worker.types.request import Constraint, SamplingParams
 
 
 @dataclass(slots=True)
@@ -34,31 +34,31 @@ class LogitEdits:
     """(row, grammar)."""
     bias_places: list[int] = field(default_factory=list)
     bias_values: list[float] = field(default_factory=list)
-    penalised: list[tuple[int, Turn]] = field(default_factory=list)
-    """(row, turn)."""
+    penalised: list[tuple[int, NextToken]] = field(default_factory=list)
+    """(row, token)."""
     restricted: list[int] = field(default_factory=list)
     """Rows that may choose listed tokens only."""
     allowed_places: list[int] = field(default_factory=list)
     forbidden_places: list[int] = field(default_factory=list)
 
-    def add(self, row: int, turn: Turn, eos_ids: Sequence[int]) -> None:
+    def add(self, row: int, token: NextToken, eos_ids: Sequence[int]) -> None:
         """List what a row asks for. Tokens that end the output are forbidden before min_tokens."""
-        params, begin = turn.params, row * self.num_tokens
-        if turn.request.constraint is not None:
-            self.constrained.append((row, turn.request.constraint))
+        params, begin = token.params, row * self.num_tokens
+        if token.request.constraint is not None:
+            self.constrained.append((row, token.request.constraint))
         if params.logit_bias:
             bias = [(i, value) for i, value in params.logit_bias if i < self.num_tokens]
             self.bias_places += [begin + token_id for token_id, _ in bias]
             self.bias_values += [value for _, value in bias]
-        if turn.position and _has_penalties(params):
-            self.penalised.append((row, turn))
+        if token.position and _has_penalties(params):
+            self.penalised.append((row, token))
         if params.allowed_token_ids:
             self.restricted.append(row)
             self.allowed_places += self._places(begin, params.allowed_token_ids)
         if params.bad_token_ids:
             self.forbidden_places += self._places(begin, params.bad_token_ids)
-        if turn.position < params.min_tokens:
-            ending = (*params.stop_token_ids, *turn.request.eos_ids(eos_ids))
+        if token.position < params.min_tokens:
+            ending = (*params.stop_token_ids, *token.request.eos_ids(eos_ids))
             self.forbidden_places += self._places(begin, ending)
 
     def _places(self, begin: int, token_ids: Sequence[int]) -> list[int]:
@@ -114,47 +114,47 @@ class LogitEdits:
 
     def _upload_penalties(self, upload: Upload, num_rows: int) -> None:
         params = np.zeros((num_rows, 3), dtype=np.float32)
-        all_ids, all_counts, promised = [], [], np.full(num_rows, -1, dtype=np.int64)
-        for row, turn in self.penalised:
-            p = turn.params
+        all_ids, all_counts, in_flight = [], [], np.full(num_rows, -1, dtype=np.int64)
+        for row, token in self.penalised:
+            p = token.params
             params[row] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
-            ids, counts = output_counts(turn.request, turn.num_known)
+            ids, counts = output_counts(token.request, token.num_known)
             all_ids.append(ids)
             all_counts.append(counts)
-            if turn.follows is not None:
-                promised[row] = turn.follows
+            if token.follows is not None:
+                in_flight[row] = token.follows
         rows = np.repeat([row for row, _ in self.penalised], [len(ids) for ids in all_ids])
         ids = np.concatenate(all_ids)
         inside = ids < self.num_tokens
         upload.add("penalties", params)
         upload.add("seen_places", (ids + rows * self.num_tokens)[inside])
         upload.add("seen_counts", np.concatenate(all_counts)[inside])
-        rows = np.flatnonzero(promised >= 0)
+        rows = np.flatnonzero(in_flight >= 0)
         if len(rows):
-            upload.add("promised_rows", rows)
-            upload.add("promised_outputs", promised[rows])
+            upload.add("in_flight_rows", rows)
+            upload.add("in_flight_outputs", in_flight[rows])
 
     def _seen(self, upload: Upload) -> tuple[Tensor, Tensor]:
         """Where the output tokens of penalised rows lie, int64, and how often each was chosen,
         float32. A token that only the device knows may be there twice, with one count."""
         places, counts = upload["seen_places"], upload["seen_counts"]
-        if "promised_rows" not in upload:
+        if "in_flight_rows" not in upload:
             return places, counts
-        outputs = next(turn.outputs for _, turn in self.penalised if turn.outputs is not None)
-        rows = upload["promised_rows"]
-        promised = outputs.index_select(0, upload["promised_outputs"]) + rows * self.num_tokens
+        outputs = next(token.outputs for _, token in self.penalised if token.outputs is not None)
+        rows = upload["in_flight_rows"]
+        in_flight = outputs.index_select(0, upload["in_flight_outputs"]) + rows * self.num_tokens
         by_row = torch.full_like(upload["penalties"][:, 0], -1, dtype=torch.int64)
-        by_row.index_copy_(0, rows, promised)
+        by_row.index_copy_(0, rows, in_flight)
         entry_rows = places // self.num_tokens
-        is_promised = places == by_row.index_select(0, entry_rows)
-        counts = counts + is_promised
+        is_in_flight = places == by_row.index_select(0, entry_rows)
+        counts = counts + is_in_flight
         known = torch.zeros_like(by_row, dtype=torch.float32)
-        known.index_add_(0, entry_rows, counts * is_promised)
+        known.index_add_(0, entry_rows, counts * is_in_flight)
         known = known.index_select(0, rows).clamp(min=1)
-        return torch.cat((places, promised)), torch.cat((counts, known))
+        return torch.cat((places, in_flight)), torch.cat((counts, known))
 
 
-def edits_of(turns: Sequence[Turn], eos_ids: Sequence[int], num_tokens: int) -> LogitEdits:
+def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: int) -> LogitEdits:
     """What the rows of a step ask for.
 
     Args:
@@ -162,8 +162,8 @@ def edits_of(turns: Sequence[Turn], eos_ids: Sequence[int], num_tokens: int) -> 
         num_tokens: the width of the logits.
     """
     edits = LogitEdits(num_tokens)
-    for row, turn in enumerate(turns):
-        edits.add(row, turn, eos_ids)
+    for row, token in enumerate(tokens):
+        edits.add(row, token, eos_ids)
     return edits
 
 

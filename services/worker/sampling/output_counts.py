@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from services.worker.request import Request
+from services.worker.types.request import Request
 
 FIRST_CAPACITY = 64
 

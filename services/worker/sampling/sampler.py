@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.request import Logprobs
 from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from services.worker.sampling.edits import edits_of
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.masks import MINUS_INF, limits_of
-from services.worker.sampling.turn import Turn
+from services.worker.sampling.next_token import NextToken
 from services.worker.transfers import Upload, to_host
+from services.worker.types.step_plan import Logprobs
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""
@@ -90,12 +90,12 @@ class ChosenChunk:
 
 def sample(
     token_rows: Tensor,
-    turns: Sequence[Turn],
+    tokens: Sequence[NextToken],
     logits_of: LogitsOf,
     eos_ids: Sequence[int],
     operators: DrawOperators = TORCH_DRAWS,
 ) -> Choices:
-    """Choose one token for each turn.
+    """Choose each of `tokens`.
 
     Args:
         token_rows: int64 `[N]`, each request's last token in the batch.
@@ -103,10 +103,10 @@ def sample(
         operators: what rows with a temperature are truncated and drawn by.
     """
     token_ids, chunks = [], []
-    for begin in range(0, len(turns), MAX_LOGIT_ROWS):
+    for begin in range(0, len(tokens), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
         logits = logits_of(token_rows[begin:end])
-        ids, chunk = _sample_chunk(logits, turns[begin:end], eos_ids, operators)
+        ids, chunk = _sample_chunk(logits, tokens[begin:end], eos_ids, operators)
         token_ids.append(ids)
         chunks.append(chunk)
     if not chunks:
@@ -115,14 +115,14 @@ def sample(
 
 
 def _sample_chunk(
-    logits: Tensor, turns: Sequence[Turn], eos_ids: Sequence[int], operators: DrawOperators
+    logits: Tensor, tokens: Sequence[NextToken], eos_ids: Sequence[int], operators: DrawOperators
 ) -> tuple[Tensor, ChosenChunk]:
-    asking = [i for i, turn in enumerate(turns) if turn.params.logprobs is not None]
-    drawing = [i for i, turn in enumerate(turns) if turn.params.temperature >= MIN_TEMPERATURE]
+    asking = [i for i, token in enumerate(tokens) if token.params.logprobs is not None]
+    drawing = [i for i, token in enumerate(tokens) if token.params.temperature >= MIN_TEMPERATURE]
     upload = Upload()
-    edits = edits_of(turns, eos_ids, logits.shape[-1])
-    edits.upload(upload, len(turns))
-    _upload_draws(upload, [turns[i] for i in drawing], logits.shape[-1])
+    edits = edits_of(tokens, eos_ids, logits.shape[-1])
+    edits.upload(upload, len(tokens))
+    _upload_draws(upload, [tokens[i] for i in drawing], logits.shape[-1])
     constrained = [row for row, _ in edits.constrained]
     for name, rows in (("asking", asking), ("drawing", drawing)):
         upload.add(name, np.array(rows, dtype=np.int64))
@@ -139,7 +139,7 @@ def _sample_chunk(
         token_ids.index_copy_(0, upload["drawing"], drawn)
     logprobs = None
     if raw is not None:
-        tops = [turns[i].params.logprobs or 0 for i in asking]
+        tops = [tokens[i].params.logprobs or 0 for i in asking]
         logprobs = logprob_rows(raw, _rows(token_ids, upload["asking"]), tops)
     return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, constrained, best)
 
@@ -149,13 +149,13 @@ def _rows(values: Tensor, rows: Tensor) -> Tensor:
     return values if len(rows) == len(values) else values.index_select(0, rows)
 
 
-def _upload_draws(upload: Upload, turns: Sequence[Turn], num_tokens: int) -> None:
+def _upload_draws(upload: Upload, tokens: Sequence[NextToken], num_tokens: int) -> None:
     """What `_draw` reads of rows with a temperature."""
-    if not turns:
+    if not tokens:
         return
-    params = [turn.params for turn in turns]
+    params = [token.params for token in tokens]
     upload.add("temperatures", np.array([p.temperature for p in params], dtype=np.float32))
-    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in turns]
+    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in tokens]
     upload.add("keys", np.array(keys, dtype=np.uint64).view(np.int64))
     limits = limits_of(params, num_tokens)
     if limits is not None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loraplex.errors import DeadlineExceeded, LoraplexError
-from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.residency import Tier
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.request import Request
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.prefix_cache import PrefixCache
 from services.worker.scheduling.early_abort import (
     Alarms,
     Outlook,
@@ -22,6 +20,8 @@ from services.worker.scheduling.early_abort import (
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.running import RunningBatch
+from services.worker.types.request import Request
+from services.worker.types.residency import Tier
 
 
 class Deadlines:

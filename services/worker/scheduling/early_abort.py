@@ -1,6 +1,6 @@
-"""Giving up at once what cannot make its deadline, so that the step's tokens go to what can.
+"""Gives up requests that cannot meet their deadline, so that the tokens of steps go to others.
 
-A waiting request is hopeless when it could not have its first token before its deadline even if
+A waiting request expires when it could not have its first token before its deadline even if
 it started now: what remains is less than loading and prefill take, as measured here lately. Work
 that has begun is never thrown away.
 
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.request import Request
+from services.worker.types.request import Request
 
 NUM_SAMPLES = 256
 MIN_SWEPT = 256

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
-from services.worker.request import Request
+from services.worker.types.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +197,12 @@ class ServiceCounters:
         return self._accounts[request]
 
 
-def kept_places(max_running: int) -> int:
-    """Of a batch, how many only the tenant served least may take.
+def reserved_slots(max_running: int) -> int:
+    """How many slots of a batch are reserved for the tenant that was served least.
 
-    It then finds a place at once, where in a full batch it would wait for the next to end. They
-    stand empty only while that tenant asks for less than its part; a handful is enough, as they
-    come free again as fast as others end.
+    That tenant then starts at once, where in a full batch it would wait for a request to end. The
+    slots are idle only while it asks for less than its share. A handful is enough, because they
+    become free again as fast as other requests end.
     """
     return math.isqrt(max_running // 3)
 

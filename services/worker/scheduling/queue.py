@@ -18,17 +18,17 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from services.worker.adapters.residency import Tier
-from services.worker.request import AdapterSet, Request
 from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
 from services.worker.scheduling.rising_heap import LAST, RisingHeap
+from services.worker.types.request import AdapterSet, Request
+from services.worker.types.residency import Tier
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
 GroupName = tuple[bool, int, str | bool]
 """Whether all adapters are on the device; priority; tenant, or whether all adapters are in use."""
 Groups = RisingHeap[RisingHeap["Flow"]]
-Whereabouts = tuple[Tier, bool]
+AdapterState = tuple[Tier, bool]
 """Of an adapter: its tier, and whether a running request uses it."""
 
 
@@ -50,7 +50,7 @@ class Flow:
 class Awaited:
     """An adapter of requests that wait."""
 
-    where: Whereabouts
+    where: AdapterState
     """As the groups of its flows know it."""
     flows: dict[Flow, None] = field(default_factory=dict)
 
@@ -58,8 +58,8 @@ class Awaited:
 class WaitingQueue:
     """All waiting requests, by id and by flow."""
 
-    def __init__(self, where: Callable[[str], Whereabouts], policy: Policy = FIRST_COME) -> None:
-        """`where`: the adapter of a digest is."""
+    def __init__(self, where: Callable[[str], AdapterState], policy: Policy = FIRST_COME) -> None:
+        """`where(digest)`: the tier of an adapter, and whether a running request uses it."""
         self._where = where
         self._policy = policy
         self._entries: dict[str, Entry] = {}
@@ -167,7 +167,7 @@ class WaitingQueue:
         sizes = {name: len(group) for name, group in self._groups.items()}
         assert sizes == Counter(name for name, _ in standing)
 
-    def _look(self, digest: str) -> Whereabouts:
+    def _look(self, digest: str) -> AdapterState:
         """As much of where an adapter is as decides where its flows stand."""
         tier, in_use = self._where(digest)
         return Tier.DISK if tier == Tier.LOADING else tier, in_use and self._policy.clusters

@@ -1,6 +1,6 @@
 """Requests whose rotary embedding is another for long sequences, from token 0 on.
 
-Such a request is long when it has more foreseen tokens than `switch_len`. Nothing that was computed
+Such a request is long when it has more expected tokens than `switch_len`. Nothing that was computed
 before it grew long can be used after: it starts again, as if it had been preempted.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.worker.request import Request
+from services.worker.types.request import Request
 
 
 def is_long(request: Request, base_switch_len: int | None) -> bool:
     """Whether its KV must be that of a long sequence."""
     switch_len = base_switch_len if request.rope is None else request.rope.switch_len
-    return switch_len is not None and request.num_foreseen > switch_len
+    return switch_len is not None and request.num_expected > switch_len
 
 
 def measure(request: Request, base_switch_len: int | None) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from services.worker.request import PlannedRow, Request, batch_order
+from services.worker.types.request import Request
+from services.worker.types.step_plan import PlannedRow, batch_order
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +94,7 @@ class RunningBatch:
         return member.request
 
     def caught_up(self, request: Request) -> None:
-        """All known tokens of a request are computed, and another is promised: it decodes from
+        """All known tokens of a request are computed, and another is in flight: it decodes from
         there on, unless that is its last."""
         member = self._members[request.request_id]
         if request.is_ending:
@@ -121,7 +122,7 @@ class RunningBatch:
                 1,
                 True,
                 member.slots,
-                request.promised_output if request.num_promised else None,
+                request.in_flight_output if request.num_in_flight_tokens else None,
             )
             for member in self.decoding
             if not (request := member.request).must_wait

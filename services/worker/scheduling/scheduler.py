@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.adapters.cache import AdapterCache
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout, kv_owner
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import RELEASED_BLOCK, PlannedRow, Request, StepPlan
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout, kv_owner
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.admission import peak_kv_blocks, too_large
 from services.worker.scheduling.budget import TokenBudget
 from services.worker.scheduling.deadlines import Deadlines
@@ -27,11 +26,13 @@ from services.worker.scheduling.policies import (
     QueueView,
     ServiceCounters,
     arrival_key,
-    kept_places,
+    reserved_slots,
 )
 from services.worker.scheduling.queue import WaitingQueue
 from services.worker.scheduling.rope_switch import measure, outgrown
 from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
+from services.worker.types.request import RELEASED_BLOCK, Request
+from services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
@@ -62,7 +63,7 @@ class Scheduler:
         self._prefixes = prefixes
         reclaimer.add(prefixes)
         self._counters = counters
-        self._waiting = WaitingQueue(cache.whereabouts, policy)
+        self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
         self._placement = Placement(layout, arena, prefixes, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
@@ -74,7 +75,7 @@ class Scheduler:
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
         self._num_in_flight = 0
-        """Steps launched and not landed."""
+        """Steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self.num_preemptions = 0
@@ -133,9 +134,9 @@ class Scheduler:
         """Requests that cannot start without this adapter."""
         return self._waiting.needing(digest)
 
-    def hopeless(self, now: float) -> list[tuple[Request, LoraplexError]]:
-        """Requests to give up, each named once: past their deadline, waiting without a chance to
-        meet it, or too large for what pins leave. The caller removes them."""
+    def expired(self, now: float) -> list[tuple[Request, LoraplexError]]:
+        """Requests to give up, each returned once: those past their deadline, those that wait and
+        cannot meet it, and those too large beside pinned adapters. The caller removes them."""
         lost = {r: error for r, error in self._lost if self._deadlines.is_live(r)}
         self._lost.clear()
         return list({**self._deadlines.passed(now), **lost}.items())
@@ -183,9 +184,9 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def launched(self, plan: StepPlan) -> None:
-        """The device has been given `plan`, which has rows: what is planned from now on comes
-        after it, and finds its positions in the KV cache."""
+    def on_step_launched(self, plan: StepPlan) -> None:
+        """The runner has launched `plan`, which has rows. Later plans run after it, and find its
+        positions in the KV cache."""
         num_outputs = 0
         for row in plan.rows:
             request = row.request
@@ -193,14 +194,14 @@ class Scheduler:
             if row.follows is None:
                 self._prefixes.keep(request, row.start)
             if row.chooses:
-                request.promised_output = num_outputs
-                request.num_promised += request.sampling.max_tokens > 0
+                request.in_flight_output = num_outputs
+                request.num_in_flight_tokens += request.sampling.max_tokens > 0
                 num_outputs += 1
             if row.needs_logits:
                 self._running.caught_up(request)
         self._num_in_flight += 1
 
-    def landed(self, plan: StepPlan) -> None:
+    def on_step_done(self, plan: StepPlan) -> None:
         """The step that was launched first of those in flight has ended."""
         self._num_in_flight -= 1
         self._arena.retire(plan.step)
@@ -209,8 +210,8 @@ class Scheduler:
         """False once a request has ended, which may be while a step computes it."""
         return self._running.get(request.request_id) is request
 
-    def took(self, request: Request) -> None:
-        """A running request has its next token."""
+    def on_token(self, request: Request) -> None:
+        """A running request has received its next token."""
         if self._counters is not None:
             self._counters.charge(request, 0, 1)
         if request.num_computed == request.num_tokens:  # a step in flight completes this position
@@ -268,7 +269,7 @@ class Scheduler:
         A walk over the queue of which nothing came is not repeated until something has changed
         that could matter, or `REWALK_S` have passed.
         """
-        if not self._waiting and not self._cache.has_wanted:
+        if not self._waiting and not self._cache.has_prefetches:
             self.is_full = False
             return []
         state = self._num_changes + self._cache.num_changes
@@ -293,7 +294,7 @@ class Scheduler:
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(view, self._cache.take_moved())
         while (request := next(walk, None)) is not None:
-            if not self._has_place(request, now):
+            if not self._has_slot(request, now):
                 break
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
@@ -334,17 +335,17 @@ class Scheduler:
             if now - request.arrival_s >= self._limits.max_overtaking_s:
                 walk.takes_ready = False  # nobody overtakes it; what comes behind may load
             walk.skip_flow()
-        self._cache.load_wanted(ahead, now)
+        self._cache.load_prefetches(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
 
-    def _has_place(self, request: Request, now: float) -> bool:
+    def _has_slot(self, request: Request, now: float) -> bool:
         num_free = self._limits.max_running - len(self._running)
-        if self._counters is None or num_free > kept_places(self._limits.max_running):
+        if self._counters is None or num_free > reserved_slots(self._limits.max_running):
             return num_free > 0
         return num_free > 0 and self._counters.tenants.is_least_served(request.tenant, now)
 
     def _is_lost(self, request: Request, now: float) -> bool:
-        """True for what `hopeless` will name: it must not start."""
+        """True for what `expired` returns: it must not start."""
         error = self._too_large(request) or self._deadlines.too_late(request, now)
         if error is not None:
             self._lost.append((request, error))

@@ -15,7 +15,7 @@ from services.gateway.tools.call_grammar import call_grammar
 from services.gateway.tools.readers import reader_of
 from services.gateway.tools.tool_use import ToolUse
 from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.request import Grammar as WorkerGrammar
+from services.worker.types.request import Grammar as WorkerGrammar
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 PARAMETERS = {

@@ -1,4 +1,4 @@
-"""The door's judgement of grammars, with its real process. No torch."""
+"""The checks of grammars, with its real process. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from loraplex.errors import InvalidRequest, Unsupported
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
-from services.worker.request import Grammar
+from services.worker.types.request import Grammar
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, [257]

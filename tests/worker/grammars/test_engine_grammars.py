@@ -15,12 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.building import build_runner
-from services.worker.engine import Engine
+from services.worker.engine.engine import Engine
 from services.worker.grammars import constraint
-from services.worker.messages import Cancel, Command, Submit
-from services.worker.request import FinishReason, Grammar, SamplingParams, StepPlan
-from services.worker.runner import TorchRunner
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.messages import Cancel, Command, Submit
+from services.worker.types.request import FinishReason, Grammar, SamplingParams
+from services.worker.types.step_plan import StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BASE = Path(__file__).parents[3] / "demo" / "base"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.worker.model.config import eos_token_ids
+from services.worker.model.config_reader import eos_token_ids
 from services.worker.model.families import read_model_config
 
 LLAMA = {

@@ -10,17 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.request import (
-    RELEASED_BLOCK,
-    PlannedRow,
-    Request,
-    SampledRow,
-    SamplingParams,
-    StepPlan,
-    batch_order,
-)
-from services.worker.runner import TorchRunner
-from services.worker.runner_protocol import LaunchedStep
+from services.worker.runner.runner import TorchRunner
+from services.worker.types.request import RELEASED_BLOCK, Request, SamplingParams
+from services.worker.types.runner_protocol import LaunchedStep
+from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan, batch_order
 
 
 @dataclass(slots=True)
@@ -85,8 +78,8 @@ class Driver:
         launched = self.runner.launch(StepPlan(step, tuple(row for row, _ in pairs)))
         choosing = [row.request for row, _ in pairs if row.chooses]
         for output, request in enumerate(choosing):
-            request.promised_output = output
-            request.num_promised += 1
+            request.in_flight_output = output
+            request.num_in_flight_tokens += 1
         for row, job in pairs:
             job.request.num_computed += row.num_tokens
         return launched, pairs
@@ -99,7 +92,7 @@ class Driver:
         for (row, job), result in zip(pairs, launched.result(), strict=True):
             assert result.request_id == job.request.request_id
             job.samples.append(result)
-            if result.token_id is not None and job.request.num_promised:
+            if result.token_id is not None and job.request.num_in_flight_tokens:
                 job.request.take(result.token_id)
             self._release(job.request, row.start + row.num_tokens, finished=_done(job))
 
@@ -113,15 +106,15 @@ class Driver:
         for table in request.block_tables:
             while len(table) * self.runner.tokens_per_block < end:
                 table.append(self._free.pop(self._rng.randrange(len(self._free))))
-        is_last = end == request.num_foreseen
-        follows = request.promised_output if request.num_promised else None
+        is_last = end == request.num_expected
+        follows = request.in_flight_output if request.num_in_flight_tokens else None
         start = request.num_computed
         return PlannedRow(request, start, num_tokens, is_last, job.slots, follows)
 
     def _has_outgrown(self, request: Request) -> bool:
         base_switch_len = self.runner.model_info().rope_switch_len
         switch_len = request.rope.switch_len if request.rope else base_switch_len
-        return switch_len is not None and request.num_foreseen > switch_len and not request.is_long
+        return switch_len is not None and request.num_expected > switch_len and not request.is_long
 
     def _switch_rope(self, request: Request) -> None:
         """As the scheduler does: a request that has grown long is computed anew."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.env import CPU_ISA
-from services.worker.building import build_runner
-from services.worker.runner import TorchRunner
+from services.worker.runner.building import build_runner
+from services.worker.runner.runner import TorchRunner
 
 DEVICES = ("cpu", "cuda")
 _device = "cpu"

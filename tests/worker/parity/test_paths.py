@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from services.worker.building import build_runner
-from tests.worker.kernels.native_isas import ISAS, native
+from services.worker.runner.building import build_runner
+from tests.worker.native.isas import ISAS, native
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy

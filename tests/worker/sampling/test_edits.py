@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling.edits import edits_of
+from services.worker.sampling.next_token import NextToken
 from services.worker.sampling.output_counts import OutputCounts
-from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload
+from services.worker.types.request import Request, SamplingParams
 
 VOCAB = 61
 EOS_IDS = (5, 6)
@@ -75,10 +75,10 @@ def expected_row(row: list[float], request: Request) -> list[float]:
     return row
 
 
-def apply_edits(logits, turns):
+def apply_edits(logits, tokens):
     upload = Upload()
-    edits = edits_of(turns, EOS_IDS, logits.shape[1])
-    edits.upload(upload, len(turns))
+    edits = edits_of(tokens, EOS_IDS, logits.shape[1])
+    edits.upload(upload, len(tokens))
     upload.send(logits.device)
     edits.apply(logits, upload)
 
@@ -91,15 +91,15 @@ def test_rows_are_edited_as_if_each_were_alone(seed):
     logits = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     expected = [expected_row(row.tolist(), r) for row, r in zip(logits, requests, strict=True)]
     outputs = torch.randint(VOCAB, (24,))
-    turns = []
+    tokens = []
     for i, request in enumerate(requests):
         position = len(request.output_ids)
         if i % 2 and position:
             outputs[i] = request.output_ids.pop()
-            turns.append(Turn(request, position, follows=i, outputs=outputs))
+            tokens.append(NextToken(request, position, follows=i, outputs=outputs))
         else:
-            turns.append(Turn(request, position))
-    apply_edits(logits, turns)
+            tokens.append(NextToken(request, position))
+    apply_edits(logits, tokens)
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_rows_that_ask_for_nothing_are_left_alone():
     request = Request("r", [1], SamplingParams(max_tokens=9, seed=0))
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
-    apply_edits(logits, [Turn(request, 0)] * 2)
+    apply_edits(logits, [NextToken(request, 0)] * 2)
     assert logits.equal(before)
 
 
@@ -127,7 +127,7 @@ def test_tokens_beyond_the_vocabulary_change_no_other_row():
     request.output_ids = list(beyond)
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
-    apply_edits(logits, [Turn(request, 2), Turn(request, 2)])
+    apply_edits(logits, [NextToken(request, 2), NextToken(request, 2)])
     assert logits.equal(before)
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.request import Request, SamplingParams
 from services.worker.sampling import drawing, sampler
 from services.worker.sampling.edits import edits_of
 from services.worker.sampling.masks import limits_of, truncate
+from services.worker.sampling.next_token import NextToken
 from services.worker.sampling.philox import gumbel_scalar
 from services.worker.sampling.sampler import sample, score_tokens
-from services.worker.sampling.turn import Turn
 from services.worker.transfers import Upload
+from services.worker.types.request import Request, SamplingParams
 
 VOCAB = 97
 INF = float("inf")
@@ -33,12 +33,12 @@ def random_logits(num_rows, seed=0, scale=3.0):
 
 def choose(logits, requests, eos_ids=()):
     rows = torch.arange(len(requests))
-    turns = [turn_of(request) for request in requests]
-    return sample(rows, turns, lambda rows: logits[rows].clone(), eos_ids).read()
+    tokens = [token_of(request) for request in requests]
+    return sample(rows, tokens, lambda rows: logits[rows].clone(), eos_ids).read()
 
 
-def turn_of(request):
-    return Turn(request, len(request.output_ids))
+def token_of(request):
+    return NextToken(request, len(request.output_ids))
 
 
 def chosen_ids(logits, requests, eos_ids=()):
@@ -141,17 +141,17 @@ def test_a_limit_cuts_its_own_row_only():
         assert together == [*alone, int(logits[1].argmax())]
 
 
-def edit_logits(logits, turns, eos_ids):
+def edit_logits(logits, tokens, eos_ids):
     upload = Upload()
-    edits = edits_of(turns, eos_ids, logits.shape[1])
-    edits.upload(upload, len(turns))
+    edits = edits_of(tokens, eos_ids, logits.shape[1])
+    edits.upload(upload, len(tokens))
     upload.send(logits.device)
     edits.apply(logits, upload)
 
 
 def edited(logits, request, eos_ids=()):
     rows = torch.tensor([logits], dtype=torch.float32)
-    edit_logits(rows, [turn_of(request)], eos_ids)
+    edit_logits(rows, [token_of(request)], eos_ids)
     return rows[0].tolist()
 
 
@@ -172,20 +172,22 @@ def test_frequency_counts_and_presence_does_not():
 
 @pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}])
 def test_a_token_that_only_the_device_knows_counts_like_any_other(params):
-    known, promised = make_request([2, 0, 2], **params), make_request([2, 0], **params)
+    known, in_flight = make_request([2, 0, 2], **params), make_request([2, 0], **params)
     logits = torch.tensor([[1.0, -2.0, 3.0], [1.0, -2.0, 3.0]])
     edit_logits(
-        logits, [turn_of(known), Turn(promised, 3, follows=1, outputs=torch.tensor([9, 2]))], ()
+        logits,
+        [token_of(known), NextToken(in_flight, 3, follows=1, outputs=torch.tensor([9, 2]))],
+        (),
     )
     assert logits[0].equal(logits[1])
 
 
 def test_a_turn_is_not_changed_by_tokens_that_come_meanwhile():
     request = make_request([1, 2], presence_penalty=1.0, temperature=1.0)
-    turn = turn_of(request)
+    token = token_of(request)
     request.output_ids.append(0)
     logits = torch.zeros(1, 4)
-    edit_logits(logits, [turn], ())
+    edit_logits(logits, [token], ())
     assert logits[0].tolist() == [0.0, -1.0, -1.0, 0.0]
 
 

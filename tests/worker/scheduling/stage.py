@@ -6,24 +6,17 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from services.worker.adapters.cache import AdapterCache
-from services.worker.adapters.residency import Load
-from services.worker.memory.arena import Arena
-from services.worker.memory.kv_blocks import KvLayout
-from services.worker.memory.prefix_cache import PrefixCache
-from services.worker.memory.reclaimer import Reclaimer
-from services.worker.request import (
-    RELEASED_BLOCK,
-    AdapterSet,
-    PlannedRow,
-    Request,
-    SamplingParams,
-    StepPlan,
-    batch_order,
-)
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.limits import SchedulerLimits
 from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request, SamplingParams
+from services.worker.types.residency import Load
+from services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 STEP_S = 1.0
 TOKEN = 7
@@ -122,7 +115,7 @@ class Stage:
     def step(self) -> StepPlan:
         """Plan at `now`; what is planned, or the step before it, has run at `now` + STEP_S."""
         self.now += STEP_S
-        for request, error in self.scheduler.hopeless(self.now):
+        for request, error in self.scheduler.expired(self.now):
             self.scheduler.remove(request.request_id, self.now)
             self.lost.append(request.request_id)
             self.reasons[request.request_id] = error.reason
@@ -137,7 +130,7 @@ class Stage:
             self.in_flight.append(
                 InFlight(plan, {r.request.request_id: self.used(r) for r in plan.rows})
             )
-            self.scheduler.launched(plan)
+            self.scheduler.on_step_launched(plan)
         if len(self.in_flight) > (self.overlaps and bool(plan.rows)):
             self.land()
         self.scheduler.check_integrity()
@@ -145,7 +138,7 @@ class Stage:
 
     def land(self) -> None:
         plan, _ = self.in_flight.popleft()
-        self.scheduler.landed(plan)
+        self.scheduler.on_step_done(plan)
         for row in plan.rows:
             if self.scheduler.runs(row.request):
                 self.advance(row.request, row)
@@ -159,7 +152,7 @@ class Stage:
         if row.needs_logits:
             self.measure(request)
             request.take(TOKEN)
-            self.scheduler.took(request)
+            self.scheduler.on_token(request)
             is_stopped = request.request_id in self.stopping
             if is_stopped or len(request.output_ids) >= request.sampling.max_tokens:
                 self.scheduler.remove(request.request_id, self.now)
@@ -229,12 +222,12 @@ class Stage:
 
 
 def contents_of(request: Request) -> list[int]:
-    """For each foreseen position, a hash of what its KV depends on."""
+    """For each expected position, a hash of what its KV depends on."""
     own = request.adapters if request.adapters_from == 0 else AdapterSet()
     chain = hash((own, request.tenant, request.cache_salt, request.is_long))
     contents = []
-    promised = [TOKEN] * request.num_promised
-    for position, token_id in enumerate(request.prompt_ids + request.output_ids + promised):
+    in_flight = [TOKEN] * request.num_in_flight_tokens
+    for position, token_id in enumerate(request.prompt_ids + request.output_ids + in_flight):
         if 0 < position == request.adapters_from:
             chain = hash((chain, request.adapters))
         chain = hash((chain, token_id))

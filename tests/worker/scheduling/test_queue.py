@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.adapters.residency import Tier
-from services.worker.request import AdapterSet, Request, SamplingParams
 from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from services.worker.scheduling.queue import WaitingQueue
+from services.worker.types.request import AdapterSet, Request, SamplingParams
+from services.worker.types.residency import Tier
 
 VIEW = QueueView(0.0, ())
 HERE = (Tier.DEVICE, False)

@@ -13,13 +13,13 @@ from hypothesis.stateful import (
 )
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from services.worker.request import RELEASED_BLOCK, Request
 from services.worker.scheduling.policies import (
     FIRST_COME,
     ServiceCounters,
     clustered,
     fair,
 )
+from services.worker.types.request import RELEASED_BLOCK, Request
 from tests.worker.scheduling.stage import SIZES, TOKEN, AnyToken, Stage, make_request
 
 
@@ -288,7 +288,7 @@ def test_admission_waits_while_the_forecast_peak_does_not_fit() -> None:
 def test_a_request_that_can_never_fit_is_given_up_with_the_numbers() -> None:
     stage = Stage(num_blocks=8)
     stage.submit(make_request("huge", 30, 30))
-    [(request, error)] = stage.scheduler.hopeless(0.0)
+    [(request, error)] = stage.scheduler.expired(0.0)
     assert request.request_id == "huge" and "15 arena blocks for 60 tokens" in error.message
 
 
@@ -297,8 +297,8 @@ def test_a_passed_deadline_ends_waiting_and_running_requests() -> None:
     stage.submit(make_request("runs", 3, 50, deadline_s=3.0))
     stage.submit(make_request("waits", digests=("sha256:a",), deadline_s=3.0))
     stage.step()
-    assert stage.scheduler.hopeless(2.9) == []
-    lost = stage.scheduler.hopeless(3.0)
+    assert stage.scheduler.expired(2.9) == []
+    lost = stage.scheduler.expired(3.0)
     assert {request.request_id for request, _ in lost} == {"waits", "runs"}
     assert all(isinstance(error, DeadlineExceeded) for _, error in lost)
 

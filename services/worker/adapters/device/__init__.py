@@ -1,0 +1,1 @@
+"""Images to blocks of the arena and rows of the device tables."""

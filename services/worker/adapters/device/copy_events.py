@@ -1,0 +1,94 @@
+"""Lets steps use an adapter before its last bytes have been copied to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from services.worker.adapters.pack.image import ImageIndex
+
+
+class Event(Protocol):
+    """What is used of a `torch.cuda.Event` with timing."""
+
+    def query(self) -> bool:
+        """True when all that came before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this one to `end_event`; both are done."""
+        ...
+
+
+class StallTimer:
+    """Measures how long the stream of the steps has waited for copies."""
+
+    def __init__(self, now: Callable[[], Event]) -> None:
+        """`now` makes an event in the current stream."""
+        self._now = now
+        self._waits: list[tuple[Event, Event]] = []
+        self._known_s = 0.0
+
+    def wait(self, copied: Event) -> None:
+        """Let the current stream wait, and note when it begins to."""
+        self._waits.append((self._now(), copied))
+        copied.wait()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all waits that are over."""
+        over = [pair for pair in self._waits if all(event.query() for event in pair)]
+        self._waits = [pair for pair in self._waits if pair not in over]
+        waits_ms = (reached.elapsed_time(copied) for reached, copied in over)
+        self._known_s += sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
+        return self._known_s
+
+
+class CopyEvents:
+    """Lets the step's stream wait, site by site, for what it is about to read.
+
+    Blocks are copied in the order of the image, with events in between, so that waiting for one
+    is waiting for all before it; what the step's stream has waited for once, it need not wait for
+    again.
+    """
+
+    def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:
+        """`events`: for each block, one that comes after its copy."""
+        self._last_blocks = last_blocks(index)
+        self._events = events
+        self._stalls = stalls
+        self._num_waited = 0
+        """Blocks that the step's stream has waited for."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the step's stream has waited for everything."""
+        return self._num_waited == len(self._events)
+
+    def wait(self, site_id: int) -> None:
+        """Let what comes next in the current stream read the adapter at a site."""
+        self._wait(self._last_blocks.get(site_id, -1) + 1)
+
+    def wait_all(self) -> None:
+        """Let what comes next in the current stream read, or overwrite, all blocks."""
+        self._wait(len(self._events))
+
+    def _wait(self, num_blocks: int) -> None:
+        if num_blocks <= self._num_waited:
+            return
+        self._num_waited = num_blocks
+        copied = self._events[num_blocks - 1]
+        if not copied.query():
+            self._stalls.wait(copied)
+
+
+def last_blocks(index: ImageIndex) -> Mapping[int, int]:
+    """By site id: the last of the image's blocks that holds something of it."""
+    return {
+        site.site_id: max((tile[4] for role in site.roles for tile in role.tiles), default=-1)
+        for site in index.sites
+    }

@@ -1,0 +1,113 @@
+"""Adapters on their way into the arena, beside the step: two threads of the engine's process.
+
+One copies images, without holding the GIL; one packs what needs the base's weights and so could
+not be packed by the API server process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.adapters.device.copy_events import CopyEvents
+from services.worker.adapters.device.weights import AdapterWeights
+from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter, image_path
+from services.worker.adapters.pack.packing import Packer
+from services.worker.types.adapter_facts import AdapterFacts
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedImage:
+    """Implements `runner_protocol.Copied`."""
+
+    path: Path
+    index: ImageIndex
+    blocks: tuple[int, ...]
+    elapsed_s: float
+    copy_events: CopyEvents | None = None
+    """What steps have to wait for; None = every byte is on the device."""
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What requests must know."""
+        return self.index.facts
+
+    @property
+    def num_blocks(self) -> int:
+        """That it fills."""
+        return self.index.num_blocks
+
+
+class AtOnce(Executor):
+    """Runs what it is given before it returns: for tools, and tests of what comes when."""
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # as inherited
+        """A future that is done."""
+        future: Future[object] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class AdapterLoader:
+    """Packs, copies and enters the adapters of one runner."""
+
+    def __init__(
+        self, weights: AdapterWeights, packer: Packer, executors: tuple[Executor, Executor] | None
+    ) -> None:
+        """`executors`: for copies and for packing, one thread each; None = threads of its own."""
+        self.weights = weights
+        self._packer = packer
+        copying, packing = executors or (
+            ThreadPoolExecutor(1, "copy adapters"),
+            ThreadPoolExecutor(1, "pack adapters"),
+        )
+        self._copying, self._packing = copying, packing
+        self._last_copy: Future[CopiedImage] | None = None
+        self._packed: dict[Path, PackedAdapter] = {}
+
+    def pack(self, folder: Path) -> Future[int]:
+        """Put the image of the adapter beside it; the result is its number of blocks."""
+        return self._packing.submit(self._pack, folder)
+
+    def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:
+        """Fill `blocks` from the image in `folder`; see `PinnedCache.copy`."""
+        self._last_copy = self._copying.submit(self._copy, folder, blocks, step_s)
+        return self._last_copy
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        if self._last_copy is not None:
+            wait([self._last_copy], timeout_s)  # one thread: the others ended before it
+
+    def enter(self, slot: int, copied: CopiedImage) -> None:
+        """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
+        self.weights.enter(slot, copied.index, copied.blocks)
+
+    def num_blocks(self, folder: Path) -> int:
+        """Blocks that the adapter fills, packed here and now, into memory."""
+        self._packed[folder] = self._packer.pack(folder)
+        return self._packed[folder].index.num_blocks
+
+    def load(self, slot: int, folder: Path, blocks: Sequence[int]) -> None:
+        """Pack (unless `num_blocks` has just been asked for), copy and enter, here and now."""
+        image = self._packed.pop(folder, None) or self._packer.pack(folder)
+        self.weights.copy(image, blocks)
+        self.weights.enter(slot, image.index, blocks)
+
+    def _pack(self, folder: Path) -> int:
+        image = self._packer.pack(folder)
+        image.write(image_path(folder, self._packer.fingerprint))
+        return image.index.num_blocks
+
+    def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
+        begin_s = time.perf_counter()
+        with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
+            copy_events, expected_s = self.weights.copy(image, blocks, step_s)
+            elapsed_s = time.perf_counter() - begin_s + expected_s
+            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, copy_events)

@@ -1,0 +1,76 @@
+"""AdapterWeights: copies images into arena blocks and keeps the tables that kernels read.
+
+It decides nothing: which adapter gets which slot and blocks is `AdapterCache`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.adapter_format.rope_scaling import parse
+from services.worker.adapters.device.copy_events import CopyEvents
+from services.worker.adapters.device.pinned_cache import PinnedCache
+from services.worker.adapters.device.table import AdapterTable
+from services.worker.adapters.pack.image import Image, ImageIndex
+from services.worker.arena_buffer import ArenaBuffer
+from services.worker.layers.ropes import Ropes
+from services.worker.types.own_rope import BaseRopes, own_ropes
+
+
+class AdapterWeights:
+    """The adapters of one base on one device."""
+
+    def __init__(
+        self,
+        arena: ArenaBuffer,
+        max_resident: int,
+        ropes: Ropes,
+        base_ropes: BaseRopes,
+        host: PinnedCache | None = None,
+    ) -> None:
+        """
+        Args:
+            ropes: of the model, where adapters' own, made from `base_ropes`, have rows.
+            host: what copies go through; None = from the page cache straight into the arena.
+        """
+        self.table = AdapterTable(arena)
+        self._arena = arena
+        self._max_resident = max_resident
+        self._ropes = ropes
+        self._base_ropes = base_ropes
+        ropes.reserve(max_resident)
+        self._host = host
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for copies under way."""
+        return 0.0 if self._host is None else self._host.stalls.total_s
+
+    def copy(
+        self, image: Image, blocks: Sequence[int], step_s: float = 0.0
+    ) -> tuple[CopyEvents | None, float]:
+        """Fill `blocks`, which no step in flight reads. From any one thread, beside the step.
+
+        Raises and returns as `PinnedCache.copy` does.
+        """
+        assert len(blocks) == image.index.num_blocks, (len(blocks), image.index.num_blocks)
+        if self._host is not None:
+            return self._host.copy(image, blocks, step_s)
+        size, left = self._arena.block_bytes, image.index.num_bytes
+        lengths = [min(size, left - i * size) for i in range(len(blocks))]
+        whole = self._arena.data.view(-1).numpy().data
+        starts = [block * size for block in blocks]
+        image.read_into([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+        return None, 0.0
+
+    def enter(self, slot: int, index: ImageIndex, blocks: Sequence[int]) -> None:
+        """Enter what was copied into `blocks` under `slot`."""
+        assert 0 <= slot < self._max_resident, (slot, self._max_resident)
+        self.table.enter(slot, index, blocks)
+        if index.facts.rope_scaling:
+            self._ropes.enter(slot, own_ropes(self._base_ropes, parse(index.facts.rope_scaling)))
+
+    def unload(self, slot: int) -> None:
+        """Take `slot` out of the tables; its blocks may be reused at once."""
+        self.table.remove(slot)
+        self._ropes.remove(slot)

@@ -1,0 +1,1 @@
+"""Adapters from the object store to verified, packed files on the local disk."""

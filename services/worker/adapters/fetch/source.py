@@ -1,0 +1,205 @@
+"""From a digest to a verified folder on this machine. Runs in the API server process.
+
+Every byte is checked against the digest before it counts: the manifest against the digest itself,
+each file against the manifest. Then the adapter is validated against this worker's base, as the
+registry did against the base it knew, and packed into the image that the engine copies. Hashing and
+writing run in threads, the rest in processes of their own (`pack_pool.py`). What an earlier run
+left on disk is verified and, where need be, packed when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from loraplex.adapter_format.files import File
+from loraplex.adapter_format.manifest import MAX_MANIFEST_BYTES, digest_of, parse_manifest
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+from loraplex.errors import AdapterNotFound, DataLoss, LoraplexError, Unavailable
+from loraplex.refs import check_digest
+from services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
+from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
+from services.worker.adapters.fetch.fetch_limiter import FetchLimiter
+from services.worker.cache.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+MAX_FETCHES = 8
+"""Adapters fetched at the same time."""
+
+
+class Preparing(Protocol):
+    """Makes sure of adapters' images; `pack_pool.PackPool`."""
+
+    fingerprint: str
+    """Of the layout that is packed for."""
+
+    async def prepare(self, folder: Path, sha256: str) -> int:
+        """The blocks of the folder's verified image; 0 = the engine has to make it."""
+        ...
+
+    async def close(self) -> None:
+        """Prepare nothing more."""
+        ...
+
+
+class AdapterSource:
+    """Fetches adapters by digest into the disk cache, each at most once at a time."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        disk: DiskCache,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._disk = disk
+        self._pool: Preparing | None = None
+        self._clock = clock
+        self._backoff = Backoff()
+        self._flights: dict[str, asyncio.Task[DiskAdapter]] = {}
+        self._limiter = FetchLimiter(MAX_FETCHES, disk.is_leased)
+        self._closing: list[asyncio.Task[None]] = []
+
+    def pack_with(self, pool: Preparing) -> None:
+        """Who checks and packs, once the engine has told for what base."""
+        old, self._pool = self._pool, pool
+        if old is not None:
+            self._closing.append(asyncio.create_task(old.close()))
+            if old.fingerprint != pool.fingerprint:
+                self._disk.forget_blocks()
+
+    async def ensure(self, digest: str) -> DiskAdapter:
+        """The adapter on disk with its image, fetched and packed if need be. Concurrent callers
+        share one fetch.
+
+        Raises:
+            AdapterNotFound: no manifest has this digest.
+            DataLoss: bytes in the store do not match the digest.
+            InvalidAdapter: not for this base, or over the rank limit.
+            Unavailable: the object store cannot be reached.
+        """
+        if (adapter := self._disk.get(digest)) is not None and adapter.num_blocks:
+            return adapter
+        if (error := self._backoff.blocked(digest, self._clock())) is not None:
+            raise error
+        if digest not in self._flights:
+            flight = asyncio.create_task(self._fly(digest))
+            self._flights[digest] = flight
+            flight.add_done_callback(lambda done: self._landed(digest, done))
+        return await asyncio.shield(self._flights[digest])
+
+    async def close(self) -> None:
+        """Stop fetching."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, *self._closing, return_exceptions=True)
+        if self._pool is not None:
+            await self._pool.close()
+        await self._store.close()
+
+    def _landed(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
+        del self._flights[digest]
+        if not flight.cancelled():
+            flight.exception()  # every caller may have gone: then nobody else asks for it
+
+    async def _fly(self, digest: str) -> DiskAdapter:
+        """One fetch; failures are remembered and paused upon."""
+        begin_s = self._clock()
+        try:
+            async with self._limiter.slot(digest):
+                adapter = await self._on_disk(digest) or await self._fetch(digest)
+        except Exception as failure:
+            error = _typed(failure, digest)
+            self._backoff.record(digest, error, self._clock())
+            logger.warning("fetch failed", extra={"digest": digest, "reason": error.reason})
+            raise error from failure
+        self._backoff.clear(digest)
+        elapsed_s = round(self._clock() - begin_s, 3)
+        logger.info("prepared", extra={"digest": digest, "elapsed_s": elapsed_s})
+        return adapter
+
+    async def _on_disk(self, digest: str) -> DiskAdapter | None:
+        """What an earlier run left, verified; set aside where it is damaged."""
+        adapter = self._disk.get(digest)
+        if adapter is None:
+            return None
+        try:
+            num_blocks = await self._prepare(adapter.path, adapter.sha256)
+        except DataLoss as error:
+            logger.warning("damaged", extra={"digest": digest, "reason": error.message})
+            self._disk.drop_damaged(digest)
+            return None
+        return self._disk.prepared(digest, num_blocks)
+
+    async def _fetch(self, digest: str) -> DiskAdapter:
+        raw = await self._manifest(digest)
+        manifest = parse_manifest(raw)
+        if [file.path for file in manifest.files] != [TENSOR_FILE]:
+            raise DataLoss(f"the manifest of {digest} lists files this build does not know")
+        self._disk.check_room(digest, manifest)
+        folder = self._disk.begin(raw, manifest)
+        try:
+            [file] = manifest.files
+            await self._file(file, folder)
+            num_blocks = await self._prepare(folder, file.sha256)
+            return self._disk.commit(folder, digest, manifest, num_blocks)
+        except DataLoss:
+            self._disk.quarantine(folder, digest)
+            raise
+        finally:
+            self._disk.discard(folder)
+
+    async def _prepare(self, folder: Path, sha256: str) -> int:
+        """Pack for the engine that is there in the end: another may have come meanwhile."""
+        while True:
+            pool = self._pool
+            assert pool is not None, "asked for an adapter before there was an engine"
+            try:
+                num_blocks = await pool.prepare(folder, sha256)
+            except Unavailable:
+                if pool is self._pool:
+                    raise
+            else:
+                if pool is self._pool:
+                    return num_blocks
+
+    async def _manifest(self, digest: str) -> bytes:
+        check_digest(digest, field="adapters.digest")
+        try:
+            raw = await self._store.get_range(blob_key(digest), 0, MAX_MANIFEST_BYTES + 1)
+        except ObjectMissing:
+            raise AdapterNotFound(digest, "the object store has no such manifest") from None
+        if digest_of(raw) != digest:
+            raise DataLoss(f"the stored manifest of {digest} does not match its digest")
+        return raw
+
+    async def _file(self, file: File, folder: Path) -> None:
+        """Stream one file into `folder`. Raises DataLoss unless size and sha256 are right."""
+        hasher = hashlib.sha256()
+        with (folder / file.path).open("wb") as target:
+
+            def absorb(chunk: bytes) -> None:
+                hasher.update(chunk)
+                target.write(chunk)
+
+            try:
+                async for chunk in read_chunks(self._store, blob_key(file.sha256), 0, file.size):
+                    await asyncio.to_thread(absorb, chunk)
+            except ObjectMissing:
+                raise DataLoss(f"the object store lost blob {file.sha256}") from None
+        if hasher.hexdigest() != file.sha256:
+            raise DataLoss(f"stored bytes of blob {file.sha256} do not match it")
+
+
+def _typed(failure: Exception, digest: str) -> LoraplexError:
+    if isinstance(failure, LoraplexError):
+        return failure
+    logger.error("fetch broke", exc_info=failure, extra={"digest": digest})
+    return Unavailable(f"adapter {digest} could not be fetched", reason="FETCH_FAILED")

@@ -1,0 +1,74 @@
+"""What a verified adapter folder contains, checked against the base. Reads headers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loraplex.adapter_format.config import CONFIG_FILE
+from loraplex.adapter_format.geometry import Geometry, Module, geometry_from_folder
+from loraplex.adapter_format.report import Report
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
+from loraplex.adapter_format.validate import validate
+from loraplex.errors import InvalidAdapter, Violation
+from services.worker.types.model_config import ModelConfig
+from services.worker.types.sites import HEAD, SiteTable
+
+
+class ModuleReader:
+    """Adapter folder -> the modules it changes, each of them a place of the base."""
+
+    def __init__(self, geometry: Geometry, sites: SiteTable, max_rank: int) -> None:
+        self._geometry = geometry
+        self._sites = sites
+        self._max_rank = max_rank
+
+    def __call__(self, folder: Path) -> Report:
+        """What validation found.
+
+        Raises:
+            InvalidAdapter: with every violation found.
+        """
+        tensor_file = folder / TENSOR_FILE
+        report = validate(
+            (folder / CONFIG_FILE).read_bytes(),
+            read_prefix(tensor_file),
+            tensor_file.stat().st_size,
+            files=(),
+            geometry=self._geometry,
+            max_rank=self._max_rank,
+        )
+        unknown = [m.name for m in report.modules if m.name not in self._sites.places]
+        if unknown:
+            description = "this worker cannot adapt the module; leave it out of target_modules"
+            raise InvalidAdapter.of(
+                [Violation.of(TENSOR_FILE, name, description) for name in unknown]
+            )
+        return report
+
+
+def weights_key(folder: Path, geometry: Geometry) -> str:
+    """Changes with the base's weights: by name, size and time of its files, not by their bytes."""
+    files = sorted(folder.glob("*.safetensors"))
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return repr((geometry.fingerprint, facts))
+
+
+def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geometry:
+    """The base's geometry from its files, or from the model when it has none (dummy weights)."""
+    if any(folder.glob("*.safetensors")):
+        return geometry_from_folder(folder)
+    modules = tuple(
+        Module(name, site.kind, site.in_features, place.out_features, has_bias=False)
+        for name, place in sorted(sites.places.items())
+        for site in [sites.sites[place.site_id]]
+        if site.kind != HEAD
+    )
+    return Geometry(
+        config.model_type,
+        "dummy",
+        config.num_layers,
+        config.vocab_size,
+        config.tied_embeddings,
+        modules,
+        config.ropes[0].dim // 2,
+    )

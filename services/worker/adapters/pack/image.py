@@ -1,0 +1,227 @@
+"""An adapter as it will lie in the arena: an index of its tiles, and the bytes of its blocks.
+
+    magic (8) · length of the index (8) · sha256 of all that follows (32) · index · zeros · blocks
+
+The index is msgpack; the blocks begin at a multiple of 64 bytes, and the last one ends with its
+last tile. Loading an image is copying it. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from loraplex.errors import DataLoss
+from services.worker.types.adapter_facts import AdapterFacts
+
+MAGIC = b"lpximg01"
+_LENGTH_BYTES, _HASH_BYTES = 8, 32
+_INDEX_BEGIN = len(MAGIC) + _LENGTH_BYTES + _HASH_BYTES
+MAX_INDEX_BYTES = 256 << 20
+ALIGN_BYTES = 64
+MAX_BUFFERS = 1024
+"""Of one system call."""
+
+PackedTile = tuple[int, int, int, int, int, int]
+"""Rows [begin, end) and columns [begin, end) of the site's matrix, block, byte offset in it."""
+PackedSlice = tuple[int, int, int, int, float]
+"""Fields of `ops.lora.tables.Slice`."""
+
+
+class PackedRole(msgspec.Struct, frozen=True, array_like=True):
+    """The tiles of one matrix of a site."""
+
+    role: str
+    """Value of a `site_plan.Role`."""
+    dtype: str
+    """safetensors name."""
+    tiles: list[PackedTile]
+
+
+class PackedSite(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter at one site."""
+
+    site_id: int
+    slices: list[PackedSlice]
+    roles: list[PackedRole]
+    row_ids: list[int]
+    """Rows of the weight that it replaces, ascending; of an embedding or head, token ids."""
+    num_rows: int = 0
+    """Tokens of its own table, where they are not as many as the base's."""
+    factors: list[float] = []
+    """Of A and B together, by rank row, where they are integers; none elsewhere."""
+
+
+class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
+    """`kernels.lora.device_records.AdapterRecords`, which count from the image's blocks."""
+
+    index: bytes = b""
+    data: bytes = b""
+    places: bytes = b""
+    sites: list[int] = []
+    """Site ids that the records describe."""
+    sites_without: list[int] = []
+    """Sites whose parts kernels on a GPU do not apply: embeddings, norms, replaced rows."""
+
+
+class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
+    """Where everything is."""
+
+    fingerprint: str
+    """Of the layout that it was packed for."""
+    num_blocks: int
+    num_bytes: int
+    """Of all blocks; the last one need not be full."""
+    sites: list[PackedSite]
+    facts: AdapterFacts = AdapterFacts()
+    records: PackedRecords = PackedRecords()
+
+
+_decode = msgspec.msgpack.Decoder(ImageIndex).decode
+
+
+class Image(Protocol):
+    """What can be copied into an arena."""
+
+    index: ImageIndex
+
+    @property
+    def sha256(self) -> bytes:
+        """As in its head: names the bytes."""
+        ...
+
+    def read_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fill writable byte buffers, one after another, `index.num_bytes` in all.
+
+        Raises:
+            DataLoss: fewer bytes are there.
+        """
+        ...
+
+
+class PackedAdapter:
+    """An image in memory."""
+
+    def __init__(self, index: ImageIndex, data: memoryview) -> None:
+        """`data`: `index.num_bytes` bytes."""
+        assert data.nbytes == index.num_bytes, (data.nbytes, index.num_bytes)
+        self.index = index
+        self._data = data
+
+    def told(self, facts: AdapterFacts) -> PackedAdapter:
+        """The same image with what requests must know."""
+        return PackedAdapter(msgspec.structs.replace(self.index, facts=facts), self._data)
+
+    def read_into(self, buffers: Sequence[memoryview]) -> None:
+        """As `Image` says."""
+        begin = 0
+        for buffer in buffers:
+            buffer[:] = self._data[begin : begin + buffer.nbytes]
+            begin += buffer.nbytes
+
+    @property
+    def sha256(self) -> bytes:
+        """As `Image` says."""
+        hasher = hashlib.sha256()
+        for part in self._tail():
+            hasher.update(part)
+        return hasher.digest()
+
+    def _tail(self) -> tuple[bytes, bytes, memoryview]:
+        """All that the hash is of: index, zeros, blocks."""
+        index = msgspec.msgpack.encode(self.index)
+        return index, bytes(-(_INDEX_BEGIN + len(index)) % ALIGN_BYTES), self._data
+
+    def write(self, path: Path) -> None:
+        """Appears at `path` whole or not at all."""
+        tail = self._tail()
+        head = MAGIC + len(tail[0]).to_bytes(_LENGTH_BYTES, "little") + self.sha256
+        scratch = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            with scratch.open("wb") as target:
+                for part in (head, *tail):
+                    target.write(part)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+class ImageFile:
+    """An image on disk; to be closed. Raises DataLoss where it is none, OSError where none is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            head = os.pread(self._file, _INDEX_BEGIN, 0)
+            length = int.from_bytes(head[len(MAGIC) :][:_LENGTH_BYTES], "little")
+            if not head.startswith(MAGIC) or length > MAX_INDEX_BYTES:
+                self._refuse("is no image of this version")
+            self.sha256 = head[-_HASH_BYTES:]
+            self.index = self._index(os.pread(self._file, length, _INDEX_BEGIN))
+            self._begin = _INDEX_BEGIN + length
+            self._begin += -self._begin % ALIGN_BYTES
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _index(self, raw: bytes) -> ImageIndex:
+        try:
+            return _decode(raw)
+        except msgspec.DecodeError:
+            self._refuse("has a damaged index")
+
+    def __enter__(self) -> ImageFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def read_into(self, buffers: Sequence[memoryview]) -> None:
+        """As `Image` says: one copy, from the page cache into the buffers, without the GIL."""
+        position = self._begin
+        for first in range(0, len(buffers), MAX_BUFFERS):
+            part = buffers[first : first + MAX_BUFFERS]
+            position = self._read(part, position)
+
+    def _read(self, buffers: Sequence[memoryview], position: int) -> int:
+        rest = [buffer for buffer in buffers if buffer.nbytes]
+        while rest:
+            count = os.preadv(self._file, rest, position)
+            if not count:
+                self._refuse("is cut short")
+            position += count
+            while rest and count >= rest[0].nbytes:
+                count -= rest.pop(0).nbytes
+            if count:
+                rest[0] = rest[0][count:]
+        return position
+
+    def check(self, fingerprint: str) -> None:
+        """Raises DataLoss unless every byte is as it was written, for this layout."""
+        if self.index.fingerprint != fingerprint:
+            self._refuse("was packed for another layout")
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(_INDEX_BEGIN)
+            found = hashlib.file_digest(file, "sha256").digest()
+        if found != self.sha256:
+            self._refuse("does not match its hash")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise DataLoss(f"the packed image {self._path.name} {reason}")
+
+
+def image_path(folder: Path, fingerprint: str) -> Path:
+    """Where an adapter's folder has its image for a layout."""
+    return folder / f"image-{fingerprint}"
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Images for any layout."""
+    return sorted(folder.glob("image-*"))

@@ -1,0 +1,84 @@
+"""The records of GPU kernels in an adapter's image: made when it is packed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from services.worker.adapters.pack.image import ImageIndex, PackedRecords, PackedSite
+from services.worker.adapters.pack.site_plan import Role
+from services.worker.adapters.pack.values import itemsize
+from services.worker.ops.lora.device_records import (
+    INDEX_WORDS,
+    PLACE_WORDS,
+    RECORD_WORDS,
+    AdapterRecords,
+    RecordBuilder,
+    Rectangle,
+    SiteMatrices,
+)
+from services.worker.ops.lora.site_parts import SERVED_KINDS, site_parts
+from services.worker.ops.lora.slices import Slice
+from services.worker.types.sites import SiteTable
+
+INT8 = "I8"
+
+
+def with_records(index: ImageIndex, table: SiteTable) -> ImageIndex:
+    """The same index with records of all sites that kernels serve."""
+    builder = RecordBuilder([part for parts in site_parts(table) for part in parts])
+    others = []
+    for site in index.sites:
+        served = table.sites[site.site_id].kind in SERVED_KINDS
+        if served and not site.row_ids and not site.num_rows:
+            builder.add_site(site.site_id, _matrices_of(site))
+        else:
+            others.append(site.site_id)
+    made = builder.build()
+    index_and_data = made.index.tobytes(), made.data.tobytes()
+    records = PackedRecords(*index_and_data, made.places.tobytes(), sorted(made.sites), others)
+    return msgspec.structs.replace(index, records=records)
+
+
+def records_in(index: ImageIndex) -> AdapterRecords:
+    """The records of an image, which count from its blocks."""
+    packed = index.records
+    return AdapterRecords(
+        frozenset(packed.sites),
+        np.frombuffer(packed.index, np.int32).reshape(-1, INDEX_WORDS),
+        np.frombuffer(packed.data, np.int64).reshape(-1, RECORD_WORDS),
+        np.frombuffer(packed.places, np.int32).reshape(-1, PLACE_WORDS),
+    )
+
+
+def rank_scales(sites: Iterable[PackedSite]) -> list[float]:
+    """The scale of each rank row of each site, times its factor where A and B are integers."""
+    scales = []
+    for site in sites:
+        own = [scale for _, num_ranks, _, _, scale in site.slices for _ in range(num_ranks)]
+        if site.factors:
+            own = [scale * factor for scale, factor in zip(own, site.factors, strict=True)]
+        scales += own
+    return scales
+
+
+def _matrices_of(site: PackedSite) -> SiteMatrices:
+    roles = {Role(role.role): role for role in site.roles}
+
+    def rectangles(role: Role) -> list[Rectangle]:
+        if role not in roles:
+            return []
+        item_bytes = itemsize(roles[role].dtype)
+        return [Rectangle(*tile, item_bytes) for tile in roles[role].tiles]
+
+    return SiteMatrices(
+        [Slice(*fields) for fields in site.slices],
+        rectangles(Role.A),
+        rectangles(Role.B),
+        rectangles(Role.GAIN),
+        rectangles(Role.LORA_BIAS),
+        rectangles(Role.BIAS),
+        rank_scales([site]) if Role.A in roles and roles[Role.A].dtype == INT8 else (),
+    )

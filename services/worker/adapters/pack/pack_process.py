@@ -1,0 +1,78 @@
+"""A child of the API server process that verifies and packs adapters.
+
+Files from outside are parsed here, and neither on the API server's event loop nor in the engine.
+Jobs come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+from loraplex.errors import DataLoss, LoraplexError, Unavailable
+from services.worker.adapters.pack.contents import ModuleReader
+from services.worker.adapters.pack.image import ImageFile, image_path, images_in
+from services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE, Job, Prepared, Setup
+from services.worker.adapters.pack.packing import NeedsBase, Packer
+from services.worker.types.messages import WireError
+
+NICE = 5
+"""Steps go first where cores are short."""
+
+
+def main() -> None:
+    """Answer every line until stdin closes."""
+    os.nice(NICE)
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    reader = ModuleReader(setup.geometry, setup.layout.sites, setup.layout.max_rank)
+    packer = Packer(reader, setup.layout)
+    for line in sys.stdin.buffer:
+        job = msgspec.json.decode(line, type=Job)
+        try:
+            answer = Prepared(prepare(Path(job.folder), job.sha256, packer))
+        except LoraplexError as error:
+            answer = Prepared(error=WireError.of(error))
+        except OSError as error:
+            gone = Unavailable(f"the adapter could not be packed: {error.strerror}")
+            answer = Prepared(error=WireError.of(gone))
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def prepare(folder: Path, sha256: str, packer: Packer) -> int:
+    """Make sure of the image, verified or made from the verified file. Returns its blocks, or 0.
+
+    A damaged image is renamed and made again.
+
+    Raises:
+        DataLoss: the tensor file is damaged.
+        InvalidAdapter: not for this base, over the rank limit, or not finite.
+    """
+    path = image_path(folder, packer.fingerprint)
+    try:
+        with ImageFile(path) as image:
+            image.check(packer.fingerprint)
+            return image.index.num_blocks
+    except FileNotFoundError:
+        for other in images_in(folder):
+            other.unlink()
+    except DataLoss:
+        os.replace(path, folder / DAMAGED_IMAGE)
+    with (folder / TENSOR_FILE).open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256.removeprefix("sha256:"):
+            raise DataLoss(f"{TENSOR_FILE} in the disk cache does not match its digest")
+    try:
+        packed = packer.pack(folder)
+    except NeedsBase:
+        return 0
+    packed.write(path)
+    return packed.index.num_blocks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""From a verified adapter folder to its image, without torch: packing processes stay small.
+
+What needs the base's own weights (DoRA's gains, differences from the base) comes from
+`BaseValues`, which only the engine's process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.report import AdapterModule, ExpertShare
+from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.tasks import SEQ_CLS
+from services.worker.adapters.pack.contents import ModuleReader
+from services.worker.adapters.pack.image import (
+    ImageIndex,
+    PackedAdapter,
+    PackedRole,
+    PackedSite,
+    PackedTile,
+)
+from services.worker.adapters.pack.image_records import with_records
+from services.worker.adapters.pack.site_plan import ItemBytes, Part, Role, SitePlan, plan_sites
+from services.worker.adapters.pack.tiles import Packing, TileLayout, TilePlace
+from services.worker.adapters.pack.values import Read, TensorFile, Values, check_finite, itemsize
+from services.worker.types.adapter_facts import AdapterFacts
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.own_rope import BaseRopes, own_ropes, switch_len_of
+from services.worker.types.sites import EMBEDDING, HEAD
+
+
+class NeedsBase(Exception):
+    """The adapter's image depends on the base's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRows:
+    """Rows of a site's weight in place of the base's."""
+
+    row_ids: tuple[int, ...]
+    """Ascending; of an embedding or head, token ids."""
+    rows: Values
+    """`[len(row_ids), width]`."""
+
+
+class BaseValues(Protocol):
+    """Values that follow from an adapter and the base together."""
+
+    def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
+        """The rows of a weight that the module replaces; None where it brings none."""
+        ...
+
+    def value(self, part: Part, site_id: int, read: Read) -> Values:
+        """`[1, out]` of a part that is neither plain nor rows."""
+        ...
+
+
+class Packer:
+    """Packs adapters for one layout. Without `base`, only what does not depend on it."""
+
+    def __init__(
+        self, reader: ModuleReader, layout: AdapterLayout, base: BaseValues | None = None
+    ) -> None:
+        self._reader = reader
+        self._layout = layout
+        self._base = base
+        self._tiles = TileLayout(layout.block_bytes)
+        self.fingerprint = layout.fingerprint
+
+    def pack(self, folder: Path) -> PackedAdapter:
+        """Validate the adapter and lay out its bytes.
+
+        Raises:
+            InvalidAdapter: not for this base, over the rank limit, or not finite.
+            NeedsBase: there is no `base` and the adapter needs it.
+        """
+        report = self._reader(folder)
+        modules = report.modules
+        if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
+            raise NeedsBase
+        file = TensorFile(folder)
+        changed = self._changed(modules, file.read)
+        row_ids = {name: rows.row_ids for name, rows in changed.items()}
+        sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
+        plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
+        packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
+        packed = self._fill(plans, packing, changed, file.read)
+        return packed.told(_facts_of(packed.index.sites, report.config, self._layout.ropes))
+
+    def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
+        return itemsize(self._layout.lora_dtype(info.dtype, site_kind))
+
+    def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
+        found: dict[str, ChangedRows] = {}
+        for module in modules:
+            if self._is_head(module):
+                rows: ChangedRows | None = _head_rows(module, read)
+            else:
+                rows = self._base.changed_rows(module, read) if self._base else None
+            if rows is not None:
+                found[module.name] = rows
+        return found
+
+    def _is_head(self, module: AdapterModule) -> bool:
+        sites = self._layout.sites
+        return sites.sites[sites.places[module.name].site_id].kind == HEAD
+
+    def _fill(
+        self,
+        plans: Sequence[SitePlan],
+        packing: Packing,
+        changed: dict[str, ChangedRows],
+        read: Read,
+    ) -> PackedAdapter:
+        data = np.zeros(packing.num_bytes, np.uint8)
+        placed = iter(packing.tiles)
+        sites = []
+        for plan in plans:
+            by_role: dict[Role, tuple[str, list[PackedTile]]] = {}
+            row_ids: list[int] = []
+            factors = np.ones(sum(part.rank_len for part in plan.slices), np.float32)
+            for part in plan.parts:
+                if part.role is Role.ROWS:
+                    row_ids += changed[part.module.name].row_ids
+                    value = changed[part.module.name].rows.to(self._layout.dtype)
+                else:
+                    value = self._value(part, plan.site_id, read)
+                if part.matrix.itemsize == itemsize("I8"):
+                    value, of_rows = value.to_int8()
+                    factors[part.row_begin : part.row_begin + len(of_rows)] *= of_rows
+                places = next(placed)
+                self._write(data, value, places)
+                _, tiles = by_role.setdefault(part.role, (value.dtype, []))
+                tiles += [_shifted(place, part) for place in places]
+            site = self._site(plan, by_role, row_ids)
+            if any(role.dtype == "I8" for role in site.roles):
+                site = msgspec.structs.replace(site, factors=factors.tolist())
+            sites.append(site)
+        index = ImageIndex(self.fingerprint, packing.num_blocks, packing.num_bytes, sites)
+        index = with_records(index, self._layout.sites)
+        return PackedAdapter(index, data.data)
+
+    def _site(
+        self,
+        plan: SitePlan,
+        by_role: dict[Role, tuple[str, list[PackedTile]]],
+        row_ids: list[int],
+    ) -> PackedSite:
+        slices = [
+            (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
+            for part in plan.slices
+        ]
+        roles = [
+            PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
+            for role, (dtype, tiles) in by_role.items()
+        ]
+        return PackedSite(plan.site_id, slices, roles, row_ids, plan.num_rows)
+
+    def _value(self, part: Part, site_id: int, read: Read) -> Values:
+        """The matrix to be packed, in the type to be packed in, unless that is an integer."""
+        module, kind = part.module, self._layout.sites.sites[site_id].kind
+        if part.role is Role.A:
+            stacked = self._matrix(module.embedding_a or module.a, kind == EMBEDDING, kind, read)
+            return stacked if module.expert is None else _a_of_expert(stacked, module)
+        if part.role is Role.B:
+            stacked = self._matrix(module.embedding_b or module.b, True, kind, read)
+            return stacked if module.expert is None else _b_of_expert(stacked, module.expert)
+        if part.role is Role.LORA_BIAS:
+            assert module.lora_bias is not None, "the plan asked for it"
+            bias = read(module.lora_bias).to("F32").data
+            return Values(bias[None] * np.float32(module.scale), "F32")
+        assert self._base is not None, "asked before"
+        return self._base.value(part, site_id, read)
+
+    def _matrix(
+        self, info: TensorInfo | None, is_turned: bool, site_kind: str, read: Read
+    ) -> Values:
+        assert info is not None, "the plan asked for it"
+        value = read(info)
+        if (dtype := self._layout.lora_dtype(info.dtype, site_kind)) != "I8":
+            value = value.to(dtype)
+        if value.dtype != info.dtype:
+            check_finite(value, info.name)
+        return Values(value.data.T, value.dtype) if is_turned else value
+
+    def _write(self, data: NDArray[np.uint8], value: Values, places: Sequence[TilePlace]) -> None:
+        item_type: Any = value.data.dtype
+        for place in places:
+            begin = place.block * self._layout.block_bytes + place.offset_bytes
+            shape = place.row_end - place.row_begin, place.col_end - place.col_begin
+            end = begin + shape[0] * shape[1] * item_type.itemsize
+            rows = slice(place.row_begin, place.row_end)
+            target = data[begin:end].view(item_type).reshape(shape)
+            target[:] = value.data[rows, place.col_begin : place.col_end]
+
+
+_ALONE = {
+    Role.GAIN: "uses DoRA",
+    Role.BIAS: "trains biases",
+    Role.NORM: "trains norms",
+    Role.ROWS: "replaces weights of the base",
+}
+"""Why an adapter with such a part combines with no other."""
+
+
+def _head_rows(module: AdapterModule, read: Read) -> ChangedRows:
+    """All rows of a head, which no base has."""
+    assert module.full is not None, "a head is its weight"
+    weight = read(module.full)
+    return ChangedRows(tuple(range(len(weight.data))), weight)
+
+
+def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRopes) -> AdapterFacts:
+    """Raises InvalidAdapter for a rotary embedding that the base cannot have."""
+    roles = {Role(role.role) for site in sites for role in site.roles}
+    reasons = [why for role, why in _ALONE.items() if role in roles]
+    vocab_size = max((site.num_rows for site in sites), default=0)
+    if vocab_size:
+        reasons.insert(0, "has a vocabulary of its own")
+    if config.task == SEQ_CLS:
+        reasons.insert(0, "has a classification head")
+    scaling = config.rope_scaling
+    if scaling is not None:
+        reasons.insert(0, "has a rope scaling of its own")
+    if config.alora_invocation_tokens:
+        reasons.insert(0, "is an activated LoRA")
+    return AdapterFacts(
+        vocab_size=vocab_size,
+        invocation_tokens=list(config.alora_invocation_tokens or ()),
+        alone_because=reasons[0] if reasons else "",
+        has_gain=Role.GAIN in roles,
+        task=config.task,
+        eos_token_ids=list(config.eos_token_ids),
+        rope_scaling=scaling.to_json() if scaling else "",
+        context_tokens=scaling.context_tokens(ropes.max_position_embeddings) if scaling else 0,
+        rope_switch_len=switch_len_of(own_ropes(ropes, scaling)) if scaling else None,
+    )
+
+
+def _needs_base(module: AdapterModule) -> bool:
+    """Whether any of the module's parts is not plain."""
+    return any(
+        tensor is not None
+        for tensor in (
+            module.magnitude,
+            module.token_delta,
+            module.full,
+            module.base_copy,
+            module.bias,
+        )
+    )
+
+
+def _a_of_expert(stacked: Values, module: AdapterModule) -> Values:
+    """Its rows of A `[experts * rank, in]`."""
+    assert module.expert is not None
+    begin = module.expert.index * module.rank
+    return Values(stacked.data[begin : begin + module.rank], stacked.dtype)
+
+
+def _b_of_expert(stacked: Values, share: ExpertShare) -> Values:
+    """Its rows of B turned, `[rank * experts, out]`, where experts alternate."""
+    return Values(stacked.data[share.index :: share.num_experts], stacked.dtype)
+
+
+def _shifted(place: TilePlace, part: Part) -> PackedTile:
+    """A tile in the coordinates of its site."""
+    return (
+        part.row_begin + place.row_begin,
+        part.row_begin + place.row_end,
+        part.col_begin + place.col_begin,
+        part.col_begin + place.col_end,
+        place.block,
+        place.offset_bytes,
+    )
+
+
+def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
+    """Join tiles of a block whose rows follow each other in the matrix and in memory."""
+    last = tiles[0]
+    for _, tile in pairwise(tiles):
+        row_begin, row_end, col_begin, col_end, block, offset = last
+        end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
+        if (row_end, col_begin, col_end, block, end) == (tile[0], *tile[2:]):
+            last = (row_begin, tile[1], col_begin, col_end, block, offset)
+        else:
+            yield last
+            last = tile
+    yield last

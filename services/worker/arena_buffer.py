@@ -1,0 +1,84 @@
+"""The arena's bytes: one tensor of equal blocks that KV cache and adapters share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+from loraplex.errors import InvalidRequest
+from services.worker.cache.kv_layout import MAX_BLOCK_BYTES, TOKENS_PER_BLOCK, KvGroups
+
+
+class ArenaBuffer:
+    """uint8 `[num_blocks, block_bytes]`, its start aligned to 2 MiB, never reallocated."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+        num_bytes = num_blocks * block_bytes
+        raw = _raw_bytes(num_bytes + MAX_BLOCK_BYTES, device)
+        begin = -raw.data_ptr() % MAX_BLOCK_BYTES
+        self.data = raw[begin : begin + num_bytes].view(num_blocks, block_bytes)
+        self.block_bytes = block_bytes
+        self.num_blocks = num_blocks
+
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """All bytes as one vector of `dtype`; shares memory."""
+        return self.data.view(-1).view(dtype)
+
+
+def _raw_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 `[num_bytes]`; on Linux in huge pages, where the system grants them to those who ask:
+    adapters are read as many short streams, each of which would miss the page tables' cache."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def blocks_for(arena_bytes: int, block_bytes: int) -> int:
+    """How many blocks fit.
+
+    Raises:
+        InvalidRequest: when not even two do: a sequence and nothing else.
+    """
+    num_blocks = arena_bytes // block_bytes
+    if num_blocks < 2:
+        description = f"must hold at least two blocks of {block_bytes} bytes for this base"
+        raise InvalidRequest.field("kv_memory", arena_bytes, description)
+    return num_blocks
+
+
+class KvBuffer:
+    """Views of the arena as the KV cache of each layer."""
+
+    def __init__(self, arena: ArenaBuffer, groups: KvGroups, dtype: torch.dtype) -> None:
+        assert arena.block_bytes == groups.block_bytes, (arena.block_bytes, groups.block_bytes)
+        self.arena = arena
+        self.groups = groups
+        self.tokens_per_block = TOKENS_PER_BLOCK
+        self._planes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._group_of: dict[int, int] = {}
+        planes = arena.flat(dtype).view(
+            arena.num_blocks, -1, groups.num_kv_heads, TOKENS_PER_BLOCK, groups.head_dim
+        )
+        for group_id, group in enumerate(groups.groups):
+            for place, layer in enumerate(group.layers):
+                self._planes[layer] = planes[:, 2 * place], planes[:, 2 * place + 1]
+                self._group_of[layer] = group_id
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
+        return self._planes[layer]
+
+    def group_of(self, layer: int) -> int:
+        """KV group of a layer."""
+        return self._group_of[layer]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each KV group."""
+        return self.groups.windows

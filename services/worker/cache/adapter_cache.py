@@ -1,0 +1,376 @@
+"""Which adapters are on the device: decisions only, no bytes, no tensors, no I/O.
+
+An adapter known to this worker is on disk (verified), loading, or on the device. Only running
+requests and pins hold an adapter; any other resident is idle: it fills blocks that count as free
+and leaves when something running wants them. Decisions pile up as `Load` and `Evict` actions,
+which the engine carries out in that order before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from loraplex.errors import LoraplexError, ResourceExhausted
+from services.worker.cache.arena import Arena
+from services.worker.cache.backoff import Backoff
+from services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
+from services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
+from services.worker.types.adapter_facts import AdapterFacts
+from services.worker.types.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
+
+
+class AdapterCache:
+    """Decides residency. `max_adapter_blocks` bounds one adapter, `max_pinned_blocks` all pins."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        reclaimer: Reclaimer,
+        *,
+        max_resident: int,
+        max_adapter_blocks: int,
+        max_pinned_blocks: int,
+        order: LeastExpectedLoss | None = None,
+    ) -> None:
+        self._arena = arena
+        self._reclaimer = reclaimer
+        reclaimer.add(self)
+        self._max_adapter_blocks = max_adapter_blocks
+        self._max_pinned_blocks = max_pinned_blocks
+        self._max_pinned = max_resident // 2
+        self._order = order or LeastExpectedLoss()
+        self._adapters: dict[str, CachedAdapter] = {}
+        self._idle: dict[str, CachedAdapter] = {}
+        self._in_use: set[str] = set()
+        self._prefetches: dict[str, None] = {}
+        self._free_slots = list(range(max_resident - 1, -1, -1))
+        self._resident_blocks = 0
+        self._idle_blocks = 0
+        self._pinned_blocks = 0
+        self._copies = CopyTimes()
+        self._actions: list[Load | Evict] = []
+        self._changed: dict[str, None] = {}
+        self._moved: set[str] = set()
+        self.num_changes = 0
+        """Rises with everything that may let a waiting request start."""
+        self.failures = Backoff()
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of adapters that are in use, pinned or loading: not to be reclaimed."""
+        return self._resident_blocks - self._idle_blocks
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks of pinned adapters, resident or not."""
+        return self._pinned_blocks
+
+    @property
+    def in_use(self) -> set[str]:
+        """Digests that running requests use. Not to be mutated."""
+        return self._in_use
+
+    def get(self, digest: str) -> CachedAdapter | None:
+        """What is known of one adapter."""
+        return self._adapters.get(digest)
+
+    def tier(self, digest: str) -> Tier:
+        """How far an adapter has come; GONE = not even on disk."""
+        adapter = self._adapters.get(digest)
+        return Tier.GONE if adapter is None else adapter.tier
+
+    def residency_of(self, digest: str) -> tuple[Tier, bool]:
+        """The tier of an adapter, and whether running requests use it."""
+        return self.tier(digest), digest in self._in_use
+
+    def adapters(self) -> Collection[CachedAdapter]:
+        """Everything known, for snapshots."""
+        return self._adapters.values()
+
+    def fetched(self, digest: str, path: Path, num_blocks: int, max_rank: int) -> None:
+        """An adapter has been verified on disk. Raises ResourceExhausted when it is too large."""
+        if num_blocks > self._max_adapter_blocks:
+            raise ResourceExhausted(
+                f"adapter {digest} needs {num_blocks} arena blocks, one adapter may hold "
+                f"{self._max_adapter_blocks} here: lower its rank or raise LORAPLEX_KV_MEMORY",
+                reason="ADAPTER_TOO_LARGE",
+            )
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            self._adapters[digest] = CachedAdapter(digest, path, num_blocks, max_rank)
+            self._note(digest)
+        else:
+            adapter.path, adapter.on_disk = path, True
+
+    def gone(self, digest: str) -> None:
+        """The files left the disk cache. A resident copy keeps serving."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return
+        adapter.on_disk = False
+        if adapter.tier == Tier.DISK:
+            self._forget(adapter)
+
+    def ready(self, digests: Iterable[str]) -> bool:
+        """True when all of `digests` are usable in the next step."""
+        return all(
+            (adapter := self._adapters.get(digest)) is not None and adapter.tier == Tier.DEVICE
+            for digest in digests
+        )
+
+    def known(self, digests: Iterable[str]) -> bool:
+        """True when all of `digests` are on disk or further."""
+        return all(digest in self._adapters for digest in digests)
+
+    def new_blocks(self, digests: Iterable[str]) -> int:
+        """Blocks that holding all of `digests` would add to `held_blocks`."""
+        adapters = (self._adapters[digest] for digest in digests)
+        return sum(a.num_blocks for a in adapters if a.is_idle or a.tier == Tier.DISK)
+
+    def unpinned_blocks(self, digests: Iterable[str]) -> int:
+        """Blocks of those of `digests` that no pin accounts for."""
+        adapters = (self._adapters[digest] for digest in digests)
+        return sum(a.num_blocks for a in adapters if not a.pinned)
+
+    def acquire(self, digests: Iterable[str], now: float) -> tuple[int, ...]:
+        """A running request starts to use `digests`, all of them ready. Returns their slots."""
+        return tuple(self._acquire(self._adapters[digest], now) for digest in digests)
+
+    def _acquire(self, adapter: CachedAdapter, now: float) -> int:
+        assert adapter.tier == Tier.DEVICE, f"{adapter.digest} is {adapter.tier.name}"
+        self._leave_idle(adapter)
+        self._order.used(adapter, now)
+        adapter.num_running += 1
+        adapter.unload = False
+        adapter.last_used_s = now
+        self._in_use.add(adapter.digest)
+        self._note(adapter.digest)
+        return adapter.slot
+
+    def release(self, digests: Iterable[str], now: float) -> None:
+        """A request that used `digests` no longer runs."""
+        for digest in digests:
+            adapter = self._adapters[digest]
+            assert adapter.num_running > 0, f"{digest} released more often than acquired"
+            adapter.num_running -= 1
+            adapter.last_used_s, adapter.last_step = now, self._arena.last_planned
+            if not adapter.num_running:
+                self._in_use.discard(digest)
+            self._enter_idle(adapter)
+            self._note(digest)
+
+    def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
+        """Start loading those of `digests` that are on disk only, reclaiming idle blocks but for
+        adapters that are `protected`. Returns False when room or slots are missing; what fits is
+        loaded."""
+        return all([self._load(digest, protected, now) for digest in digests])
+
+    def _load(self, digest: str, protected: Collection[str], now: float) -> bool:
+        adapter = self._adapters[digest]
+        if adapter.tier != Tier.DISK:
+            return True
+        if not self._reclaimer.reclaim(adapter.num_blocks, now, protected):
+            return False
+        if not self._free_slots and not self._evict_one(protected):
+            return False
+        adapter.tier = Tier.LOADING
+        adapter.slot = self._free_slots.pop()
+        adapter.blocks = self._arena.allocate(adapter_owner(digest), adapter.num_blocks)
+        adapter.last_used_s = now
+        self._resident_blocks += adapter.num_blocks
+        self._actions.append(Load(adapter.slot, digest, adapter.path, tuple(adapter.blocks)))
+        self._note(digest)
+        return True
+
+    def load_prefetches(self, protected: Collection[str], now: float) -> None:
+        """Load prefetches as far as memory and slots allow."""
+        for digest in list(self._prefetches):
+            if digest in self._adapters and self._load(digest, {*protected, digest}, now):
+                del self._prefetches[digest]
+
+    @property
+    def has_prefetches(self) -> bool:
+        """True while a prefetch is not loaded."""
+        return bool(self._prefetches)
+
+    def prefetch(self, digest: str) -> None:
+        """Load this adapter as soon as it is on disk and memory is free."""
+        self._prefetches[digest] = None
+        self._note(digest)
+
+    def cancel_prefetch(self, digest: str) -> None:
+        """Undo `prefetch`."""
+        self._prefetches.pop(digest, None)
+
+    def facts(self, digests: Iterable[str]) -> list[AdapterFacts]:
+        """What requests must know of adapters that are ready."""
+        return [self._adapters[digest].facts for digest in digests]
+
+    def loaded(
+        self, digest: str, copy_s: float | None = None, facts: AdapterFacts | None = None
+    ) -> None:
+        """The copy of a `Load` is complete, after `copy_s` if that was measured."""
+        adapter = self._adapters[digest]
+        adapter.facts = facts or adapter.facts
+        if copy_s is not None:
+            self._copies.add(adapter.num_blocks, copy_s)
+        assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
+        self.failures.clear(digest)
+        adapter.tier = Tier.DEVICE
+        self._enter_idle(adapter)
+        self._note(digest)
+
+    def failed(self, digest: str, error: LoraplexError, now: float) -> None:
+        """The copy of a `Load` failed: `failures` holds `error` until a pause is over."""
+        self.failures.record(digest, error, now)
+        self.cancel_prefetch(digest)
+        adapter = self._adapters[digest]
+        assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
+        self._vacate(adapter)
+
+    def pin(self, digest: str, now: float) -> None:
+        """Keep a known adapter resident. Raises ResourceExhausted over the share for pins."""
+        adapter = self._adapters[digest]
+        if adapter.pinned:
+            return
+        wanted_blocks = self._pinned_blocks + adapter.num_blocks
+        num_pinned = sum(a.pinned for a in self._adapters.values())
+        if wanted_blocks > self._max_pinned_blocks or num_pinned >= self._max_pinned:
+            raise ResourceExhausted(
+                f"pinning {digest} would pin {num_pinned + 1} adapters with {wanted_blocks} arena "
+                f"blocks; pins may hold {self._max_pinned} adapters with "
+                f"{self._max_pinned_blocks} blocks: unpin another one first",
+                reason="PIN_LIMIT",
+            )
+        self._leave_idle(adapter)
+        adapter.pinned = True
+        adapter.last_used_s = now
+        self._pinned_blocks = wanted_blocks
+        self._note(digest)
+        self.prefetch(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Let a pinned adapter go when room is needed."""
+        adapter = self._adapters.get(digest)
+        if adapter is None or not adapter.pinned:
+            return
+        adapter.pinned = False
+        self._pinned_blocks -= adapter.num_blocks
+        self._enter_idle(adapter)
+        self.cancel_prefetch(digest)
+        self._note(digest)
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter now if it is idle, else when its last request ends."""
+        self.unpin(digest)
+        self.cancel_prefetch(digest)
+        adapter = self._adapters.get(digest)
+        if adapter is None or adapter.tier == Tier.DISK:
+            return
+        adapter.unload = True
+        if adapter.is_idle:
+            self._evict(adapter)
+
+    def idle_blocks(self, protected: Collection[str]) -> int:
+        """Blocks of idle adapters that are not `protected`."""
+        spared = (self._idle[digest].num_blocks for digest in protected if digest in self._idle)
+        return self._idle_blocks - sum(spared)
+
+    def offer(self, protected: Collection[str], now: float) -> Offer | None:
+        """The idle adapter that would go next."""
+        victim = self._order.next_victim(protected)
+        if victim is None:
+            return None
+        restore_s = self._copies.seconds(victim.num_blocks)
+        reuse = reuse_probability(now - victim.last_used_s)
+        reuse = min(1.0, max(reuse, self._order.uses_per_s(victim, now)))
+        return Offer(victim.num_blocks, restore_s, reuse)
+
+    def give_up(self, protected: Collection[str]) -> None:
+        """Evict the adapter that `offer` named."""
+        self._evict_one(protected)
+
+    def take_actions(self) -> list[Load | Evict]:
+        """Decisions since the last call, to be carried out in this order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_changes(self) -> list[tuple[str, CachedAdapter | None]]:
+        """Adapters whose residency changed since the last call; None = gone."""
+        changed, self._changed = self._changed, {}
+        return [(digest, self._adapters.get(digest)) for digest in changed]
+
+    def take_moved(self) -> Collection[str]:
+        """Digests of which `residency_of` may have changed since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
+
+    def check_integrity(self) -> None:
+        """Assert that counters, slots and block ownership agree with the adapters."""
+        adapters = self._adapters.values()
+        resident = [a for a in adapters if a.tier in (Tier.LOADING, Tier.DEVICE)]
+        idle = {a.digest: a for a in adapters if a.is_idle}
+        assert self._idle == idle, f"idle {set(self._idle)} != {set(idle)}"
+        assert self._resident_blocks == sum(a.num_blocks for a in resident)
+        assert self._idle_blocks == sum(a.num_blocks for a in idle.values())
+        assert self._pinned_blocks == sum(a.num_blocks for a in adapters if a.pinned)
+        assert self._in_use == {a.digest for a in adapters if a.num_running}
+        slots = [a.slot for a in resident]
+        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
+        by_owner = self._arena.blocks_by_owner()
+        for adapter in adapters:
+            owned = by_owner.get(adapter_owner(adapter.digest), set())
+            assert owned == set(adapter.blocks), f"{adapter.digest}: {owned} != {adapter.blocks}"
+            expected = adapter.num_blocks if adapter in resident else 0
+            assert len(adapter.blocks) == expected, f"{adapter.digest} {adapter.tier.name}"
+            assert not (adapter.num_running and adapter.tier != Tier.DEVICE), adapter.digest
+
+    def _note(self, digest: str) -> None:
+        self._changed[digest] = None
+        self._moved.add(digest)
+        self.num_changes += 1
+
+    def _evict_one(self, protected: Collection[str]) -> bool:
+        victim = self._order.next_victim(protected)
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _evict(self, adapter: CachedAdapter) -> None:
+        assert adapter.is_idle, f"evicting {adapter.digest}, which is not idle"
+        self._leave_idle(adapter)
+        self._actions.append(Evict(adapter.slot, adapter.digest))
+        self._vacate(adapter)
+
+    def _vacate(self, adapter: CachedAdapter) -> None:
+        """Give back slot and blocks; the adapter is on disk only, or gone."""
+        self._arena.free(adapter_owner(adapter.digest), adapter.blocks, adapter.last_step)
+        self._free_slots.append(adapter.slot)
+        self._resident_blocks -= adapter.num_blocks
+        adapter.tier, adapter.slot, adapter.blocks = Tier.DISK, -1, []
+        adapter.unload = False
+        self._note(adapter.digest)
+        if not adapter.on_disk:
+            self._forget(adapter)
+
+    def _forget(self, adapter: CachedAdapter) -> None:
+        self.unpin(adapter.digest)
+        self.cancel_prefetch(adapter.digest)
+        del self._adapters[adapter.digest]
+        self._note(adapter.digest)
+
+    def _leave_idle(self, adapter: CachedAdapter) -> None:
+        if self._idle.pop(adapter.digest, None) is not None:
+            self._order.leave(adapter)
+            self._idle_blocks -= adapter.num_blocks
+
+    def _enter_idle(self, adapter: CachedAdapter) -> None:
+        if not adapter.is_idle or adapter.digest in self._idle:
+            return
+        self._idle[adapter.digest] = adapter
+        self._order.enter(adapter, self._copies.seconds(adapter.num_blocks))
+        self._idle_blocks += adapter.num_blocks
+        if adapter.unload:
+            self._evict(adapter)

@@ -1,0 +1,223 @@
+"""KV blocks that outlive their request: computed tokens are not computed twice.
+
+A full block is known by its KV group and the hash of everything that decides its content:
+
+    key_0 = H(root, tokens of block 0),  key_i = H(key_(i-1), tokens of block i)
+    root  = H(base, KV format, rope variant, adapter set, tenant, salt)
+
+so that no tenant, adapter set or salt ever meets another's blocks. An activated LoRA joins the
+chain where it is invoked: before that place, blocks are those of the base.
+
+A block is used by any number of requests, and idle when by none; idle blocks count as free. They
+go one by one, least recently used first and the end of a sequence before its beginning, so what is
+left stays reachable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout, kv_owner
+from services.worker.cache.reclaimer import Offer, reuse_probability
+from services.worker.types.request import RELEASED_BLOCK, AdapterSet, Pooling, Request
+
+PREFIX_OWNER = "prefix cache"
+"""Owner name of all cached blocks in the arena, used or idle."""
+DEFAULT_TOKEN_S = 1e-4
+"""Seconds to compute a token, until one has been measured."""
+
+Key = tuple[int, bytes]
+"""KV group and hash."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """A full block whose content its key fixes."""
+
+    key: Key
+    block: int
+    num_users: int
+    """Requests that have it in their tables."""
+    idle_since_s: float = 0.0
+    last_used: int = -1
+    """The last step planned when it became idle."""
+
+
+class PrefixCache:
+    """Decides which computed blocks are kept, shared and given up."""
+
+    def __init__(
+        self, arena: Arena, layout: KvLayout, base_key: str = "", *, enabled: bool = True
+    ) -> None:
+        """`base_key` names base, KV format and rope variant; a disabled cache keeps nothing."""
+        self._arena = arena
+        self._layout = layout
+        self._base_key = base_key
+        self._enabled = enabled
+        self._by_key: dict[Key, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
+        """By block, least recently used first."""
+        self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
+        """Idle blocks that lie behind the window of the request that left them."""
+        self.token_s = DEFAULT_TOKEN_S
+        """Seconds to compute one token again, as measured lately."""
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that no request uses."""
+        return len(self._idle) + len(self._passed)
+
+    def match(self, request: Request) -> int:
+        """Tokens from the start whose KV is cached: whole blocks, never all known tokens.
+
+        Full groups need every block; windowed ones those that the next token can still see.
+        """
+        needs_all = request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
+        if not self._enabled or needs_all:
+            return 0
+        windows, size = self._layout.windows, self._layout.tokens_per_block
+        runs = [0] * len(windows)
+        best = 0
+        for count in range(1, (request.num_tokens - 1) // size + 1):
+            key = self._hash(request, count - 1)
+            runs = [
+                run + 1 if (group, key) in self._by_key else 0 for group, run in enumerate(runs)
+            ]
+            if any(not run and window is None for run, window in zip(runs, windows, strict=True)):
+                break
+            live = (count - self._layout.first_live_block(w, count * size) for w in windows)
+            if all(run >= needed for run, needed in zip(runs, live, strict=True)):
+                best = count
+        return best * size
+
+    def share(self, request: Request, num_tokens: int) -> None:
+        """Start `request` with its first `num_tokens` computed, as `match` found them.
+
+        Mutates its block tables and num_computed.
+        """
+        count = num_tokens // self._layout.tokens_per_block
+        request.block_tables = []
+        for group, window in enumerate(self._layout.windows):
+            first = self._layout.first_live_block(window, num_tokens)
+            used = [self._use((group, request.prefix_hashes[i])) for i in range(first, count)]
+            request.block_tables.append([RELEASED_BLOCK] * first + used)
+        request.num_computed = num_tokens
+
+    def keep(self, request: Request, start: int) -> None:
+        """Positions from `start` to num_computed have been given to steps: keep the blocks that
+        they complete, whose tokens are known.
+
+        Mutates the request's tables where another request has computed the same block before.
+        """
+        size = self._layout.tokens_per_block
+        first, end = start // size, request.num_computed // size
+        if first == end or not self._enabled:
+            return
+        for index in range(first, end):
+            key = self._hash(request, index)
+            for group, table in enumerate(request.block_tables):
+                if table[index] != RELEASED_BLOCK:
+                    table[index] = self._keep((group, key), table[index], request)
+
+    def give_back(
+        self, request: Request, blocks: Iterable[int], now: float, *, passed: bool = False
+    ) -> None:
+        """`request` no longer has `blocks` in its tables; `passed` = they are behind its window.
+
+        The first of `blocks` is the first to be given up.
+        """
+        own: list[int] = []
+        for block in blocks:
+            cached = self._by_block.get(block)
+            if cached is None:
+                own.append(block)
+                continue
+            assert cached.num_users > 0, f"block {block} given back more often than used"
+            cached.num_users -= 1
+            if not cached.num_users:
+                cached.idle_since_s, cached.last_used = now, self._arena.last_planned
+                (self._passed if passed else self._idle)[block] = cached
+        self._arena.free(kv_owner(request), own)
+
+    def idle_blocks(self, protected: Collection[str]) -> int:
+        """Blocks that could go; adapters' names protect none of them."""
+        return self.num_idle
+
+    def offer(self, protected: Collection[str], now: float) -> Offer | None:
+        """The next idle block: those behind windows cost nothing."""
+        if self._passed:
+            return Offer(1, 0.0, 0.0)
+        if not self._idle:
+            return None
+        oldest = next(iter(self._idle.values()))
+        restore_s = self._layout.tokens_per_block * self.token_s / self._layout.num_groups
+        return Offer(1, restore_s, reuse_probability(now - oldest.idle_since_s))
+
+    def give_up(self, protected: Collection[str]) -> None:
+        """Free the block that `offer` named."""
+        _, cached = (self._passed or self._idle).popitem(last=False)
+        del self._by_key[cached.key], self._by_block[cached.block]
+        self._arena.free(PREFIX_OWNER, [cached.block], cached.last_used)
+
+    def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert that users are the rows of `tables`, and that ownership agrees."""
+        users = dict.fromkeys(self._by_block, 0)
+        for table in tables:
+            for block in set(table) & users.keys():
+                users[block] += 1
+        assert users == {b: cached.num_users for b, cached in self._by_block.items()}
+        idle = {block for block, count in users.items() if not count}
+        assert idle == {*self._idle, *self._passed}, "idle blocks and their queues differ"
+        assert not self._idle.keys() & self._passed.keys()
+        assert self._arena.blocks_by_owner().get(PREFIX_OWNER, set()) == users.keys()
+        assert all(self._by_key[c.key] is c and c.block == b for b, c in self._by_block.items())
+        assert len(self._by_key) == len(self._by_block)
+
+    def is_cached(self, block: int) -> bool:
+        """True for blocks that belong to the cache, used or idle."""
+        return block in self._by_block
+
+    def _use(self, key: Key) -> int:
+        cached = self._by_key[key]
+        if not cached.num_users:
+            self._idle.pop(cached.block, None)
+            self._passed.pop(cached.block, None)
+        cached.num_users += 1
+        return cached.block
+
+    def _keep(self, key: Key, block: int, request: Request) -> int:
+        """Take over `block`, or the one that was there before. Returns the one to read."""
+        if key in self._by_key:
+            kept = self._use(key)
+            assert kept != block, f"block {block} was completed twice"
+            self._arena.free(kv_owner(request), [block])
+            return kept
+        self._arena.transfer(kv_owner(request), PREFIX_OWNER, [block])
+        self._by_key[key] = self._by_block[block] = CachedBlock(key, block, num_users=1)
+        return block
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        """Of block `index`; extends the request's chain as far as needed."""
+        chain, size = request.prefix_hashes, self._layout.tokens_per_block
+        while len(chain) <= index:
+            start = len(chain) * size
+            tokens = array("q", request.tokens(start, start + size)).tobytes()
+            previous = chain[-1] if chain else self._root(request)
+            if 0 < request.adapters_from and start <= request.adapters_from < start + size:
+                joined = repr((request.adapters.key(), request.adapters_from))
+                previous = hashlib.sha256(previous + joined.encode()).digest()
+            chain.append(hashlib.sha256(previous + tokens).digest())
+        return chain[index]
+
+    def _root(self, request: Request) -> bytes:
+        """The salt may be a user's: it divides a tenant's blocks, and never leads to another's."""
+        rope = request.is_long, request.rope.key if request.rope else ""
+        adapters = AdapterSet() if request.adapters_from else request.adapters
+        parts = (self._base_key, rope, adapters.key(), request.tenant, request.cache_salt)
+        return hashlib.sha256(repr(parts).encode()).digest()

@@ -1,0 +1,1 @@
+"""The engine process: its loop, `Engine.step` and the processing of outputs."""

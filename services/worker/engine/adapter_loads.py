@@ -1,0 +1,202 @@
+"""Adapters on their way into the arena: fetched, then packed and copied while steps run.
+
+The cache decides what is loaded. This module has it done and reports the results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.engine.adapter_checks import BaseFacts, admit
+from services.worker.scheduling.early_abort import ServiceTimes
+from services.worker.types.messages import Fetched
+from services.worker.types.request import Request
+from services.worker.types.residency import Load
+from services.worker.types.runner_protocol import Copied, Pending, Runner
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_SHARE = 0.5
+"""Of a step: the longest that one is held up for loads."""
+MAX_IDLE_WAIT_S = 0.02
+"""The longest wait where nothing else is to be computed: commands may come meanwhile."""
+
+T = TypeVar("T")
+Failures = list[tuple[str, LoraplexError]]
+"""Digests, and why requests that wait for them will not have them."""
+
+
+class AdapterLoads:
+    """The packs and copies that are under way. No method blocks except `await_copies`."""
+
+    def __init__(self, runner: Runner, cache: AdapterCache, times: ServiceTimes) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._times = times
+        self._packing: dict[str, tuple[Fetched, Pending[int]]] = {}
+        self._copying: list[tuple[Load, Pending[Copied]]] = []
+        self._pins: dict[str, bool] = {}
+        """Whether to pin adapters that are wanted as soon as they are packed."""
+        self._awaited_since_s: dict[str, float] = {}
+        """Adapters that requests came for while they were not on disk."""
+        self._copies_s: list[float] = []
+        self._loaded: list[str] = []
+        self.refused: dict[str, LoraplexError] = {}
+        """Why adapters that were wanted ahead of requests are not loaded."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called from any thread when something has come."""
+
+    def awaited(self, digest: str, now: float) -> None:
+        """A request has come for an adapter that may not be here yet."""
+        if not self._cache.known([digest]):
+            self._awaited_since_s.setdefault(digest, now)
+
+    def fetched(self, command: Fetched, now: float) -> Failures:
+        """An adapter lies on disk; it is packed first if the API server process could not do it."""
+        if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
+            self._times.fetches.add(now - since_s)
+        adapter = self._cache.get(command.digest)
+        if num_blocks := adapter.num_blocks if adapter else command.num_blocks:
+            return self._is_here(command, num_blocks)
+        if command.digest not in self._packing:
+            pending = self._runner.pack_adapter(Path(command.path))
+            pending.add_done_callback(lambda _: self.wake())
+            self._packing[command.digest] = command, pending
+        return self._packed(now)
+
+    def fetch_failed(self, digest: str) -> None:
+        """Nobody waits for it any more."""
+        self._awaited_since_s.pop(digest, None)
+
+    def gone(self, digest: str) -> None:
+        """The files are leaving: what is packed of them will not be asked for."""
+        self._packing.pop(digest, None)
+        self._pins.pop(digest, None)
+
+    def prefetch(self, digest: str, pin: bool, now: float) -> None:
+        """Load an adapter ahead of requests, once it is packed."""
+        if digest in self._packing:
+            self._pins[digest] = pin or self._pins.get(digest, False)
+        if not self._cache.known([digest]):
+            return
+        try:
+            if pin:
+                self._cache.pin(digest, now)
+            self._cache.prefetch(digest)
+        except ResourceExhausted as error:
+            self.refused[digest] = error
+
+    def copy(self, load: Load, step_s: float) -> None:
+        """Begin to fill the blocks of `load`; a step takes `step_s`."""
+        pending = self._runner.copy_adapter(load.path, load.blocks, step_s)
+        pending.add_done_callback(lambda _: self.wake())
+        self._copying.append((load, pending))
+
+    def await_copies(self, num_rows: int, step_s: float) -> bool:
+        """Wait for the copies under way where that gains more than it costs: all rows of the step
+        that is about to run wait, and requests that would come a step later do not. False when
+        there was nothing to wait for, or it would have taken too long, as measured lately.
+
+        Args:
+            num_rows: of the step, without what is being copied.
+            step_s: how long a step takes.
+        """
+        if not self._copying:
+            return False
+        patience_s = MAX_IDLE_WAIT_S
+        if num_rows:
+            patience_s = min(len(self._copying) / num_rows, MAX_WAIT_SHARE) * step_s
+        if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
+            return False
+        self._runner.await_copies(patience_s)
+        return True
+
+    def collect(self, now: float) -> Failures:
+        """Take in what has come since the last call: packed ones may load, copied ones serve."""
+        return self._packed(now) + self._copied(now)
+
+    def take_loaded(self) -> list[str]:
+        """Digests that have come to the device since the last call."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def refusals(
+        self, requests: Sequence[Request], base: BaseFacts
+    ) -> list[tuple[Request, LoraplexError]]:
+        """Requests whose adapters are all here and that may not run with them. The others learn
+        what their adapters are to them."""
+        refused: list[tuple[Request, LoraplexError]] = []
+        for request in requests:
+            digests = request.adapters.digests
+            if digests and self._cache.ready(digests):
+                try:
+                    admit(request, self._cache.facts(digests), base)
+                except InvalidRequest as error:
+                    refused.append((request, error))
+        return refused
+
+    def take_copies_s(self) -> list[float]:
+        """How long the copies since the last call took."""
+        copies_s, self._copies_s = self._copies_s, []
+        return copies_s
+
+    def _packed(self, now: float) -> Failures:
+        failures: Failures = []
+        for command, pending in [e for e in self._packing.values() if e[1].done()]:
+            del self._packing[command.digest]
+            pin = self._pins.pop(command.digest, None)
+            num_blocks = _result(pending)
+            if isinstance(num_blocks, Exception):
+                failures.append((command.digest, _load_error(num_blocks, command.digest)))
+                continue
+            failures += self._is_here(command, num_blocks)
+            if pin is not None:
+                self.prefetch(command.digest, pin, now)
+        return failures
+
+    def _is_here(self, command: Fetched, num_blocks: int) -> Failures:
+        path = Path(command.path)
+        try:
+            self._cache.fetched(command.digest, path, num_blocks, command.max_rank)
+        except ResourceExhausted as error:
+            return [(command.digest, error)]
+        return []
+
+    def _copied(self, now: float) -> Failures:
+        failures: Failures = []
+        for entry in [entry for entry in self._copying if entry[1].done()]:
+            self._copying.remove(entry)
+            load, pending = entry
+            try:
+                copied = pending.result()
+                self._runner.enter_adapter(load.slot, copied)
+            except Exception as failure:
+                error = _load_error(failure, load.digest)
+                self._cache.failed(load.digest, error, now)
+                failures.append((load.digest, error))
+            else:
+                self._cache.loaded(load.digest, copied.elapsed_s, copied.facts)
+                self._loaded.append(load.digest)
+                self._copies_s.append(copied.elapsed_s)
+                self._times.copies.add(copied.elapsed_s)
+        return failures
+
+
+def _result(pending: Pending[T]) -> T | Exception:
+    try:
+        return pending.result()
+    except Exception as failure:
+        return failure
+
+
+def _load_error(failure: Exception, digest: str) -> LoraplexError:
+    """What requests are told when an adapter cannot be packed or copied."""
+    if isinstance(failure, LoraplexError):
+        return failure
+    logger.error("adapter load failed", exc_info=failure, extra={"digest": digest})
+    return LoraplexError(f"adapter {digest} could not be loaded", reason="ADAPTER_LOAD_FAILED")

@@ -1,0 +1,354 @@
+"""One worker's engine: intake -> residency -> plan -> launch -> collect -> tokens, one call of
+`step` each.
+
+Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
+run meanwhile: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
+runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
+clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from loraplex.errors import LoraplexError
+from services.worker.cache.adapter_cache import AdapterCache
+from services.worker.cache.arena import Arena
+from services.worker.cache.kv_blocks import KvLayout
+from services.worker.cache.prefix_cache import PrefixCache
+from services.worker.cache.reclaimer import Reclaimer
+from services.worker.engine.adapter_checks import BaseFacts
+from services.worker.engine.adapter_loads import AdapterLoads
+from services.worker.engine.output_processor import OutputProcessor
+from services.worker.engine.outputs import residency, to_request
+from services.worker.engine.stats import EngineStats
+from services.worker.grammars.opening import Grammars
+from services.worker.scheduling.limits import SchedulerLimits
+from services.worker.scheduling.policies import (
+    FIRST_COME,
+    Policy,
+    ServiceCounters,
+    clustered,
+    fair,
+)
+from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.messages import (
+    Cancel,
+    Command,
+    EngineConfig,
+    EngineReady,
+    Fetched,
+    FetchFailed,
+    Gone,
+    Prefetch,
+    Residency,
+    StepOutput,
+    Submit,
+    TokenOutput,
+    Unload,
+    Unpin,
+)
+from services.worker.types.request import Request
+from services.worker.types.residency import Load
+from services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
+from services.worker.types.step_plan import PlannedRow, StepPlan
+
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTER_SHARE = 0.5
+"""Of the arena, for one adapter."""
+MAX_PINNED_SHARE = 0.5
+"""Of the arena, for all pinned adapters."""
+
+CLUSTERED_AGE_S = 30.0
+"""A bound below the time that requests wait anyway would make clustering first come, first served.
+"""
+CLUSTERED_MIN_QUEUE = 0.5
+"""Waiting requests for each that runs. See `benchmarks/scheduling/clustering.py`."""
+
+POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
+    "fcfs": lambda counters: FIRST_COME,
+    "clustered": lambda counters: clustered(8, CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE),
+    "fair": fair,
+}
+COUNTING_POLICIES = ("fair",)
+"""Those that look at the service counters; for others nothing is counted."""
+
+
+class InFlight(NamedTuple):
+    """A step on its way."""
+
+    plan: StepPlan
+    launched: LaunchedStep
+    begin_s: float
+    """When its planning began."""
+
+
+class Engine:
+    """Turns commands into tokens, one step at a time."""
+
+    def __init__(self, runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._info = runner.model_info()
+        self._base = BaseFacts(self._info.vocab_size, self._info.max_model_len)
+        self._arena = Arena(runner.arena_blocks)
+        self._reclaimer = Reclaimer(self._arena)
+        self.cache = AdapterCache(
+            self._arena,
+            self._reclaimer,
+            max_resident=config.max_resident,
+            max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
+            max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
+        )
+        limits = SchedulerLimits(
+            config.max_step_tokens,
+            config.max_running,
+            config.max_loras,
+            rope_switch_len=self._info.rope_switch_len,
+            first_token_s=config.first_token_s,
+            max_step_s=config.max_step_s,
+        )
+        layout = KvLayout(
+            runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
+        )
+        self._prefixes = PrefixCache(
+            self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
+        )
+        counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
+        policy = POLICIES[config.policy](counters or ServiceCounters())
+        self.scheduler = Scheduler(
+            limits,
+            layout,
+            self._arena,
+            self.cache,
+            self._prefixes,
+            self._reclaimer,
+            policy,
+            counters,
+        )
+        self._grammars = Grammars(
+            Path(config.model_dir) / "tokenizer.json",
+            self._info.vocab_size,
+            self._info.eos_token_ids,
+        )
+        self._stats = EngineStats(config.max_running)
+        self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
+        self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
+        self._residency_errors: dict[str, LoraplexError] = {}
+        self._may_advance = False
+        self._in_flight: deque[InFlight] = deque()
+        """Steps launched and not collected, oldest first."""
+        self._collected_s = 0.0
+        self._has_acted = False
+        """Whether the step that is being planned has begun loads or evicted."""
+        self.announce: Callable[[list[str]], None] = lambda request_ids: None
+        """Called with the requests whose first step is about to run."""
+
+    @property
+    def adapter_loads(self) -> AdapterLoads:
+        """Loads under way. The loop sets its `wake`."""
+        return self._loads
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the API server process receives when the engine is ready."""
+        sizes = self._arena.num_blocks, self._runner.block_bytes
+        return EngineReady(self._info, *sizes, self._runner.layout)
+
+    @property
+    def may_advance(self) -> bool:
+        """True when another step could do something without a new command."""
+        return self._may_advance
+
+    @property
+    def has_requests(self) -> bool:
+        """True while any request waits or runs, or a step is under way."""
+        return bool(self.scheduler.has_work or self._grammars.num_opening or self._in_flight)
+
+    @property
+    def awaits_grammars(self) -> bool:
+        """True while a grammar is compiled or followed beside the loop."""
+        return bool(self._grammars.num_opening) or self._grammars.has_held
+
+    def step(self, commands: Iterable[Command]) -> StepOutput:
+        """Handle `commands`, launch the planned step, collect the oldest one, return what changed.
+
+        Raises:
+            Exception: the runner failed; the engine's state is unknown and it must be replaced.
+        """
+        begin_s = self._clock()
+        for command in commands:
+            self._handle(command, begin_s)
+        self._collect(begin_s)
+        self._take_opened(begin_s)
+        self._grammars.hold_back()
+        for request, error in self.scheduler.expired(begin_s):
+            self._outputs.fail(request, error, begin_s)
+        self._has_acted = False
+        plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
+        self._carry_out(begin_s)
+        if plan.rows:
+            self._launch(plan, begin_s)
+        tokens: list[TokenOutput] = []
+        is_collecting = len(self._in_flight) > (self._runner.overlaps and bool(plan.rows))
+        if is_collecting:
+            tokens = self._collect_oldest()
+        if plan.awaits_masks:  # known, now that the tokens before are; some may be on their way
+            self._in_flight[-1].launched.choose_tokens()
+        self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
+        return StepOutput(
+            step=plan.step,
+            tokens=tokens,
+            failures=self._outputs.take_failures(),
+            residency=self._take_residency(),
+            load=self._stats.load(
+                self.scheduler, self._reclaimer, self._arena, self._runner.stall_s
+            ),
+            copies_s=self._loads.take_copies_s(),
+        )
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        if entered := [r.request.request_id for r in plan.rows if _enters(r, now)]:
+            self.announce(entered)
+        self._in_flight.append(InFlight(plan, self._runner.launch(plan), now))
+        self.scheduler.on_step_launched(plan)
+
+    def _collect_oldest(self) -> list[TokenOutput]:
+        """Wait for the step launched first, and take in what it chose."""
+        plan, launched, begin_s = self._in_flight.popleft()
+        rows = launched.result()
+        now = self._clock()
+        self.scheduler.on_step_done(plan)
+        tokens = self._outputs.process(plan, rows, now)
+        elapsed_s = now - max(begin_s, self._collected_s)
+        self._stats.measure(plan, elapsed_s)
+        self.scheduler.budget.measure(plan, elapsed_s)
+        self._collected_s = now
+        self._prefixes.token_s = self._stats.prefill_token_s or self._prefixes.token_s
+        return tokens
+
+    def check_integrity(self) -> None:
+        """Assert that every block and slot is accounted for."""
+        self.scheduler.check_integrity()
+
+    def _handle(self, command: Command, now: float) -> None:
+        match command:
+            case Submit():
+                self._submit(command, now)
+            case Cancel(request_id):
+                self._outputs.drop(request_id, now)
+            case Fetched():
+                self._fail_all(self._loads.fetched(command, now), now)
+            case FetchFailed(digest, error):
+                self._fetch_failed(digest, error.to_error(), now)
+            case Gone(digest):
+                self._loads.gone(digest)
+                self.cache.gone(digest)
+            case Prefetch(digest, pin):
+                self._loads.prefetch(digest, pin, now)
+            case Unpin(digest):
+                self.cache.unpin(digest)
+            case Unload(digest):
+                self.cache.unload(digest)
+
+    def _submit(self, command: Submit, now: float) -> None:
+        request = to_request(command, now)
+        for digest in request.adapters.digests:
+            if (error := self.cache.failures.blocked(digest, now)) is not None:
+                self._outputs.refuse(request, error)
+                return
+            self._loads.awaited(digest, now)
+        if command.grammar is None:
+            self._queue(request, now)
+        else:
+            self._grammars.open(request, command.grammar, command.grammar_tokens)
+
+    def _queue(self, request: Request, now: float) -> None:
+        if self.cache.ready(request.adapters.digests):
+            request.adapters_ready_s = request.arrival_s
+        self.scheduler.submit(request)
+        self._check([request], now)
+
+    def _check(self, requests: Sequence[Request], now: float) -> None:
+        """Fail those that may not run with their adapters, once all of these are known."""
+        for request, error in self._loads.refusals(requests, self._base):
+            self._outputs.fail(request, error, now)
+
+    def _take_opened(self, now: float) -> None:
+        """Queue requests whose grammar is compiled."""
+        for request, error in self._grammars.opened():
+            if error is None:
+                self._queue(request, now)
+            else:
+                self._outputs.fail(request, error, now)
+
+    def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
+        """A copy on the device serves on, whatever became of the files."""
+        self._loads.fetch_failed(digest)
+        if not self.cache.ready([digest]):
+            self.cache.cancel_prefetch(digest)
+            self._fail_waiting(digest, error, now)
+
+    def _bring(self, num_rows: int, now: float) -> bool:
+        """Begin the loads of the step that is being planned, and wait for them where that is worth
+        it. True when an adapter may have arrived."""
+        num_changes = self.cache.num_changes
+        self._carry_out(now)
+        if self._loads.await_copies(num_rows, self._stats.step_s):
+            self._collect(now)
+        return self.cache.num_changes > num_changes
+
+    def _carry_out(self, now: float) -> None:
+        """Begin loads, carry out evictions."""
+        actions = self.cache.take_actions()
+        for action in actions:
+            if isinstance(action, Load):
+                self._loads.copy(action, self._stats.step_s)
+            else:
+                self._runner.unload_adapter(action.slot)
+        self._has_acted = self._has_acted or bool(actions)
+        self._collect(now)
+
+    def _collect(self, now: float) -> None:
+        """Take in adapters that have arrived."""
+        self._fail_all(self._loads.collect(now), now)
+        for digest in self._loads.take_loaded():
+            self._check(self.scheduler.waiting_for(digest), now)
+
+    def _fail_all(self, failures: Iterable[tuple[str, LoraplexError]], now: float) -> None:
+        for digest, error in failures:
+            self._fail_waiting(digest, error, now)
+
+    def _fail_waiting(self, digest: str, error: LoraplexError, now: float) -> None:
+        self._residency_errors[digest] = error
+        for request in self.scheduler.waiting_for(digest):
+            self._outputs.fail(request, error, now)
+
+    def _take_residency(self) -> list[Residency]:
+        errors = {**self._loads.refused, **self._residency_errors}
+        self._residency_errors.clear()
+        self._loads.refused.clear()
+        changes = dict(self.cache.take_changes())
+        for digest in errors:
+            changes.setdefault(digest, self.cache.get(digest))
+        block_bytes = self._runner.block_bytes
+        return [
+            residency(digest, adapter, block_bytes, errors.get(digest))
+            for digest, adapter in changes.items()
+        ]
+
+
+def _base_key(info: ModelInfo, layout: KvLayout) -> str:
+    """Base, arithmetic and KV layout. What rope an adapter brings is told of each request."""
+    parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
+    return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))
+
+
+def _enters(row: PlannedRow, now: float) -> bool:
+    """True in the first step of a request."""
+    return row.request.first_scheduled_s == now

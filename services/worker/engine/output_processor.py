@@ -1,0 +1,132 @@
+"""Appends the tokens that steps choose to their requests, and ends requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.errors import LoraplexError
+from services.worker.engine.outputs import finish_reason, stop_token, timings
+from services.worker.grammars.opening import Grammars, no_allowed_token
+from services.worker.scheduling.scheduler import Scheduler
+from services.worker.types.messages import Failure, TokenOutput, WireError
+from services.worker.types.request import Pooling, Request
+from services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
+
+
+class OutputProcessor:
+    """Appends sampled tokens, and removes requests that end from the scheduler."""
+
+    def __init__(
+        self, scheduler: Scheduler, grammars: Grammars, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._eos_token_ids = eos_token_ids
+        self._prompt_logprobs: dict[str, list[Logprobs]] = {}
+        self._sums: dict[str, list[float]] = {}
+        """Of the hidden states of prompts whose mean is wanted, as far as they are computed."""
+        self._failures: list[Failure] = []
+
+    def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
+        """Append what was sampled. Mutates the requests; removes those that end.
+
+        Those that have ended since the step was launched get nothing more.
+        """
+        outputs = []
+        for row, sampled in zip(plan.rows, rows, strict=True):
+            assert sampled.request_id == row.request.request_id, "rows out of plan order"
+            if not self._scheduler.runs(row.request):
+                continue
+            self._keep_prompt_logprobs(row, sampled)
+            self._add_up(row, sampled)
+            if row.needs_logits and self._follow(row.request, sampled, now):
+                outputs.append(self._append(row.request, sampled, now))
+        return outputs
+
+    def fail(self, request: Request, error: LoraplexError, now: float) -> None:
+        """End a request with an error."""
+        self.drop(request.request_id, now)
+        self.refuse(request, error)
+
+    def refuse(self, request: Request, error: LoraplexError) -> None:
+        """Tell why a request does not even begin."""
+        self._failures.append(Failure(request.request_id, WireError.of(error)))
+
+    def drop(self, request_id: str, now: float) -> None:
+        """Forget a request that has ended."""
+        self._scheduler.remove(request_id, now)
+        self._grammars.forget(request_id)
+        self._prompt_logprobs.pop(request_id, None)
+        self._sums.pop(request_id, None)
+
+    def take_failures(self) -> list[Failure]:
+        """Since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _follow(self, request: Request, sampled: SampledRow, now: float) -> bool:
+        """Take the token into the request's grammar. False when there is none: it has failed."""
+        if request.constraint is None or request.sampling.max_tokens == 0:
+            return True
+        try:
+            if sampled.token_id is None:
+                raise no_allowed_token()
+            self._grammars.advance(request, [sampled.token_id])
+        except LoraplexError as error:
+            self.fail(request, error, now)
+            return False
+        return True
+
+    def _keep_prompt_logprobs(self, row: PlannedRow, sampled: SampledRow) -> None:
+        request = row.request
+        if request.sampling.prompt_logprobs is None or request.output_ids:
+            return
+        if row.start == 0:
+            self._prompt_logprobs[request.request_id] = []
+        self._prompt_logprobs[request.request_id].extend(sampled.prompt_logprobs)
+
+    def _add_up(self, row: PlannedRow, sampled: SampledRow) -> None:
+        if row.request.pooling is not Pooling.MEAN:
+            return
+        before = self._sums.get(row.request.request_id) if row.start else None
+        sums = map(sum, zip(before, sampled.pooled, strict=True)) if before else sampled.pooled
+        self._sums[row.request.request_id] = list(sums)
+
+    def _vector(self, request: Request, sampled: SampledRow) -> list[float]:
+        if request.pooling is not Pooling.MEAN:
+            return list(sampled.pooled)
+        num_tokens = len(request.prompt_ids)
+        return [value / num_tokens for value in self._sums[request.request_id]]
+
+    def _append(self, request: Request, sampled: SampledRow, now: float) -> TokenOutput:
+        is_first = request.first_token_s is None
+        if is_first:
+            request.first_token_s = now
+            started_s = request.first_scheduled_s or now
+            num_tokens = request.num_tokens - request.num_cached
+            self._scheduler.times.prefilled(num_tokens, now - started_s)
+        position = len(request.output_ids)
+        token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
+        for token_id in token_ids:
+            request.take(token_id)
+            self._scheduler.on_token(request)
+        reason = finish_reason(request, self._eos_token_ids)
+        prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
+        vector = self._vector(request, sampled)
+        if reason:
+            self.drop(request.request_id, now)
+        queue_s, load_s, prefill_s = timings(request) if reason else (0.0, 0.0, 0.0)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            output_position=position,
+            finish_reason=reason,
+            stop_token_id=stop_token(request, reason, self._eos_token_ids),
+            logprobs=[sampled.logprobs] if sampled.logprobs and token_ids else [],
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
+            queue_s=queue_s,
+            load_s=load_s,
+            prefill_s=prefill_s,
+            pooled=vector,
+        )

@@ -1,0 +1,81 @@
+"""Between messages and requests: what comes in, when a request ends, what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.errors import LoraplexError
+from services.worker.types.messages import Residency, Submit, WireError
+from services.worker.types.request import FinishReason, Request
+from services.worker.types.residency import CachedAdapter, Tier
+
+
+def to_request(command: Submit, now: float) -> Request:
+    """The request that a command describes, taken in now."""
+    arrival_s = now if command.came_s is None else min(command.came_s, now)
+    deadline_s = None if command.remaining_s is None else arrival_s + command.remaining_s
+    left_s = command.remaining_first_token_s
+    return Request(
+        request_id=command.request_id,
+        prompt_ids=command.prompt_ids,
+        sampling=command.sampling,
+        adapters=command.adapters,
+        tenant=command.tenant,
+        priority=command.priority,
+        fairness_weight=command.fairness_weight,
+        cache_salt=command.cache_salt,
+        sample_index=command.sample_index,
+        deadline_s=deadline_s,
+        first_token_due_s=None if left_s is None else arrival_s + left_s,
+        arrival_s=arrival_s,
+        output_ids=list(command.output_ids),
+        pooling=command.pooling,
+    )
+
+
+def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
+    """Why the request ends after its last output token; 0 = it goes on."""
+    sampling, num_output = request.sampling, len(request.output_ids)
+    if request.constraint is not None and request.constraint.is_finished:
+        return FinishReason.STOP
+    if num_output and num_output >= sampling.min_tokens:
+        last = request.output_ids[-1]
+        is_eos = last in request.eos_ids(eos_token_ids)
+        if last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos):
+            return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= sampling.max_tokens else 0
+
+
+def stop_token(request: Request, reason: int, eos_token_ids: Sequence[int]) -> int | None:
+    """The token that ended the request; None where a finished grammar or a length did."""
+    if reason != FinishReason.STOP or not request.output_ids:
+        return None
+    last = request.output_ids[-1]
+    is_end = last in request.eos_ids(eos_token_ids) or last in request.sampling.stop_token_ids
+    return last if is_end else None
+
+
+def timings(request: Request) -> tuple[float, float, float]:
+    """Seconds queued, of these waiting for adapters, and from first step to first token."""
+    started_s = request.first_scheduled_s or request.arrival_s
+    ready_s = request.adapters_ready_s or request.arrival_s
+    load_s = ready_s - request.arrival_s if request.adapters.adapters else 0.0
+    prefill_s = (request.first_token_s or started_s) - started_s
+    return started_s - request.arrival_s, load_s, prefill_s
+
+
+def residency(
+    digest: str, adapter: CachedAdapter | None, block_bytes: int, error: LoraplexError | None
+) -> Residency:
+    wire_error = WireError.of(error) if error else None
+    if adapter is None:
+        return Residency(digest, Tier.GONE, error=wire_error)
+    return Residency(
+        digest=digest,
+        tier=adapter.tier,
+        max_rank=adapter.max_rank,
+        device_bytes=len(adapter.blocks) * block_bytes,
+        pinned=adapter.pinned,
+        running_requests=adapter.num_running,
+        error=wire_error,
+    )

@@ -1,0 +1,222 @@
+"""The engine process: `python -m services.worker.engine.process --fd N`.
+
+It owns the model and the device. Between steps it reads whatever has come through the socket, and
+it sleeps on the socket if there is nothing to do. It ends when the API server process closes its
+end, never on a signal meant for that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from loraplex.errors import LoraplexError
+from services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
+from services.common.log import setup_logging
+from services.common.stacks import print_stacks_on_signal
+from services.worker.engine.engine import Engine
+from services.worker.engine.step_trace import TracedRunner
+from services.worker.types.messages import (
+    Command,
+    EngineConfig,
+    EngineMessage,
+    EngineRefused,
+    Entered,
+    FrameBuffer,
+    WireError,
+    decode_config,
+    decode_input,
+    frame,
+)
+
+logger = logging.getLogger("services.worker.engine.process")
+
+RECEIVE_BYTES = 1 << 20
+MAX_CPU_ARENA_BYTES = 1 << 30
+QUIET_S = 0.5
+"""Without work for so long, the engine checks its books, once."""
+GRAMMAR_WAIT_S = 0.002
+"""Sleep while the only requests that could go on wait for a grammar's thread."""
+STALLED_WAIT_S = 0.1
+"""Sleep while every request waits for something: bounds how late a deadline is seen."""
+
+
+class ServerGone(Exception):
+    """The API server process closed its end."""
+
+
+class ServerSocket:
+    """The engine's end of the socket pair; blocking. Threads of the engine may interrupt a wait."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = FrameBuffer()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for side in (self._wake_reader, self._wake_writer):
+            side.setblocking(False)
+
+    def wake(self) -> None:
+        """End the wait in `commands`, or the next one. From any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is under way
+            self._wake_writer.send(b"!")
+
+    def first(self) -> EngineConfig:
+        """Wait for the configuration."""
+        bodies: list[bytes] = []
+        while not bodies:
+            bodies = self._receive()
+        assert len(bodies) == 1, "commands before the engine is ready"
+        return decode_config(bodies[0])
+
+    def commands(self, timeout_s: float | None) -> list[Command]:
+        """Everything that has come; waits up to `timeout_s` (None = for ever) for the first.
+
+        Raises:
+            ServerGone: the API server process closed its end.
+        """
+        commands: list[Command] = []
+        while ready := select.select([self._socket, self._wake_reader], [], [], timeout_s)[0]:
+            if self._wake_reader in ready:
+                self._wake_reader.recv(RECEIVE_BYTES)
+            if self._socket in ready:
+                for body in self._receive():
+                    commands += decode_input(body).commands
+            timeout_s = 0.0
+        return commands
+
+    def send(self, message: EngineMessage) -> None:
+        """Write one frame. Raises ServerGone."""
+        try:
+            self._socket.sendall(frame(message))
+        except OSError as error:
+            raise ServerGone from error
+
+    def _receive(self) -> list[bytes]:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except OSError as error:
+            raise ServerGone from error
+        if not data:
+            raise ServerGone
+        return list(self._frames.feed(data))
+
+
+def run(engine: Engine, server: ServerSocket) -> NoReturn:
+    """Serve until the API server process closes its end, then raise ServerGone."""
+    is_checked = True
+    engine.adapter_loads.wake = server.wake
+    engine.announce = lambda request_ids: server.send(Entered(request_ids))
+    while True:
+        commands = server.commands(_patience_s(engine, is_checked))
+        if not commands and not engine.has_requests and not is_checked:
+            engine.check_integrity()
+            is_checked = True
+        output = engine.step(commands)
+        has_news = bool(output.tokens or output.failures or output.residency)
+        is_checked = is_checked and not has_news
+        if commands or has_news:
+            server.send(output)
+
+
+def _patience_s(engine: Engine, is_checked: bool) -> float | None:
+    if engine.may_advance:
+        return 0.0
+    if engine.awaits_grammars:
+        return GRAMMAR_WAIT_S
+    if engine.has_requests:
+        return STALLED_WAIT_S
+    return None if is_checked else QUIET_S
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model. Raises LoraplexError when it cannot be served like this."""
+    from services.worker.runner.building import build_runner
+
+    runner = build_runner(
+        Path(config.model_dir),
+        device=config.device,
+        dtype=config.dtype,
+        arena_bytes=config.arena_bytes or default_arena_bytes(config),
+        max_lora_rank=config.max_lora_rank,
+        max_resident=config.max_resident,
+        max_num_tokens=config.max_step_tokens,
+        max_num_rows=config.max_running,
+        load_format=config.load_format,
+        cpu_isa=CPU_ISA.read(os.environ),
+        attention_backend=config.attention_backend,
+        overlap=config.overlap,
+        adapter_dtype=config.adapter_dtype,
+        host_cache_bytes=config.host_cache_bytes,
+    )
+    if (path := STEP_TRACE.read(os.environ)) is not None:
+        return Engine(TracedRunner(runner, path), config, time.monotonic)
+    return Engine(runner, config, time.monotonic)
+
+
+def default_arena_bytes(config: EngineConfig) -> int:
+    """Arena where none was asked for: a small share of host memory, or what a GPU has left over
+    after the weights, with room for activations."""
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(MAX_CPU_ARENA_BYTES, host_bytes // 8)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    files = Path(config.model_dir).glob("*.safetensors")
+    weight_bytes = sum(file.stat().st_size for file in files)
+    return max(1 << 28, int(free_bytes - 0.1 * total_bytes - 1.2 * weight_bytes))
+
+
+def main() -> int:
+    """Process entry. The exit code is 0 if the server has gone, 3 if the model was refused."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--fd", type=int, required=True, help="inherited socket to the API server process"
+    )
+    server = ServerSocket(socket.socket(fileno=parser.parse_args().fd))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    print_stacks_on_signal()
+    _die_with_parent()
+    setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
+    try:
+        return _serve(server)
+    except ServerGone:
+        logger.info("API server process gone")
+        return 0
+
+
+def _serve(server: ServerSocket) -> int:
+    try:
+        engine = build_engine(server.first())
+    except LoraplexError as error:
+        server.send(EngineRefused(WireError.of(error)))
+        return 3
+    gc.collect()
+    gc.freeze()  # the model stays: collections between steps need not walk it
+    server.send(engine.ready)
+    run(engine, server)
+
+
+def _die_with_parent() -> None:
+    """On Linux, be killed with the API server process, even while the model loads."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # taking a large process apart would only delay its successor

@@ -1,0 +1,150 @@
+"""A runner that writes down what each step and each copy held and how long it took.
+
+One JSON object a line. A first line describes the arena; `{"step_s": ...}` lines are steps,
+`{"load_s": ...}` lines copies of adapters. No prompt, token or name is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapter_format import CONFIG_FILE
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.request import Request
+from services.worker.types.runner_protocol import Copied, LaunchedStep, ModelInfo, Pending, Runner
+from services.worker.types.step_plan import SampledRow, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """Writes a line when the step's result is taken."""
+
+    runner: TracedRunner
+    plan: StepPlan
+    begin_s: float
+    adapter_bytes: int
+    launched: LaunchedStep
+
+    def choose_tokens(self) -> None:
+        """Let the step choose."""
+        self.launched.choose_tokens()
+
+    def result(self) -> list[SampledRow]:
+        """The step's."""
+        rows = self.launched.result()
+        self.runner.ended(self.plan, self.begin_s, self.adapter_bytes)
+        return rows
+
+
+class TracedRunner:
+    """Passes everything on to a runner, and appends to a file."""
+
+    def __init__(
+        self, runner: Runner, path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises OSError when `path` cannot be written."""
+        self._clock = clock
+        self.arena_blocks = runner.arena_blocks
+        self.block_bytes = runner.block_bytes
+        self.tokens_per_block = runner.tokens_per_block
+        self.kv_group_windows = runner.kv_group_windows
+        self._runner = runner
+        self._file = path.open("a", buffering=1)
+        self._slot_bytes: dict[int, int] = {}
+        self._last_ids: set[str] = set()
+        self._last_end_s = 0.0
+        self._write(
+            arena_blocks=self.arena_blocks,
+            block_bytes=self.block_bytes,
+            tokens_per_block=self.tokens_per_block,
+        )
+
+    @property
+    def layout(self) -> AdapterLayout:
+        """The runner's."""
+        return self._runner.layout
+
+    def pack_adapter(self, path: Path) -> Pending[int]:
+        """Let the runner pack."""
+        return self._runner.pack_adapter(path)
+
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Pending[Copied]:
+        """Let the runner copy."""
+        return self._runner.copy_adapter(path, blocks, step_s)
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Let the runner wait."""
+        self._runner.await_copies(timeout_s)
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let the runner enter what it copied, beside the step."""
+        self._runner.enter_adapter(slot, copied)
+        self._slot_bytes[slot] = num_bytes = copied.num_blocks * self.block_bytes
+        rank = json.loads((copied.path / CONFIG_FILE).read_bytes()).get("r", 0)
+        self._write(load_s=copied.elapsed_s, bytes=num_bytes, rank=rank)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Let the runner forget a slot."""
+        self._slot_bytes.pop(slot, None)
+        self._runner.unload_adapter(slot)
+
+    @property
+    def overlaps(self) -> bool:
+        """As the runner does."""
+        return self._runner.overlaps
+
+    def launch(self, plan: StepPlan) -> TracedStep:
+        """Let the runner compute."""
+        begin_s = self._clock()
+        slots = {slot for row in plan.rows for slot, _ in row.slots}
+        num_bytes = sum(self._slot_bytes[slot] for slot in slots)
+        return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan))
+
+    def ended(self, plan: StepPlan, begin_s: float, adapter_bytes: int) -> None:
+        """Write down a step that has just ended.
+
+        A step that continues requests of the one before counts from that one's end: planning and
+        passing tokens on belong to it. Any other counts from the moment when its first request
+        could have begun, or from that end: waking up and taking requests in belong to it, too.
+        """
+        ids = {row.request.request_id for row in plan.rows}
+        is_next = not ids.isdisjoint(self._last_ids)
+        ready_s = min(_ready_s(row.request, begin_s) for row in plan.rows)
+        is_idle = not is_next and ready_s > self._last_end_s
+        begin_s = ready_s if is_idle else self._last_end_s
+        self._last_end_s, self._last_ids = self._clock(), ids
+        self._write(
+            step_s=self._last_end_s - begin_s,
+            idle=is_idle,
+            rows=len(plan.rows),
+            prompts=plan.num_contexts,
+            tokens=plan.num_tokens,
+            kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
+            adapter_bytes=adapter_bytes,
+        )
+
+    @property
+    def stall_s(self) -> float:
+        """The runner's."""
+        return self._runner.stall_s
+
+    def model_info(self) -> ModelInfo:
+        """The runner's answer."""
+        return self._runner.model_info()
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps(fields) + "\n")
+
+
+def _ready_s(request: Request, launched_s: float) -> float:
+    """When all was there that it takes; no grammar's compilation counts as part of a step."""
+    follows_grammar = request.constraint is not None
+    ready_s = request.first_scheduled_s if follows_grammar else request.adapters_ready_s
+    return launched_s if ready_s is None else ready_s

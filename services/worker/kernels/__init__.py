@@ -1,1 +1,0 @@
-"""One folder per operation: the slow truth, and backends compared with it."""

@@ -1,1 +1,0 @@
-"""Root-mean-square normalisation with the residual added on the way."""

@@ -1,0 +1,24 @@
+"""What one forward pass reads besides weights: an explicit argument of every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.worker.ops.attention.backend import AttentionMetadata
+from services.worker.ops.lora.worklist import LoraBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens: contexts, then generations; inside each by first slot, base rows last."""
+
+    input_ids: Tensor
+    """int64 `[T]`."""
+    positions: Tensor
+    """int64 `[T]`, absolute."""
+    attention: AttentionMetadata
+    lora: LoraBatch
+    rope_rows: Tensor | None = None
+    """int64 `[T]`: see `layers.ropes.Ropes.row`; None where all turn as the base's short ones."""

@@ -1,1 +1,0 @@
-"""The device arena: accounting without torch, and the buffer it accounts for."""

@@ -1,0 +1,125 @@
+"""Reads Hugging Face's `config.json` exactly once.
+
+Names of Hugging Face stop here. Whatever a family does not read and that is not known to be
+harmless is refused by name: a field that changes the arithmetic must not be ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+
+HARMLESS_KEYS = frozenset(
+    """
+    _attn_implementation _name_or_path architectures attention_dropout
+    auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop
+    eos_token_id finetuning_task id2label initializer_range label2id
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type resid_pdrop return_dict router_aux_loss_coef router_jitter_noise sep_token_id
+    task_specific_params tokenizer_class torch_dtype transformers_version unsloth_fixed
+    unsloth_version use_cache use_return_dict
+    """.split()
+)
+"""Keys that change nothing at inference, or that another reader takes (`eos_token_id`)."""
+
+
+class ConfigReader:
+    """Reads keys of one JSON object, remembers which, and refuses what is left over."""
+
+    def __init__(self, raw: dict[str, Any], source: str = "config.json") -> None:
+        self._raw = raw
+        self._source = source
+        self._seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a key; null counts as absent."""
+        self._seen.add(key)
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.refuse(key, value, "must be a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number, as float."""
+        value = self.get(key, default)
+        if type(value) not in (int, float):
+            raise self.refuse(key, value, "must be a number")
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """A number, or None where the file says null."""
+        if self.is_null(key) or (key not in self._raw and default is None):
+            self._seen.add(key)
+            return None
+        return self.number(key, default)
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file holds the key with null, which may differ from leaving it out."""
+        self._seen.add(key)
+        return key in self._raw and self._raw[key] is None
+
+    def without(self, key: str) -> ConfigReader:
+        """A reader of the other keys; what it reads counts here, too."""
+        other = ConfigReader({k: v for k, v in self._raw.items() if k != key}, self._source)
+        other._seen = self._seen
+        return other
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.refuse(key, value, "must be true or false")
+        return value
+
+    def expect(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+        """A value out of a list."""
+        value = self.get(key, default)
+        if value not in allowed:
+            choices = ", ".join(map(repr, allowed))
+            raise self.refuse(key, value, f"is not served; this build knows {choices}")
+        return value
+
+    def finish(self) -> None:
+        """Refuse keys that nobody read, unless they are harmless or say nothing."""
+        for key, value in self._raw.items():
+            if key in self._seen or key in HARMLESS_KEYS or key.startswith("_"):
+                continue
+            if value not in (None, False, [], {}, ""):
+                raise self.refuse(key, value, "is not known to this model family in this build")
+
+    def refuse(self, key: str, value: object, description: str) -> Unsupported:
+        """The error for one key."""
+        return Unsupported.field(f"{self._source}:{key}", value, description)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        InvalidRequest: when it is missing or something else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest.field(path.name, str(path), "must hold a JSON object")
+    return value
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of config.json and generation_config.json, sorted."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            value = read_json_object(folder / name).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(ids))

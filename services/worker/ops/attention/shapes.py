@@ -1,0 +1,94 @@
+"""Sizes of attention launches: the heads of a layer and the tiles of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.ops.launch import power_of_two
+
+MIN_QUERIES = 16
+"""Rows of the smallest tensor-core product."""
+LARGE_SHARED_BYTES = 160 << 10
+"""What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
+JOINED_ELEMENTS = 4096
+"""Partial sums that one program loads at a time: 32 of each thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of one layer and its arithmetic."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    @property
+    def num_shared(self) -> int:
+        """Query heads of one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_shared(self) -> int:
+        """`num_shared` rounded up to a power of two."""
+        return power_of_two(self.num_shared)
+
+    @property
+    def block_dim(self) -> int:
+        """Head dimension rounded up to a power of two that tensor-core products accept."""
+        return max(16, power_of_two(self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Sizes of one launch; all are powers of two except the number of stages."""
+
+    block_queries: int
+    """Rows of the product: token rows times the query heads that share a KV head."""
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int = 1
+    """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
+    max_registers: int | None = None
+    """Of each thread, so that so many programs fit; None = the compiler's choice."""
+
+
+def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
+    """128 queries, so that each key that is read serves many products, and three buffers of keys
+    and values: with two, the copy of a step begins only when the step before has been computed.
+    Fewer where the accumulator of wide heads or the shared memory of a small GPU is too small,
+    and in float32, which has no tensor cores.
+
+    Args:
+        shared_bytes: the most shared memory of a program.
+    """
+    if itemsize == 4:
+        return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=2)
+    is_wide, is_small = shape.block_dim > 128, shared_bytes < LARGE_SHARED_BYTES
+    if is_small:
+        queries, keys, warps = (64, 16, 8) if is_wide else (64, 32, 4)
+    else:
+        queries, keys, warps = (64, 32, 8) if is_wide else (128, 64, 8)
+    return Tiling(max(queries, shape.block_shared), keys, num_warps=warps, num_stages=3)
+
+
+def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
+    """The query heads of one KV head, padded to the smallest product. In half precision there is
+    one buffer of keys and values, and five programs on a multiprocessor: while one computes, the
+    copies of the others are on their way."""
+    queries = max(MIN_QUERIES, shape.block_shared)
+    if itemsize == 4:
+        return Tiling(queries, 16, num_warps=8, num_stages=2, programs_per_processor=2)
+    if shape.block_dim > 128:
+        return Tiling(queries, 32, num_warps=4, num_stages=3, programs_per_processor=2)
+    return Tiling(
+        queries, 64, num_warps=4, num_stages=2, programs_per_processor=4, max_registers=128
+    )
+
+
+def joined_splits(shape: HeadShape) -> int:
+    """Items of a row that are joined at a time."""
+    return max(1, JOINED_ELEMENTS // (shape.block_shared * shape.block_dim))

@@ -1,0 +1,260 @@
+"""Attention in plain torch, on any device: what other backends are compared with.
+
+Contexts run one by one over exactly the keys they see; generations run together, padded to the
+longest. Scores and softmax are float32. On CPUs torch's fused attention computes them. On other
+devices they are separate products, so that no fused kernel has a part in the reference. Masks are
+added to scores: places that nothing was written to are made zero before they are read, since they
+could be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
+
+MAX_SCORE_ITEMS = 16 * 1024 * 1024
+"""Most float32 scores of one context at a time; longer ones run in pieces of queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """One KV group's addresses for a step, on the device."""
+
+    write_blocks: Tensor
+    """int64 `[num_tokens]`: block of each new token."""
+    fresh_blocks: Tensor
+    """int64: blocks whose first token is new."""
+    context_blocks: tuple[Tensor, ...]
+    """Per context: int64 blocks from the first visible one on."""
+    context_begins: tuple[int, ...]
+    """Per context: position of its first visible block's first token."""
+    decode_blocks: Tensor
+    """int64 `[num_generations, N]`: blocks from each sequence's first visible one on, padded with
+    that one."""
+    decode_visible: Tensor
+    """bool `[num_generations, 1, 1, N * T]`: keys that a generation sees."""
+
+
+@dataclass(slots=True)
+class VanillaAttentionMetadata(AttentionMetadata):
+    """Adds gather and scatter indices for each KV group."""
+
+    write_offsets: Tensor | None = None
+    """int64 `[num_tokens]`: place of each new token in its block."""
+    groups: tuple[GroupTables, ...] = ()
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """As `context_spans` says."""
+
+    def prepare(self) -> None:
+        """Compute indices from the predefined fields."""
+        lens: list[int] = self.seq_lens.tolist()
+        self.spans = self.context_spans()
+        if not self.kv_cache_params.use_cache or self.is_dummy_attention:
+            return
+        assert self.position_ids is not None and self.kv_cache_manager is not None
+        num_slots = self.kv_cache_manager.tokens_per_block
+        self.write_offsets = self.position_ids % num_slots
+        row_of_token = torch.repeat_interleave(self.seq_lens).to(self.position_ids.device)
+        self.groups = tuple(
+            self._group_tables(tables, window, lens, row_of_token, num_slots)
+            for tables, window in zip(
+                self.kv_cache_params.block_tables, self.kv_cache_manager.windows, strict=True
+            )
+        )
+
+    def _group_tables(
+        self,
+        tables: Sequence[Sequence[int]],
+        window: int | None,
+        lens: Sequence[int],
+        row_of_token: Tensor,
+        num_slots: int,
+    ) -> GroupTables:
+        assert self.position_ids is not None
+        device = self.position_ids.device
+        starts = self.kv_cache_params.num_cached_tokens_per_seq
+        firsts = [_first_visible_block(start, window, num_slots) for start in starts]
+        ends = [-(-(start + num) // num_slots) for start, num in zip(starts, lens, strict=True)]
+        visible = [
+            list(table[first:end]) for table, first, end in zip(tables, firsts, ends, strict=True)
+        ]
+        padded = _padded(visible).to(device)
+        first_of_row = torch.tensor(firsts, device=device)
+        index = self.position_ids // num_slots - first_of_row[row_of_token]
+        decode = padded[
+            self.num_contexts :, : max(map(len, visible[self.num_contexts :]), default=0)
+        ]
+        keys = torch.arange(decode.shape[1] * num_slots, device=device)
+        keys = keys + first_of_row[self.num_contexts :, None] * num_slots
+        now = self.position_ids[self.num_ctx_tokens :, None]
+        visible_keys = keys <= now if window is None else (keys <= now) & (keys > now - window)
+        contexts = range(self.num_contexts)
+        write_blocks = padded[row_of_token, index]
+        return GroupTables(
+            write_blocks=write_blocks,
+            fresh_blocks=write_blocks[self.position_ids % num_slots == 0],
+            context_blocks=tuple(padded[i, : len(visible[i])] for i in contexts),
+            context_begins=tuple(firsts[i] * num_slots for i in contexts),
+            decode_blocks=decode,
+            decode_visible=visible_keys[:, None, None],
+        )
+
+
+def _first_visible_block(start: int, window: int | None, num_slots: int) -> int:
+    return 0 if window is None else max(0, start - window + 1) // num_slots
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """int64 `[len(rows), longest]`, padded with each row's first block, whose keys are masked."""
+    width = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *(list(row[:1]) * (width - len(row)))] for row in rows]).view(
+        len(rows), width
+    )
+
+
+class VanillaAttention:
+    """One layer."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        self._layer = layer_idx
+        self._num_kv_heads = num_kv_heads or num_heads
+        self._num_shared = num_heads // self._num_kv_heads
+        self._head_dim = head_dim
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._softcap = softcap
+        self._window = window
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        assert isinstance(metadata, VanillaAttentionMetadata), type(metadata)
+        if metadata.is_dummy_attention:
+            return torch.zeros_like(q)
+        queries = q.view(len(q), self._num_kv_heads, self._num_shared, self._head_dim)
+        keys = k.view(len(k), self._num_kv_heads, self._head_dim)
+        values = v.view(len(v), self._num_kv_heads, self._head_dim)
+        if not metadata.kv_cache_params.use_cache:
+            return self._without_cache(queries, keys, values, metadata, attention_mask)
+        assert attention_mask is AttentionMask.CAUSAL, "a KV cache implies the causal mask"
+        return self._with_cache(queries, keys, values, metadata)
+
+    def _without_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: VanillaAttentionMetadata,
+        mask: AttentionMask,
+    ) -> Tensor:
+        out = [
+            self._context(
+                q[begin:end],
+                k[begin:end].transpose(0, 1),
+                v[begin:end].transpose(0, 1),
+                start if mask is AttentionMask.CAUSAL else None,
+                start,
+            )
+            for begin, end, start in metadata.spans
+        ]
+        return torch.cat(out)
+
+    def _with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: VanillaAttentionMetadata
+    ) -> Tensor:
+        assert metadata.kv_cache_manager is not None
+        k_plane, v_plane = metadata.kv_cache_manager.planes(self._layer)
+        group = metadata.groups[metadata.kv_cache_manager.group_of(self._layer)]
+        if len(group.fresh_blocks):
+            k_plane[group.fresh_blocks] = 0
+            v_plane[group.fresh_blocks] = 0
+        k_plane[group.write_blocks, :, metadata.write_offsets] = k
+        v_plane[group.write_blocks, :, metadata.write_offsets] = v
+        out = []
+        for i, (begin, end, start) in enumerate(metadata.spans):
+            key_begin = group.context_begins[i]
+            num_keys = start + end - begin - key_begin
+            keys = _sequence(k_plane, group.context_blocks[i])[:, :num_keys]
+            values = _sequence(v_plane, group.context_blocks[i])[:, :num_keys]
+            out.append(self._context(q[begin:end], keys, values, start, key_begin))
+        if metadata.num_generations:
+            out.append(self._decode(q[metadata.num_ctx_tokens :], k_plane, v_plane, group))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _context(
+        self, q: Tensor, keys: Tensor, values: Tensor, start: int | None, key_begin: int
+    ) -> Tensor:
+        """Queries `[n, Hkv, G, D]` at positions from `start` (None = all keys visible) over keys
+        `[Hkv, K, D]` at positions from `key_begin`; `[n, Hq * D]`."""
+        num_rows = max(1, MAX_SCORE_ITEMS // (q.shape[1] * q.shape[2] * keys.shape[1]))
+        pieces = []
+        for row in range(0, len(q), num_rows):
+            piece = q[row : row + num_rows]
+            visible = None
+            if start is not None:
+                now = torch.arange(start + row, start + row + len(piece), device=q.device)[:, None]
+                at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
+                visible = at <= now
+                if self._window is not None:
+                    visible &= at > now - self._window
+            out = self._attend(piece.permute(1, 2, 0, 3), keys[:, None], values[:, None], visible)
+            pieces.append(out.permute(2, 0, 1, 3))
+        return torch.cat(pieces).reshape(len(q), -1)
+
+    def _decode(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, group: GroupTables) -> Tensor:
+        """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
+        keys = _sequences(k_plane, group.decode_blocks)
+        values = _sequences(v_plane, group.decode_blocks)
+        return self._attend(q, keys, values, group.decode_visible).reshape(len(q), -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
+        if self._softcap is None and q.device.type == "cpu":
+            k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale)
+        scores = torch.matmul(q.float(), k.mT.float()).mul_(self._scale)
+        if self._softcap is not None:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        if visible is not None:
+            scores = scores.masked_fill_(~visible, float("-inf"))
+        return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
+
+
+def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:
+    """Gather blocks `[N]` of `[num_blocks, Hkv, T, D]` as `[Hkv, N * T, D]`."""
+    return plane[blocks].transpose(0, 1).flatten(1, 2)
+
+
+def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:
+    """Gather blocks `[R, N]` of `[num_blocks, Hkv, T, D]` as `[R, Hkv, N * T, D]`."""
+    num_blocks, num_heads, num_slots, width = plane.shape
+    items = num_slots * width
+    # Each head's part of a block as one row to copy: an index of elements costs five times as much.
+    heads_apart = plane.stride(0) // items
+    assert plane.stride(0) % items == 0 and plane[0].is_contiguous(), plane.stride()
+    num_rows = (num_blocks - 1) * heads_apart + num_heads
+    rows = plane.as_strided((num_rows, items), (items, 1))
+    heads = torch.arange(num_heads, device=blocks.device)[:, None]
+    ids = blocks[:, None] * heads_apart + heads
+    return rows.index_select(0, ids.flatten()).view(len(blocks), num_heads, -1, width)

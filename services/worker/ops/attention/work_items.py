@@ -1,0 +1,140 @@
+"""How the keys of generations are cut into items of similar size, and the workspace to join them.
+
+One sequence of 32,768 tokens beside short ones must not make them wait for a single program, so
+programs share items instead of sequences. The cuts depend on the number of keys that a row sees and
+on the number of generations in the step, whose order and lengths change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.attention import triton_kernels as kernels
+from services.worker.ops.attention.shapes import HeadShape
+from services.worker.ops.launch import num_programs
+
+LARGEST_SPLIT = 1536
+"""Keys of an item at most where rows alone give every multiprocessor enough to do."""
+PROGRAMS_PER_PROCESSOR = 3
+"""Pairs of item and KV head that a multiprocessor needs to read memory at full speed."""
+MIN_STEPS = 2
+"""Steps of an item at least: joining smaller ones takes longer than they save."""
+TYPICAL_KEYS = 1024
+"""Keys of a row for which small batches are split."""
+MAX_SPLITS = 64
+"""Items of a row at most, so that the workspace stays small: contexts of more than 32,768 tokens
+have larger items."""
+KEY_STEP = 64
+"""Items are multiples of it, except the last of a row: the keys of a step of the loop over keys."""
+ITEM_WORDS = kernels.ITEM_WORDS.value
+LIST_CONSTANTS = {
+    "KEY_STEP": KEY_STEP,
+    "BLOCK_ROWS": 256,
+    "BLOCK_SPLITS": MAX_SPLITS,
+}
+"""Compile-time arguments of `list_items`, which counts the items of BLOCK_ROWS rows at a time."""
+
+
+def split_limit(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """Keys of an item at most, in a step of `num_rows` generations: the fewer rows, the smaller.
+
+    It depends on the number of rows only, so captured steps know it.
+    """
+    wanted = num_programs(device, PROGRAMS_PER_PROCESSOR)
+    pairs = num_rows * num_kv_heads
+    if pairs >= wanted:
+        return LARGEST_SPLIT
+    steps = -(-TYPICAL_KEYS * pairs // (wanted * KEY_STEP))
+    return min(max(MIN_STEPS, steps) * KEY_STEP, LARGEST_SPLIT)
+
+
+def max_splits(max_keys: int, limit: int) -> int:
+    """Items of a row that sees up to `max_keys` keys, at most."""
+    return min(max(-(-max_keys // limit), 1), MAX_SPLITS)
+
+
+def split_keys(num_keys: int, limit: int) -> list[tuple[int, int]]:
+    """Ranges [begin, end) of the items of a row, from its first visible key on. What the kernel
+    `list_items` computes on the device."""
+    count = max_splits(num_keys, limit)
+    span = max(-(-num_keys // (count * KEY_STEP)), 1) * KEY_STEP
+    return [(begin, min(begin + span, num_keys)) for begin in range(0, max(num_keys, 1), span)]
+
+
+def list_items(
+    items: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    sequences: Tensor,
+    rows: tuple[int, int],
+    window: int | None,
+    limit: int,
+) -> None:
+    """Write the items of a step's generations.
+
+    Args:
+        items: int32 `[1 + n, 6]`, see the kernel. Mutated.
+        positions, places: int64 `[num_tokens]`: position of each token, and its place in the cache
+            or -1 for padding.
+        sequences: int32, for each generation the row of its block table.
+        rows: token rows [begin, end) of the generations, not empty.
+        window: of the layers that use the items.
+        limit: keys of an item, at most: see `split_limit`.
+    """
+    begin, end = rows
+    kernels.list_items[(end - begin,)](
+        positions,
+        places,
+        sequences,
+        items,
+        sequences.stride(0),
+        begin,
+        end - begin,
+        window or 0,
+        limit,
+        MAX_SPLITS,
+        **LIST_CONSTANTS,
+        num_warps=1,
+    )
+
+
+SPARE_ITEMS = 2048
+"""Programs load their next item before they know whether there is one: at least as many as a launch
+has programs."""
+
+
+def empty_items(num_items: int, device: torch.device) -> Tensor:
+    """int32 `[1 + num_items + SPARE_ITEMS, 6]` for `list_items`."""
+    return torch.empty(1 + num_items + SPARE_ITEMS, ITEM_WORDS, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """What the items of a row leave to the one that finishes last. All layers of a step share it,
+    since they run one after another."""
+
+    values: Tensor
+    """float32 `[items, num_heads, block_dim]`."""
+    stats: Tensor
+    """float32 `[items, num_heads, 2]`: maximum and sum."""
+    num_finished: Tensor
+    """int32 `[rows, num_kv_heads]`: finished items of each row; zero between launches."""
+
+    def holds(self, num_items: int, num_rows: int) -> bool:
+        """Whether a step of that size fits."""
+        return len(self.values) >= num_items and len(self.num_finished) >= num_rows
+
+
+def make_partial_sums(
+    num_items: int, num_rows: int, shape: HeadShape, device: torch.device
+) -> PartialSums:
+    """Workspace for `num_items` items of `num_rows` generations."""
+    lines = num_items, shape.num_heads
+    return PartialSums(
+        torch.empty(*lines, shape.block_dim, dtype=torch.float32, device=device),
+        torch.empty(*lines, 2, dtype=torch.float32, device=device),
+        torch.zeros(num_rows, shape.num_kv_heads, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,1 @@
+"""Products with the weights of a base model."""

@@ -1,0 +1,75 @@
+"""The row runs of a batch: which token rows use which adapter. Pure arithmetic.
+
+Rows come in the fixed batch order (contexts, then generations; inside each by first slot, base rows
+last), so an adapter has at most two runs unless requests combine several. Rows are never regrouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from services.worker.ops.lora.plan import TILE_ROWS
+
+DENSE_MIN_ROWS = 256
+"""Rows of one adapter from which a library's products take less time than tiles."""
+
+
+class RowRun(NamedTuple):
+    """Token rows [begin, end) that use `slot` with one coefficient."""
+
+    slot: int
+    coef: float
+    begin: int
+    end: int
+
+
+_BY_FIRST_ROW = attrgetter("begin", "slot")
+
+
+def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
+    """Merge neighbours into runs.
+
+    Args:
+        rows: in batch order, (number of token rows, [(slot, coefficient), ...]) of each request.
+    """
+    begins: dict[tuple[int, float], int] = {}
+    runs: list[RowRun] = []
+    row = 0
+    for num_tokens, adapters in rows:
+        for key in [key for key in begins if key not in adapters]:
+            runs.append(RowRun(*key, begins.pop(key), row))
+        for key in adapters:
+            begins.setdefault(key, row)
+        row += num_tokens
+    runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
+    return tuple(sorted(runs, key=_BY_FIRST_ROW))
+
+
+def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
+    """Split runs, sorted by first row, into as few lists as cover no row twice."""
+    passes: list[list[RowRun]] = []
+    for run in runs:
+        home = next((done for done in passes if done[-1].end <= run.begin), None)
+        if home is None:
+            passes.append(home := [])
+        home.append(run)
+    return passes
+
+
+def dense_runs(runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
+    """The long runs, which library products compute; none where rows combine adapters."""
+    if len(disjoint_passes(runs)) != 1:
+        return ()
+    return tuple(run for run in runs if run.end - run.begin >= DENSE_MIN_ROWS)
+
+
+def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
+    """The same rows in runs that lie in one row tile each, ordered by tile."""
+    cut = [
+        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
+        for run in runs
+        for begin in range(run.begin - run.begin % TILE_ROWS, run.end, TILE_ROWS)
+    ]
+    return sorted(cut, key=lambda run: run.begin // TILE_ROWS)

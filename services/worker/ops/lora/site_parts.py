@@ -1,0 +1,33 @@
+"""The parts of each site that GPU kernels update: one for each of its modules. Pure arithmetic."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from services.worker.ops.lora.device_records import MAX_PARTS, Part
+from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+
+SERVED_KINDS = (LINEAR, LM_HEAD)
+"""Of sites that kernels serve."""
+
+
+def module_edges(sites: SiteTable) -> list[list[int]]:
+    """By site id: where the outputs of its modules begin and end, ascending."""
+    edges: dict[int, set[int]] = {site.id: {0, site.out_features} for site in sites.sites}
+    for place in sites.places.values():
+        edges[place.site_id] |= {place.out_begin, place.out_begin + place.out_features}
+    return [sorted(edges[site.id]) for site in sites.sites]
+
+
+def site_parts(sites: SiteTable) -> list[tuple[Part, ...]]:
+    """By site id: its parts, ascending and without gaps. One part is all of a site of more than
+    `MAX_PARTS` modules; sites that kernels do not serve have none."""
+    parts: list[tuple[Part, ...]] = []
+    for site, edges in zip(sites.sites, module_edges(sites), strict=True):
+        if len(edges) - 1 > MAX_PARTS:
+            edges = [0, site.out_features]
+        if site.kind in SERVED_KINDS:
+            parts.append(tuple(Part(site.id, a, b - a) for a, b in pairwise(edges)))
+        else:
+            parts.append(())
+    return parts

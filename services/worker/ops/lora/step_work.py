@@ -1,0 +1,149 @@
+"""A step's runs on the device, at fixed addresses, and the groups that they list in every part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.launch import power_of_two
+from services.worker.ops.lora import triton_lists as kernels
+from services.worker.ops.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
+from services.worker.ops.lora.device_tables import DeviceTables
+from services.worker.ops.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
+from services.worker.ops.lora.runs import RowRun, cut_at_tiles
+from services.worker.transfers import copy_into
+
+MIN_RUNS = 256
+"""Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
+
+
+MAX_RUN_VECTORS = 2
+"""Vector records of a part that a run may have in a captured step: one, or two where it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSize:
+    """What a step's adapters need, at most."""
+
+    num_rows: int
+    num_runs: int
+    num_groups: int
+    """Of the part where the runs have most."""
+    num_vectors: int = 1
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of rows."""
+        return -(-self.num_rows // TILE_ROWS)
+
+
+class StepWork:
+    """The lists of one step, and the workspace of its updates."""
+
+    def __init__(self, tables: DeviceTables, size: WorkSize, runs: Tensor | None = None) -> None:
+        """`runs`: int32 `[max_runs, 4]` on the device that somebody else fills, in place of
+        `fill`."""
+        device, num_parts = tables.arena.device, len(tables.parts)
+        self.tables = tables
+        self.max_runs = max(MIN_RUNS, power_of_two(size.num_runs))
+        self.max_groups = max(1, size.num_groups)
+        self.max_tiles = max(1, size.num_tiles)
+        self.max_vectors = max(1, size.num_vectors)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        words = RECORD_WORDS
+        self.runs = integers(self.max_runs, 4) if runs is None else runs
+        assert self.runs.shape == (self.max_runs, 4), self.runs.shape
+        self.entries = integers(num_parts, self.max_groups, words, dtype=torch.int64)
+        self.lanes = integers(num_parts, self.max_groups, GROUP_ROWS, dtype=torch.int64)
+        self.counts = integers(num_parts, 2)
+        self.tile_ends = integers(num_parts, self.max_tiles)
+        self.vectors = integers(num_parts, self.max_vectors, words, dtype=torch.int64)
+        self.tickets = integers(num_parts, self.max_groups)
+        self.done = integers(num_parts)
+        group_numbers = GROUP_ROWS * TILE_ROWS
+        self.partial = torch.empty(
+            max(_num_partial_sums(tables)) * self.max_groups * group_numbers,
+            dtype=torch.float32,
+            device=device,
+        )
+        self.intermediates: dict[torch.dtype, Tensor] = {}
+        self._num_intermediate = tables.max_parts * self.max_groups * 2 * group_numbers
+
+    def intermediate(self, dtype: torch.dtype) -> Tensor:
+        """The product of A and the rows, for a B of `dtype`."""
+        if dtype not in self.intermediates:
+            self.intermediates[dtype] = torch.empty(
+                self._num_intermediate, dtype=dtype, device=self.tables.arena.device
+            )
+        return self.intermediates[dtype]
+
+    def arrays(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What `update_site` takes of them, in its order; `dtype` is that of x and y."""
+        lists = self.entries, self.lanes, self.counts, self.tile_ends, self.vectors
+        return self.partial, self.intermediate(dtype), *lists, self.tickets, self.done
+
+    def fill(self, runs: Sequence[RowRun]) -> None:
+        """Copy a step's runs to the device; `list_groups` must follow."""
+        cut = cut_at_tiles(runs)
+        assert len(cut) <= self.max_runs, (len(cut), self.max_runs)
+        words = [(run.slot, run.begin, run.end, float_bits(run.coef)) for run in cut]
+        words += [(0, 0, 0, 0)] * (self.max_runs - len(words))
+        copy_into(self.runs, torch.tensor(words, dtype=torch.int32))
+
+    def list_groups(self, num_rows: int) -> None:
+        """List the groups of all parts in one launch, for a step of so many token rows."""
+        tables, num_tiles = self.tables, -(-num_rows // TILE_ROWS)
+        assert num_tiles <= self.max_tiles, (num_rows, self.max_tiles)
+        kernels.list_groups[(len(tables.parts),)](
+            self.runs,
+            tables.index,
+            tables.records,
+            self.entries,
+            self.lanes,
+            self.counts,
+            self.tile_ends,
+            self.vectors,
+            self.done,
+            0,
+            len(tables.parts),
+            self.max_groups,
+            self.max_tiles,
+            num_tiles,
+            self.max_vectors,
+            MAX_RUNS=self.max_runs,
+        )
+
+
+def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
+    """What the runs of a step need."""
+    cut = cut_at_tiles(runs)
+    groups = sum(tables.max_groups(run.slot) for run in cut)
+    vectors = sum(tables.max_vectors(run.slot) for run in cut)
+    return WorkSize(num_rows, len(cut), groups, vectors)
+
+
+def static_work(tables: DeviceTables, max_rows: int, runs: Tensor) -> StepWork:
+    """That of all captured steps of up to `max_rows` token rows, whose runs are in `runs`."""
+    vectors = MAX_RUN_VECTORS * len(runs)
+    return StepWork(tables, WorkSize(max_rows, len(runs), GRAPH_GROUPS, vectors), runs)
+
+
+def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
+    """Whether captured steps have room for these runs, which are cut at tiles."""
+    return (
+        len(runs) <= MIN_RUNS
+        and sum(tables.max_groups(run.slot) for run in runs) <= GRAPH_GROUPS
+        and all(tables.max_vectors(run.slot) <= MAX_RUN_VECTORS for run in runs)
+    )
+
+
+def _num_partial_sums(tables: DeviceTables) -> list[int]:
+    """By site: partial sums of a group in all parts; none where one split is all."""
+    counts = [(num_splits(s.num_inputs), len(s.parts)) for s in tables.shapes if s.parts]
+    return [splits * parts for splits, parts in counts if splits > 1] or [1]

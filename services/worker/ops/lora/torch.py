@@ -1,0 +1,120 @@
+"""The low-rank update in plain torch: dense products over row runs and views of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.lora.tables import SiteDelta, Tile
+from services.worker.ops.lora.worklist import LoraBatch
+
+
+def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+    """Semantics: y[t] = gain * (y[t] + sum coef * (scale * B (A x[t]) + lora bias)) + bias delta,
+    summed over t's adapters; outputs with a row of the adapter's own start from that row times x.
+
+    Args:
+        y: `[T, out]`, the base's product, contiguous rows. Mutated.
+        x: `[T, in]`, same dtype as y and the tiles.
+        site_id: which entries of the table apply.
+        lora: row runs over the T rows; rows outside of every run stay as they are.
+
+    The rank-sized intermediate, its scale and coefficient are float32.
+    """
+    for run in lora.runs:
+        delta = lora.table.get((run.slot, site_id))
+        if delta is not None:
+            out, rows = y[run.begin : run.end], x[run.begin : run.end]
+            if delta.row_ids is not None:
+                _replace_outputs(out, rows, delta.rows, delta.row_ids)
+            if delta.a:
+                _expand(out, _shrink(rows, delta), delta, run.coef)
+            apply_vectors(out, delta, run.coef)
+
+
+def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBatch) -> None:
+    """The same at the embedding, where A x[t] is column token_ids[t] of A.
+
+    Args:
+        y: `[T, out]`, the base's embeddings. Mutated.
+        token_ids: int64 `[T]`.
+    """
+    for run in lora.runs:
+        delta = lora.table.get((run.slot, site_id))
+        if delta is not None:
+            out, ids = y[run.begin : run.end], token_ids[run.begin : run.end]
+            if delta.row_ids is not None:
+                _replace_rows(out, ids, delta.rows, delta.row_ids)
+            if delta.a:
+                _expand(out, _look_up(ids, delta), delta, run.coef)
+            apply_vectors(out, delta, run.coef)
+
+
+def _replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
+    """y[:, row_ids] = x rows^T."""
+    products = torch.zeros(len(x), len(row_ids), dtype=torch.float32, device=x.device)
+    for tile in rows:
+        _shrink_tile(products, x, tile)
+    y[:, row_ids] = products.to(y.dtype)
+
+
+def _replace_rows(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
+    """y[t] = rows[i] where token_ids[t] == row_ids[i]."""
+    places = torch.searchsorted(row_ids, token_ids).clamp_(max=len(row_ids) - 1)
+    is_changed = row_ids[places] == token_ids
+    for tile in rows:
+        inside = is_changed & (places >= tile.row_begin) & (places < tile.row_end)
+        hits = inside.nonzero()[:, 0]
+        y[hits, tile.col_begin : tile.col_end] = tile.data[places[hits] - tile.row_begin]
+
+
+def _shrink(x: Tensor, delta: SiteDelta) -> Tensor:
+    """x A^T, float32 `[n, rank]`."""
+    if len(delta.a) == 1:
+        return x.float() @ delta.a[0].data.float().T
+    shrunk = torch.zeros(len(x), delta.rank, dtype=torch.float32, device=x.device)
+    for tile in delta.a:
+        _shrink_tile(shrunk, x, tile)
+    return shrunk
+
+
+def _shrink_tile(shrunk: Tensor, x: Tensor, tile: Tile) -> None:
+    columns = x[:, tile.col_begin : tile.col_end].float()
+    shrunk[:, tile.row_begin : tile.row_end].addmm_(columns, tile.data.float().T)
+
+
+def _look_up(token_ids: Tensor, delta: SiteDelta) -> Tensor:
+    """Rows of A^T, float32 `[n, rank]`."""
+    found = torch.zeros(len(token_ids), delta.rank, dtype=torch.float32, device=token_ids.device)
+    for tile in delta.a:
+        inside = (token_ids >= tile.row_begin) & (token_ids < tile.row_end)
+        rows = inside.nonzero()[:, 0]
+        values = tile.data[token_ids[rows] - tile.row_begin].float()
+        found[rows, tile.col_begin : tile.col_end] = values
+    return found
+
+
+def _expand(y: Tensor, shrunk: Tensor, delta: SiteDelta, coef: float) -> None:
+    """y += coef * scale * shrunk B. Mutates both."""
+    shrunk.mul_(delta.scales)
+    if coef != 1.0:
+        shrunk.mul_(coef)
+    for tile in delta.b:
+        part = shrunk[:, tile.row_begin : tile.row_end]
+        out = y[:, tile.col_begin : tile.col_end]
+        if y.dtype is torch.float32:
+            out.addmm_(part, tile.data.float())
+        else:
+            out.add_(part @ tile.data.float())
+
+
+def apply_vectors(y: Tensor, delta: SiteDelta, coef: float) -> None:
+    """y = gain * (y + coef * lora bias) + bias delta, where the adapter has them. Mutates y."""
+    for tile in delta.lora_biases:
+        y[:, tile.col_begin : tile.col_end].add_(tile.data, alpha=coef)
+    for tile in delta.gains:
+        y[:, tile.col_begin : tile.col_end].mul_(tile.data)
+    for tile in delta.biases:
+        y[:, tile.col_begin : tile.col_end].add_(tile.data)

@@ -1,0 +1,230 @@
+"""The low-rank update on GPUs. Nothing returns to the host in between.
+
+`StepWork` lists a step's groups once for all sites. Then each site takes one launch with its base
+product (`MAX_FUSED_ROWS` and fewer rows), or two launches around a library's product. Counts stay
+on the device and grids are fixed, so a captured graph serves any mix of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.launch import must_widen, shared_bytes
+from services.worker.ops.lora import triton_kernels as kernels
+from services.worker.ops.lora.dense import add_dense
+from services.worker.ops.lora.device_records import MAX_PARTS
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.plan import (
+    FUSED_SHARED_BYTES,
+    SPLIT_INPUTS,
+    TILE_ROWS,
+    SitePlan,
+    expand_plan,
+    fused_plan,
+    is_fused,
+    num_shrink_programs,
+    num_splits,
+)
+from services.worker.ops.lora.runs import RowRun
+from services.worker.ops.lora.side_stream import SideStream
+from services.worker.ops.lora.step_work import StepWork, work_size
+from services.worker.ops.lora.worklist import LoraBatch
+
+ALIGNED_ELEMENTS = 16
+
+
+class DeviceLora:
+    """Tables of one runner; makes the work of each step and launches it."""
+
+    def __init__(self, tables: DeviceTables, side: SideStream | None = None) -> None:
+        """`side`: where intermediates are computed beside a library's base product; None = after
+        it."""
+        self.tables = tables
+        self._side = side
+
+    def begin(self, runs: Sequence[RowRun], num_rows: int) -> StepWork:
+        """Upload a step's runs and list their groups at every site."""
+        work = StepWork(self.tables, work_size(self.tables, runs, num_rows))
+        work.fill(runs)
+        work.list_groups(num_rows)
+        return work
+
+    def product(self, base_weight: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
+        """`[T, in]` -> `[T, out]`: the base product and the update of a site.
+
+        Args:
+            base_weight: `[out, in]`, of x's dtype.
+        """
+        if not self.touches(lora, site_id):
+            return torch.nn.functional.linear(x, base_weight)
+        if lora.work is not None and not lora.dense and can_fuse(x, base_weight):
+            y = torch.empty(len(x), len(base_weight), dtype=x.dtype, device=x.device)
+            launch(y, x, site_id, lora.work, base_weight, shrinks=True, expands=True)
+            return y
+        early = lora.work is not None and self._side is not None
+        if early:
+            assert self._side is not None and lora.work is not None
+            with self._side.fork():
+                launch(None, x, site_id, lora.work, None, shrinks=True, expands=False)
+        y = torch.nn.functional.linear(x, base_weight)
+        if early:
+            assert self._side is not None and lora.work is not None
+            self._side.join()
+            self._add_dense(y, x, site_id, lora)
+            launch(y, x, site_id, lora.work, None, shrinks=False, expands=True)
+        else:
+            self.add_lora(y, x, site_id, lora)
+        return y
+
+    def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """As `torch.add_lora`; a batch without work of its own (chosen rows) gets it here, unless
+        all its runs are dense."""
+        if not self.touches(lora, site_id):
+            return
+        self._add_dense(y, x, site_id, lora)
+        work = lora.work
+        if work is None and lora.tiled:
+            work = self.begin(lora.tiled, len(x))
+        if work is not None:
+            add_lora(y, x, site_id, work)
+
+    def _add_dense(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        for run in lora.dense:
+            if (delta := lora.table.get((run.slot, site_id))) is not None:
+                add_dense(y, x, delta, run)
+
+    def touches(self, lora: LoraBatch, site_id: int) -> bool:
+        """Whether kernels have anything to add at a site."""
+        if lora.sites is not None:
+            return site_id in lora.sites
+        return any(site_id in self.tables.sites_of(run.slot) for run in lora.runs)
+
+    def sites_of(self, runs: Sequence[RowRun]) -> frozenset[int]:
+        """All sites where kernels have anything to add for these runs."""
+        sites = (self.tables.sites_of(slot) for slot in {run.slot for run in runs})
+        return frozenset[int]().union(*sites)
+
+
+def can_fuse(x: Tensor, base_weight: Tensor) -> bool:
+    """Whether one launch computes the base product with the update."""
+    (num_rows, num_inputs), num_outputs = x.shape, len(base_weight)
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and not must_widen(x.dtype)
+        and is_fused(num_rows, num_outputs)
+        and shared_bytes(x.device) >= FUSED_SHARED_BYTES
+        and base_weight.is_contiguous()
+        and num_inputs % fused_plan(num_outputs).block_inputs == 0
+    )
+
+
+def add_lora(y: Tensor, x: Tensor, site_id: int, work: StepWork) -> None:
+    """Semantics: y[t] = gain * (y[t] + coef * (scale * B (A x[t]) + lora bias)) + bias delta.
+
+    Args:
+        y: `[T, out]`, the base's product, contiguous rows. Mutated.
+        x: `[T, in]`, same dtype as y and the tiles, contiguous rows.
+        site_id: which of the tables' sites.
+        work: runs over the T rows, with their groups listed.
+    """
+    launch(y, x, site_id, work, None, shrinks=True, expands=False)
+    launch(y, x, site_id, work, None, shrinks=False, expands=True)
+
+
+def launch(
+    y: Tensor | None,
+    x: Tensor,
+    site_id: int,
+    work: StepWork,
+    base_weight: Tensor | None,
+    shrinks: bool,
+    expands: bool,
+    plan: SitePlan | None = None,
+) -> None:
+    """One launch of `update_site`.
+
+    Args:
+        y: `[T, out]`; with a base weight its values are not read. Mutated where `expands`.
+        x: `[T, in]`.
+        base_weight: `[out, in]`; None = y holds the base's product.
+        shrinks: compute the intermediate.
+        expands: add B times the intermediate.
+        plan: sizes; None = those of `plan.py`.
+    """
+    tables = work.tables
+    shape = tables.shapes[site_id]
+    num_rows, num_inputs = x.shape
+    outputs = x if y is None else y
+    assert x.stride(1) == outputs.stride(1) == 1, (x.stride(), outputs.stride())
+    assert num_inputs == shape.num_inputs, (num_inputs, shape)
+    ends = [part.end for part in shape.parts]
+    plan = plan or _plan(x, ends[-1], base_weight)
+    num_row_tiles = -(-num_rows // TILE_ROWS)
+    assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
+    num_shrink = num_shrink_programs(num_rows, expands) if shrinks else 0
+    num_tiles = sum(-(-part.length // plan.block_outputs) for part in shape.parts) * num_row_tiles
+    kernels.update_site[(num_shrink + num_tiles * expands,)](
+        outputs,
+        x,
+        outputs if base_weight is None else base_weight,
+        tables.matrices,
+        tables.vectors,
+        *work.arrays(x.dtype),
+        tables.first_part[site_id],
+        work.max_groups,
+        work.max_tiles,
+        *ends,
+        *[ends[-1]] * (MAX_PARTS - len(ends)),
+        num_rows,
+        num_inputs,
+        x.stride(0),
+        outputs.stride(0),
+        num_shrink,
+        num_row_tiles,
+        work.max_vectors,
+        **constants_of(
+            plan, shape, x.dtype, tables.is_int8, shrinks, expands, base_weight is not None
+        ),
+        num_warps=plan.num_warps,
+    )
+
+
+def constants_of(
+    plan: SitePlan,
+    shape: SiteShape,
+    dtype: torch.dtype,
+    is_int8: bool,
+    shrinks: bool,
+    expands: bool,
+    has_base: bool,
+) -> dict[str, Any]:
+    """What `update_site` is compiled for; `dtype` is that of x and y."""
+    return {
+        "NUM_PARTS": len(shape.parts),
+        "SPLITS": num_splits(shape.num_inputs),
+        "SPLIT_INPUTS": SPLIT_INPUTS,
+        "BLOCK_OUTPUTS": plan.block_outputs,
+        "BLOCK_INPUTS": plan.block_inputs,
+        "BLOCK_RANKS": plan.block_ranks,
+        "BLOCK_SHRINK": plan.block_shrink,
+        "SHRINKS": shrinks,
+        "EXPANDS": expands,
+        "HAS_BASE": has_base,
+        "HAS_CUTS": shape.may_be_cut,
+        "INT8": is_int8,
+        "WIDEN": must_widen(dtype),
+        "ALIGN": ALIGNED_ELEMENTS if shape.is_aligned else 1,
+        "STAGES": plan.stages,
+        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
+        "SHRINK_STAGES": 1 if is_int8 else plan.shrink_stages,
+    }
+
+
+def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:
+    if base_weight is None:
+        return expand_plan(len(x), num_outputs, x.itemsize)
+    return fused_plan(num_outputs)

@@ -1,0 +1,369 @@
+"""Triton programs of the low-rank update. Layouts, words and grids: README.md.
+
+An adapter's rank rows come in groups of at most 16. A step lists, for each part of each site, the
+groups of its adapters: their token rows, and where their rows of A and B lie. The update of a part
+is then one product over all listed rank rows,
+
+    y[t, o] += sum over groups g and rank rows r of h[g, r, t] * B[g, r, o]
+
+in which h is zero wherever token t does not use the adapter of group g. It has the form of a base
+product with a longer inner dimension, so both may share one launch and one accumulator.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from services.worker.ops.lora.triton_lists import (
+    GROUP_ROWS,
+    NO_ROW,
+    TILE_NUMBERS,
+    TILE_ROWS,
+    WORDS,
+    aligned,
+    choose,
+    high_word,
+    low_word,
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_part", "max_groups", "max_tiles", "max_vectors", "num_shrink", "num_rows",
+        "num_row_tiles", "end_0", "end_1", "end_2", "end_3",
+    ]
+)  # fmt: skip
+def update_site(
+    y, x, weight, arena, vector_arena, partial, h, entries, lanes, counts, tile_ends, vectors,
+    tickets, done, first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows,
+    num_inputs, x_stride, y_stride, num_shrink, num_row_tiles, max_vectors,
+    NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    BLOCK_SHRINK: tl.constexpr, SHRINKS: tl.constexpr, EXPANDS: tl.constexpr,
+    HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr, SHRINK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """y = base product (or y as it is) + the update of one site.
+
+    Grid: `num_shrink` programs that compute h, then one for each tile of outputs and rows. Those of
+    a launch that does both wait for the groups of their part. They cannot wait for ever: programs
+    start in the order of their numbers, so all that shrink are running or done.
+    """
+    pid = tl.program_id(0)
+    if SHRINKS:
+        if pid < num_shrink:
+            _shrink_groups(
+                x, arena, partial, h, entries, counts, tickets, done, pid, num_shrink, first_part,
+                max_groups, num_inputs, x_stride, NUM_PARTS, SPLITS, SPLIT_INPUTS, BLOCK_SHRINK,
+                EXPANDS, HAS_CUTS, INT8, WIDEN, ALIGN, SHRINK_STAGES,
+            )  # fmt: skip
+    if EXPANDS:
+        if pid >= num_shrink:
+            _expand_tile(
+                y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors,
+                done, pid - num_shrink, first_part, max_groups, max_tiles, end_0, end_1, end_2,
+                end_3, num_rows, num_inputs, x_stride, y_stride, num_row_tiles, max_vectors,
+                BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS, HAS_BASE, HAS_CUTS, INT8, WIDEN,
+                ALIGN, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _shrink_groups(
+    x, arena, partial, h, entries, counts, tickets, done, pid, num_programs, first_part, max_groups,
+    num_inputs, x_stride,
+    NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
+    BLOCK_SHRINK: tl.constexpr, TELLS: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """h[g, r, t] = factor * sum over inputs of A[r] x[t], for the groups of a site."""
+    end_1 = tl.load(counts + first_part * 2)
+    end_2, end_3, end_4 = end_1, end_1, end_1
+    if NUM_PARTS > 1:
+        end_2 = end_1 + tl.load(counts + (first_part + 1) * 2)
+        end_3, end_4 = end_2, end_2
+    if NUM_PARTS > 2:
+        end_3 = end_2 + tl.load(counts + (first_part + 2) * 2)
+        end_4 = end_3
+    if NUM_PARTS > 3:
+        end_4 = end_3 + tl.load(counts + (first_part + 3) * 2)
+    for item in range(pid, end_4 * SPLITS, num_programs):
+        group, split = item // SPLITS, item % SPLITS
+        local = (group >= end_1).to(tl.int32) + (group >= end_2) + (group >= end_3)
+        group -= choose(local, 0, end_1, end_2, end_3)
+        number = (first_part + local).to(tl.int64) * max_groups + group
+        entry = entries + number * WORDS
+        total = _partial_intermediate(
+            x, arena, entry, split * SPLIT_INPUTS, num_inputs, x_stride, SPLIT_INPUTS,
+            BLOCK_SHRINK, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
+        )  # fmt: skip
+        h_group = local.to(tl.int64) * max_groups + group
+        if SPLITS == 1:
+            _store_intermediate(h, total, entry, h_group, INT8)
+        else:
+            lines = partial + h_group * (SPLITS * TILE_NUMBERS)
+            line = tl.arange(0, GROUP_ROWS)[:, None] * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
+            tl.store(lines + split * TILE_NUMBERS + line, total)
+            tl.debug_barrier()
+            if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
+                # The last to come adds all partial sums, in order whoever it is. The next launch
+                # finds the ticket as this one did.
+                tl.store(tickets + number, 0)
+                total = tl.load(lines + line)
+                for p in tl.static_range(1, SPLITS):
+                    total += tl.load(lines + p * TILE_NUMBERS + line)
+                _store_intermediate(h, total, entry, h_group, INT8)
+                if TELLS:
+                    tl.debug_barrier()
+                    tl.atomic_add(done + first_part + local, 1, sem="release")
+        if TELLS and SPLITS == 1:
+            tl.debug_barrier()
+            tl.atomic_add(done + first_part + local, 1, sem="release")
+
+
+@triton.jit
+def _partial_intermediate(
+    x, arena, entry, in_begin, num_inputs, x_stride,
+    SPLIT_INPUTS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
+    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A x over one split of the inputs, `[GROUP_ROWS, TILE_ROWS]`; column t is row begin + t."""
+    rows, size = tl.load(entry + 1), tl.load(entry + 5)
+    r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
+    is_rank, is_row = r < low_word(size), low_word(rows) + t < high_word(rows)
+    a_stride = aligned(low_word(tl.load(entry + 2)), ALIGN)
+    a_rows = arena + aligned(tl.load(entry), ALIGN) + r * a_stride
+    x_rows = x + (low_word(rows) + t).to(tl.int64) * x_stride
+    in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
+    first_input = 0
+    if HAS_CUTS:
+        cut = tl.load(entry + 3)
+        first_input = low_word(cut)
+        in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, high_word(cut))
+    in_end = aligned(in_end, ALIGN)
+    total = tl.zeros((GROUP_ROWS, TILE_ROWS), tl.float32)
+    for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
+        k = at + tl.arange(0, BLOCK_SHRINK)
+        is_input = k < in_end
+        a_mask = is_rank[:, None] & is_input[None, :]
+        a = tl.load(a_rows[:, None] + (k - first_input)[None, :], mask=a_mask, other=0.0)
+        x_mask = is_input[:, None] & is_row[None, :]
+        x_tile = tl.load(x_rows[None, :] + k[:, None], mask=x_mask, other=0.0)
+        if WIDEN:
+            a, x_tile = a.to(tl.float32), x_tile.to(tl.float32)
+        elif INT8:
+            a = a.to(x_tile.dtype)
+        total = tl.dot(a, x_tile, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
+    """h[g] of a row tile: values in the rows of the group, zeros elsewhere. Half precision keeps
+    two numbers whose sum is the value, so that it is not rounded to one."""
+    PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
+    rows, size = tl.load(entry + 1), tl.load(entry + 5)
+    r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
+    if INT8:
+        scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        total *= tl.load(scales + r, mask=r < low_word(size), other=0.0)[:, None]
+    total *= high_word(size).to(tl.float32, bitcast=True)
+    first = low_word(rows) % TILE_ROWS
+    last = first + high_word(rows) - low_word(rows)
+    place = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
+    # Values go to columns [first, last) of the tile, zeros to the others.
+    here, value_column = t < last - first, first + t
+    outside = (t < first) | (t >= last)
+    zero = tl.zeros((GROUP_ROWS, TILE_ROWS), h.dtype.element_ty)
+    high = total.to(h.dtype.element_ty)
+    tl.store(place + t[None, :], zero, mask=outside[None, :])
+    tl.store(place + value_column[None, :], high, mask=here[None, :])
+    if PAIR:
+        rounded = high.to(tl.float32)
+        low = tl.where(tl.abs(rounded) == float("inf"), 0.0, total - rounded)
+        place += TILE_NUMBERS
+        tl.store(place + t[None, :], zero, mask=outside[None, :])
+        tl.store(place + value_column[None, :], low.to(h.dtype.element_ty), mask=here[None, :])
+
+
+@triton.jit
+def _part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS: tl.constexpr):
+    """The part of a site that a tile of its outputs belongs to: its number, the tile's number in
+    it, and its outputs [begin, end). Parts that a site does not have are empty."""
+    tiles_1 = tl.cdiv(end_0, BLOCK_OUTPUTS)
+    tiles_2 = tiles_1 + tl.cdiv(end_1 - end_0, BLOCK_OUTPUTS)
+    tiles_3 = tiles_2 + tl.cdiv(end_2 - end_1, BLOCK_OUTPUTS)
+    local = (column_tile >= tiles_1).to(tl.int32) + (column_tile >= tiles_2)
+    local += column_tile >= tiles_3
+    column_tile -= choose(local, 0, tiles_1, tiles_2, tiles_3)
+    begin = choose(local, 0, end_0, end_1, end_2)
+    return local, column_tile, begin, choose(local, end_0, end_1, end_2, end_3)
+
+
+@triton.jit
+def _wait_until(counter, value):
+    """Return when other programs have counted up to `value`; what they wrote before can be read."""
+    found = tl.atomic_add(counter, 0, sem="acquire")
+    while found < value:
+        found = tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _expand_tile(
+    y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors, done, tile,
+    first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows, num_inputs, x_stride,
+    y_stride, num_row_tiles, max_vectors,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    WAITS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows and of the outputs of one part."""
+    row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
+    local, column_tile, begin, end = _part_of(
+        column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS
+    )
+    begin, end = aligned(begin, ALIGN), aligned(end, ALIGN)
+    part = first_part + local
+    ends = tile_ends + part * max_tiles + row_tile
+    last_group = tl.load(ends)
+    first_group = tl.load(ends - 1, mask=row_tile > 0, other=0)
+    num_vectors = tl.load(counts + part * 2 + 1)
+    if HAS_BASE | (first_group < last_group) | (num_vectors > 0):
+        row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        column = column_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        is_row, is_column = row < num_rows, column < end - begin
+        y_tile = y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        part_lanes = lanes + part.to(tl.int64) * max_groups * GROUP_ROWS
+        part_entries = entries + part.to(tl.int64) * max_groups * WORDS
+        h_part = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
+        at, end_rank = first_group * GROUP_ROWS, last_group * GROUP_ROWS
+        # Rows of B are asked for before the intermediate is waited for, later ones a block ahead.
+        b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
+        next_rows = _rows_of_b(part_lanes, at + BLOCK_RANKS, end_rank, BLOCK_RANKS)
+        if HAS_BASE:
+            total = _base_product(
+                x + row.to(tl.int64) * x_stride, is_row,
+                weight + (begin + column).to(tl.int64) * num_inputs, is_column, num_inputs,
+                BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES,
+            )  # fmt: skip
+        else:
+            total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
+        b = _load_b(
+            arena, b_rows, part_entries, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS,
+            ALIGN,
+        )  # fmt: skip
+        if WAITS:
+            _wait_until(done + part, tl.load(counts + part * 2))
+        high, low = _load_intermediate(h_part, at, end_rank, BLOCK_RANKS)
+        while at < end_rank:
+            later = at + BLOCK_RANKS
+            next_b = _load_b(
+                arena, next_rows, part_entries, later, end_rank, column, is_column, BLOCK_RANKS,
+                HAS_CUTS, ALIGN,
+            )  # fmt: skip
+            next_high, next_low = _load_intermediate(h_part, later, end_rank, BLOCK_RANKS)
+            next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
+            total = _add_product(total, high, low, b, INT8, WIDEN)
+            b, high, low, at = next_b, next_high, next_low, later
+        vectors += part.to(tl.int64) * max_vectors * WORDS
+        total = _with_vectors(total, vector_arena, vectors, num_vectors, row, column)
+        tl.store(y_tile, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _base_product(
+    x_rows, is_row, weight_rows, is_column, num_inputs,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x W^T of a tile; `num_inputs` is a multiple of BLOCK_INPUTS."""
+    total = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
+    k = tl.arange(0, BLOCK_INPUTS)
+    for at in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=STAGES):
+        x_tile = tl.load(x_rows[:, None] + (at + k)[None, :], mask=is_row[:, None], other=0.0)
+        w_tile = tl.load(
+            weight_rows[None, :] + (at + k)[:, None], mask=is_column[None, :], other=0.0
+        )
+        total = tl.dot(x_tile, w_tile, total)
+    return total
+
+
+@triton.jit
+def _rows_of_b(lanes, at, end, BLOCK_RANKS: tl.constexpr):
+    """Where the rows of B begin that listed rank rows `at` and following stand for."""
+    k = at + tl.arange(0, BLOCK_RANKS)
+    return tl.load(lanes + k, mask=k < end, other=NO_ROW)
+
+
+@triton.jit
+def _load_b(
+    arena, b_rows, entries, at, end, column, is_column,
+    BLOCK_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Rank rows of B at a tile's columns, `[BLOCK_RANKS, BLOCK_OUTPUTS]`."""
+    mask = (b_rows > NO_ROW)[:, None] & is_column[None, :]
+    if HAS_CUTS:
+        k = at + tl.arange(0, BLOCK_RANKS)
+        cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
+        mask = mask & (column[None, :] >= low_word(cut)[:, None])
+        mask = mask & (column[None, :] < high_word(cut)[:, None])
+    rows = arena + aligned(b_rows, ALIGN)
+    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_intermediate(h, at, end, BLOCK_RANKS: tl.constexpr):
+    """h of the listed rank rows `at` and following, `[TILE_ROWS, BLOCK_RANKS]`, as two numbers of
+    half precision whose sum it is; float32 is its own first number."""
+    k = at + tl.arange(0, BLOCK_RANKS)
+    line = (k // GROUP_ROWS) * (2 * TILE_NUMBERS) + k % GROUP_ROWS * TILE_ROWS
+    place = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
+    is_rank = (k < end)[None, :]
+    high = tl.load(place, mask=is_rank, other=0.0)
+    low = high
+    if h.dtype.element_ty != tl.float32:
+        low = tl.load(place + TILE_NUMBERS, mask=is_rank, other=0.0)
+    return high, low
+
+
+@triton.jit
+def _add_product(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
+    """total + (high + low) b."""
+    PAIR: tl.constexpr = high.dtype != tl.float32
+    if WIDEN:
+        b, high, low = b.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
+    elif INT8:
+        b = b.to(high.dtype)
+    total = tl.dot(high, b, total, input_precision="ieee")
+    if PAIR:
+        total = tl.dot(low, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _with_vectors(total, vector_arena, vectors, num_vectors, row, column):
+    """Apply what listed adapters have of gain, bias of B and bias delta to their rows of a tile."""
+    for v in range(num_vectors):
+        total = _with_vector(total, vector_arena, vectors + v * WORDS, row, column)
+    return total
+
+
+@triton.jit
+def _with_vector(total, vector_arena, vector, row, column):
+    """The same of one adapter, or of one piece of its vectors."""
+    rows, cut = tl.load(vector), tl.load(vector + 1)
+    gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
+    coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    is_row = (row >= low_word(rows)) & (row < high_word(rows))
+    is_column = (column >= low_word(cut)) & (column < high_word(cut))
+    changed = total
+    if lora_bias > NO_ROW:
+        values = tl.load(vector_arena + lora_bias + column, mask=is_column, other=0.0)
+        changed += coef * values[None, :]
+    if gain > NO_ROW:
+        changed *= tl.load(vector_arena + gain + column, mask=is_column, other=1.0)[None, :]
+    if bias > NO_ROW:
+        changed += tl.load(vector_arena + bias + column, mask=is_column, other=0.0)[None, :]
+    return tl.where(is_row[:, None] & is_column[None, :], changed, total)

@@ -1,0 +1,1 @@
+"""Root-mean-square normalization with the residual added on the way."""

@@ -1,0 +1,1 @@
+"""A step plan becomes tensors, runs through the model and comes back as sampled tokens."""

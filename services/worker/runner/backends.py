@@ -1,0 +1,61 @@
+"""What a base is computed with: Triton, C++ or torch, and by how many threads."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.errors import InvalidRequest
+from services.worker.layers.native_operators import NativeOperators
+from services.worker.layers.operators import Operators, TorchOperators
+from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
+from services.worker.ops.launch import INTERPRETING
+from services.worker.runner.numerics import set_threads
+
+REFUSALS = {
+    "triton": "Triton kernels need the device cuda",
+    "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a LORAPLEX_CPU_ISA "
+    "other than torch",
+}
+"""Why a backend that exists cannot compute here."""
+
+
+def choose_operators(
+    device: torch.device, dtype: torch.dtype, cpu_isa: str, attention_backend: str = "auto"
+) -> Operators:
+    """The operators of a base.
+
+    Args:
+        attention_backend: `vanilla` = plain torch on any device, which shares no kernel with the
+            others and is what they are compared with; `cpu` = compiled C++; `triton` = Triton, on
+            a GPU or under its interpreter; `auto` = Triton on a GPU (or under its interpreter), C++
+            on a CPU that has kernels for the dtype, else torch.
+
+    Raises: InvalidRequest when the backend does not exist or cannot compute here.
+    """
+    is_gpu = device.type == "cuda"
+    is_auto = attention_backend == "auto"
+    by_default = is_gpu or (INTERPRETING and cpu_isa == "auto")
+    can_be_triton = is_gpu or INTERPRETING
+    if (is_auto and by_default) or (attention_backend == "triton" and can_be_triton):
+        from services.worker.layers.triton_operators import TritonOperators
+
+        return TritonOperators()
+    can_be_native = not is_gpu and dtype in ACTIVATION_DTYPES
+    if can_be_native and (is_auto or attention_backend == "cpu"):
+        native = load_native(cpu_isa)
+        if native is not None:
+            return NativeOperators(native, dtype)
+    if is_auto or attention_backend == "vanilla":
+        return TorchOperators()
+    reason = REFUSALS.get(attention_backend, "must be auto, vanilla, cpu or triton")
+    raise InvalidRequest.field("attention_backend", attention_backend, reason)
+
+
+def share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:
+    """Threads for torch and for the kernels; torch keeps one where it does small things only."""
+    if device.type != "cpu":
+        return
+    set_threads(weight_bytes)
+    if isinstance(operators, NativeOperators):
+        operators.native.set_threads(torch.get_num_threads())
+        torch.set_num_threads(1)

@@ -1,0 +1,236 @@
+"""From the folder of a base to a runner: model, arena, and the operators that compute here."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from loraplex.adapter_format.geometry import Geometry
+from loraplex.cli.progress import ProgressBar
+from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.progress import Progress
+from services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
+from services.worker.adapters.device.loader import AdapterLoader
+from services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
+from services.worker.adapters.device.weights import AdapterWeights
+from services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
+from services.worker.adapters.pack.packing import Packer
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
+from services.worker.cache.kv_layout import plan_kv_groups
+from services.worker.layers.native_operators import NativeOperators
+from services.worker.layers.operators import Operators
+from services.worker.model.decoder import Decoder, SiteWeights
+from services.worker.model.families import read_model_config
+from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from services.worker.ops.lora.records import Records
+from services.worker.runner.backends import choose_operators, share_threads
+from services.worker.runner.numerics import (
+    dtype_name,
+    fingerprint,
+    half_wins,
+    resolve_device,
+    resolve_dtype,
+)
+from services.worker.runner.runner import TorchRunner
+from services.worker.runner.step_batch import BatchMaker
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.model_config import ModelConfig
+from services.worker.types.own_rope import base_ropes
+from services.worker.types.runner_protocol import ModelInfo
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from services.worker.runner.gpu_path import GpuPath
+
+
+def build_runner(
+    model_dir: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    arena_bytes: int,
+    max_lora_rank: int = 256,
+    max_resident: int = 4096,
+    max_num_tokens: int = 2048,
+    max_num_rows: int = 256,
+    load_format: str = "auto",
+    cpu_isa: str = "auto",
+    attention_backend: str = "auto",
+    overlap: str = "off",
+    adapter_dtype: str = "auto",
+    host_cache_bytes: int = 0,
+    executors: tuple[Executor, Executor] | None = None,
+) -> TorchRunner:
+    """Load a base and allocate its arena.
+
+    Args:
+        model_dir: folder in Hugging Face layout.
+        arena_bytes: for KV cache and adapters together.
+        max_lora_rank: adapters of a higher rank are refused at load.
+        max_resident: adapters that may be loaded at once; slots are below it.
+        max_num_tokens, max_num_rows: the most positions and the most requests of one step.
+        load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
+        cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
+        adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
+        host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
+        attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
+
+    Raises: LoraplexError naming the file, field or setting that is wrong.
+    """
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
+    operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
+    config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
+    share_threads(model.weight_bytes, operators, torch_device)
+    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes)
+    arena, sites = kv.arena, model.site_weights
+    geometry = base_geometry(model_dir, config, sites.table)
+    base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"
+    layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, is_int8)
+    host = _pinned_cache(arena, host_cache_bytes)
+    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
+    packer = _packer(layout, geometry, sites, torch_device)
+    loader = AdapterLoader(adapters, packer, executors)
+    info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
+    limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
+    batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
+    gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
+    return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
+
+
+def _adapter_layout(
+    model: Decoder, kv: KvBuffer, operators: Operators, max_rank: int, base_key: str, int8: bool
+) -> AdapterLayout:
+    """How adapters are packed for this base; `base_key` names its weights."""
+    return AdapterLayout(
+        block_bytes=kv.arena.block_bytes,
+        dtype=_dtype_key(kv.planes(0)[0].dtype),
+        keeps_half=isinstance(operators, NativeOperators),
+        max_rank=max_rank,
+        base_key=base_key,
+        sites=model.site_weights.table,
+        ropes=base_ropes(model.config),
+        int8=int8,
+    )
+
+
+def _kv_buffer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
+) -> KvBuffer:
+    """The arena of so many bytes, and the KV cache in it."""
+    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
+    num_blocks = blocks_for(num_bytes, groups.block_bytes)
+    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
+
+
+def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
+    """On a CPU the page cache is as near."""
+    return PinnedCache(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
+
+
+def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
+    """See `numerics.half_wins`; a folder without readable weights is refused later, by name."""
+    try:
+        return load_format == "auto" and half_wins(*published(folder), cpu_isa)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
+        return False
+
+
+def _packer(
+    layout: AdapterLayout, geometry: Geometry, sites: SiteWeights, device: torch.device
+) -> Packer:
+    """Reads adapters of this base and lays their bytes out."""
+    reader = ModuleReader(geometry, sites.table, layout.max_rank)
+    return Packer(reader, layout, SiteValues(sites, layout, device))
+
+
+def _dtype_key(dtype: torch.dtype) -> str:
+    """Its safetensors name."""
+    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
+
+
+def _batch_maker(
+    model: Decoder,
+    operators: Operators,
+    kv: KvBuffer,
+    adapters: AdapterWeights,
+    layout: AdapterLayout,
+    device: torch.device,
+    limits: tuple[int, int, int, int],
+) -> BatchMaker:
+    """`limits` = max_resident, max_lora_rank, max_num_tokens, max_num_rows."""
+    is_native = isinstance(operators, NativeOperators)
+    return BatchMaker(
+        kv,
+        model.ropes,
+        adapters.table,
+        device,
+        max_num_tokens=limits[2],
+        make_metadata=operators.make_metadata,
+        records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
+        gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
+    )
+
+
+def _gpu_path(
+    model: Decoder,
+    operators: Operators,
+    kv: KvBuffer,
+    adapters: AdapterWeights,
+    limits: tuple[int, int, int, int],
+    is_int8: bool,
+) -> GpuPath | None:
+    """Tables, workspace and captured graphs where Triton computes, else None."""
+    if operators.name != "triton":
+        return None
+    from services.worker.runner.gpu_path import GpuLimits, GpuPath
+
+    return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
+
+
+def _read_model(
+    folder: Path,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    operators: Operators,
+) -> tuple[ModelConfig, Decoder]:
+    """The base with its weights; a terminal shows how far they are read."""
+    family, config = read_model_config(folder)
+    with ProgressBar(folder.name) as bar:
+        weights = _weights(load_format, folder, dtype, device, bar)
+        return config, family.build(config, weights, operators)
+
+
+def _weights(
+    load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Weights:
+    if load_format == "dummy":
+        return DummyWeights(dtype, device)
+    if load_format != "auto":
+        raise InvalidRequest.field("load_format", load_format, "must be auto or dummy")
+    return Checkpoint(folder, dtype, device, progress)
+
+
+def _model_info(
+    config: ModelConfig,
+    layout: AdapterLayout,
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
+    operators: Operators,
+) -> ModelInfo:
+    arithmetic = operators.name + "-int8" * layout.int8
+    return ModelInfo(
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        dtype=dtype_name(dtype),
+        device=device.type,
+        numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
+        geometry=geometry,
+        rope_switch_len=config.rope_switch_len,
+    )

@@ -1,0 +1,235 @@
+"""What a runner on a GPU has besides the model: device tables, workspace and captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.worker.adapters.device.copy_events import CopyEvents
+from services.worker.adapters.device.table import AdapterTable
+from services.worker.arena_buffer import KvBuffer
+from services.worker.layers.operators import Operators
+from services.worker.layers.triton_operators import TritonOperators
+from services.worker.model.decoder import Decoder
+from services.worker.ops.lora.device_records import MAX_PARTS
+from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from services.worker.ops.lora.runs import RowRun, cut_at_tiles, dense_runs
+from services.worker.ops.lora.side_stream import SideStream
+from services.worker.ops.lora.site_parts import module_edges, site_parts
+from services.worker.ops.lora.step_work import fits_static_work
+from services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.runner.block_tables import BlockTables
+from services.worker.runner.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
+from services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
+from services.worker.runner.input_buffer import InputBuffer
+from services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
+from services.worker.runner.step_inputs import StepInputs
+from services.worker.runner.warm_up import warm_up
+from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """What sizes tables and workspaces."""
+
+    max_resident: int
+    max_lora_rank: int
+    max_num_tokens: int
+    max_num_rows: int
+    """The most requests of one step."""
+
+
+class GpuPath:
+    """Keeps the device's tables equal to `table` and runs the steps that graphs can."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        operators: Operators,
+        kv: KvBuffer,
+        table: AdapterTable,
+        limits: GpuLimits,
+        int8: bool = False,
+    ) -> None:
+        """Captures graphs when the device is a GPU, which takes a while.
+
+        `int8`: adapters' matrices are integers.
+        """
+        assert isinstance(operators, TritonOperators), operators.name
+        arena, sites = kv.arena, model.site_weights.table
+        self._table = table
+        self._model = model
+        self._kv = kv
+        self._pending_copies: dict[int, CopyEvents] = {}
+        """By slot: adapters whose bytes the step's stream has not waited for."""
+        self._heads = frozenset(site.id for site in sites.sites if site.kind == LM_HEAD)
+        self._masks = (frozenset[int](), *site_masks(sites))
+        self._masks_of_slots: dict[int, int | None] = {}
+        """By slot: index of the sites that a graph must have; None = no graph computes it."""
+        stored = torch.int8 if int8 else kv.planes(0)[0].dtype
+        tables = DeviceTables(
+            arena.data.view(-1),
+            stored,
+            site_shapes(sites, arena.block_bytes // stored.itemsize),
+            limits.max_resident,
+            record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
+        )
+        side = SideStream(arena.data.device) if arena.data.is_cuda else None
+        self.lora = DeviceLora(tables, side)
+        operators.lora = self.lora
+        self._attention = operators.attention_kernels
+        self._max_model_len = model.config.max_position_embeddings
+        self._block_tables = BlockTables(
+            len(kv.windows),
+            max(limits.max_num_rows, BATCH_SIZES[-1]),
+            -(-self._max_model_len // kv.tokens_per_block),
+            kv.tokens_per_block,
+            arena.data.device,
+        )
+        self._graphs: list[DecodeGraphs | MixedGraphs] = []
+        if arena.data.is_cuda:
+            sites_and_size = self._masks[-1], limits.max_num_tokens
+            warm_up(model, kv, self.lora, self._attention, *sites_and_size)
+            self.capture(limits.max_num_tokens, GraphMemory())
+
+    def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
+        """Capture the graphs of all steps up to some sizes."""
+        table = self.lora_batch(())
+        decode = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
+        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table, self._masks)
+        for graphs in (mixed, decode):
+            graphs.capture(memory)
+        self._graphs = [decode, mixed]
+
+    def decode_inputs(self) -> DecodeInputs:
+        """Static inputs of pure-decode steps."""
+        return DecodeInputs(
+            self._kv, self.lora, self._block_tables, self._max_model_len, self._attention
+        )
+
+    def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
+        """Static inputs of steps that compute prompts."""
+        return MixedInputs(self._kv, self.lora, self._block_tables, max_num_tokens, self._attention)
+
+    def eager_inputs(self, step: StepInputs) -> InputBuffer:
+        """Inputs of one step on the device."""
+        num_generations = step.num_rows - step.plan.num_contexts
+        buffer = InputBuffer(step.num_token_rows, num_generations, 0, self._block_tables)
+        buffer.fill(step)
+        return buffer
+
+    def enter(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
+        """Copy a slot of the table to the device. Steps wait for `pending_copy` before they read
+        the adapter's bytes."""
+        adapter = self._table.adapter(slot)
+        self.lora.tables.enter_records(
+            slot, adapter.records(), adapter.starts, adapter.in_torch, adapter.trains_norms
+        )
+        self._masks_of_slots[slot] = self.mask_of(slot)
+        if pending_copy is not None:
+            self._pending_copies[slot] = pending_copy
+
+    def mask_of(self, slot: int) -> int | None:
+        """Index of the smallest set of sites whose graphs compute the adapter; None = none do.
+
+        The head is in no graph, so that an adapter may do anything there.
+        """
+        tables = self.lora.tables
+        if not tables.in_torch(slot) <= self._heads:
+            return None
+        touched = tables.sites_of(slot) - self._heads
+        return next(mask for mask, sites in enumerate(self._masks) if touched <= sites)
+
+    def remove(self, slot: int) -> None:
+        """Take a slot out of the device's tables; its blocks are free for steps to write."""
+        self.lora.tables.remove(slot)
+        del self._masks_of_slots[slot]
+        if (pending_copy := self._pending_copies.pop(slot, None)) is not None:
+            pending_copy.wait_all()
+
+    def graph_of(self, step: StepInputs) -> CapturedStep | None:
+        """What computes the step without launching each kernel; None where it must run eagerly."""
+        if not self._graphs or not step.num_rows:
+            return None
+        masks = [self._masks_of_slots[run.slot] for run in step.runs]
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks):
+            return None
+        if not fits_static_work(self.lora.tables, cut_at_tiles(step.runs)):
+            return None
+        mask = max(known, default=0)
+        found = (graphs.find(step, mask) for graphs in self._graphs)
+        return next((graph for graph in found if graph is not None), None)
+
+    def replay(self, graph: CapturedStep, step: StepInputs, before: Tensor) -> Tensor:
+        """Hidden states of a step; `before` = outputs of the step before."""
+        return graph.replay(step, before, self._pending_copies_of(step.runs))
+
+    def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
+        """The adapters of a step; without `num_rows`, for its head alone."""
+        pending_copies = tuple(self._pending_copies_of(runs))
+        if num_rows is None or not runs:
+            return LoraBatch(
+                runs, self._table, None, self.lora.tables, pending_copies=pending_copies
+            )
+        dense = dense_runs(runs)
+        touched = self.lora.sites_of(runs)
+        lora = LoraBatch(
+            runs, self._table, None, self.lora.tables, None, touched, dense, pending_copies
+        )
+        return replace(lora, work=self.lora.begin(lora.tiled, num_rows)) if lora.tiled else lora
+
+    def _pending_copies_of(self, runs: Sequence[RowRun]) -> list[CopyEvents]:
+        """What a step of these runs has to wait for as it comes to each site. Adapters that do more
+        than kernels can are waited for here, as a whole."""
+        if not self._pending_copies:
+            return []
+        self._pending_copies = {
+            s: copy for s, copy in self._pending_copies.items() if not copy.is_done
+        }
+        found = []
+        for slot in {run.slot for run in runs} & self._pending_copies.keys():
+            if self.lora.tables.in_torch(slot):
+                self._pending_copies[slot].wait_all()
+            else:
+                found.append(self._pending_copies[slot])
+        return found
+
+
+def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
+    """Sites that a graph's adapters may touch, smallest first: those of attention, then all. Most
+    adapters are on attention alone, and even an empty launch takes microseconds."""
+    attention = {p.site_id for name, p in sites.places.items() if "self_attn" in name}
+    linear = {site.id for site in sites.sites if site.kind == LINEAR}
+    return frozenset(attention & linear), frozenset(linear)
+
+
+def site_shapes(sites: SiteTable, block_elements: int) -> list[SiteShape]:
+    """What launches need to know of each site; those that kernels do not serve have no parts.
+
+    Args:
+        block_elements: numbers of an adapter that a block of the arena holds.
+    """
+    shapes = []
+    for site, edges, parts in zip(sites.sites, module_edges(sites), site_parts(sites), strict=True):
+        num_modules = len(edges) - 1
+        ends = edges if num_modules <= MAX_PARTS else [0, site.out_features]
+        widths = [site.in_features, *ends]
+        shapes.append(
+            SiteShape(
+                site.in_features,
+                parts,
+                is_aligned=all(width % ALIGNED_ELEMENTS == 0 for width in widths),
+                may_be_cut=max(widths) > block_elements or num_modules > MAX_PARTS,
+            )
+        )
+    return shapes
+
+
+def record_capacity(num_modules: int, max_resident: int, arena_bytes: int) -> int:
+    """Records for as many adapters of rank <= 16 as slots or bytes allow, and for higher ranks."""
+    return min(5 * max_resident * num_modules, arena_bytes // 4096) + arena_bytes // 65536 + 1024

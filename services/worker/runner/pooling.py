@@ -1,0 +1,68 @@
+"""The vectors of prompts that a step computes, whole or in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.transfers import to_device, to_host
+from services.worker.types.request import Pooling
+from services.worker.types.step_plan import PlannedRow
+
+Scores = Callable[[Tensor, LoraBatch], list[Tensor]]
+"""Hidden rows `[n, H]` and their adapters -> float32 `[labels]` of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """One vector after another, maybe under way to the host."""
+
+    values: Tensor
+    """float32, flat."""
+    lengths: tuple[int, ...]
+    """Of each planned row's vector; 0 = it has none."""
+
+    def read(self) -> Iterator[tuple[float, ...]]:
+        """Of each planned row; the copy must have ended."""
+        flat = self.values.tolist()
+        begin = 0
+        for length in self.lengths:
+            yield tuple(flat[begin : begin + length])
+            begin += length
+
+
+def pool(
+    rows: Sequence[PlannedRow], hidden: Tensor, lora: LoraBatch, scores: Scores
+) -> PooledRows | None:
+    """Vectors of the rows that pool: of whole prompts the last hidden state or its scores, of any
+    part of a prompt the sum of its hidden states where their mean is wanted. None without any.
+
+    Args:
+        hidden: `[T, H]`.
+    """
+    vectors: list[Tensor | None] = [None] * len(rows)
+    heads: list[tuple[int, int]] = []
+    end = 0
+    for index, row in enumerate(rows):
+        begin, end = end, end + row.num_tokens
+        pooling = row.request.pooling
+        if pooling is Pooling.MEAN:
+            vectors[index] = hidden[begin:end].float().sum(dim=0)
+        elif pooling is Pooling.LAST and row.needs_logits:
+            vectors[index] = hidden[end - 1].float()
+        elif pooling is Pooling.HEAD and row.needs_logits:
+            heads.append((index, end - 1))
+    if heads:
+        last_rows = [row for _, row in heads]
+        picked = hidden.index_select(0, to_device(torch.tensor(last_rows), hidden.device))
+        found = scores(picked, lora.select(last_rows))
+        for (index, _), vector in zip(heads, found, strict=True):
+            vectors[index] = vector
+    lengths = tuple(0 if vector is None else len(vector) for vector in vectors)
+    if not any(lengths):
+        return None
+    return PooledRows(to_host(torch.cat([v for v in vectors if v is not None])), lengths)

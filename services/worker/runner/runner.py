@@ -1,0 +1,181 @@
+"""The runner: one base on one device. Makes the batch, calls the model, samples.
+
+It decides nothing: plans come from the scheduler, blocks and slots from their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from loraplex.errors import LoraplexError
+from services.worker.adapters.device.copy_events import CopyEvents
+from services.worker.adapters.device.loader import AdapterLoader, CopiedImage
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from services.worker.cache.kv_layout import TOKENS_PER_BLOCK
+from services.worker.layers.forward_batch import ForwardBatch
+from services.worker.model.decoder import Decoder
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.runner.step_batch import BatchMaker
+from services.worker.runner.step_inputs import StepInputs
+from services.worker.runner.step_results import StepResults, choose, take_outputs
+from services.worker.runner.steps import StepOrder, StepUnderWay
+from services.worker.sampling.drawing import DrawOperators
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.runner_protocol import Copied, ModelInfo
+from services.worker.types.step_plan import SampledRow, StepPlan
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from services.worker.runner.cuda_graphs import CapturedStep
+    from services.worker.runner.gpu_path import GpuPath
+
+
+Passed: TypeAlias = tuple[Tensor, LoraBatch]
+"""What a forward pass leaves to sampling: hidden states `[T, H]`, and the adapters of its rows."""
+
+
+class TorchRunner:
+    """Implements `runner_protocol.Runner`."""
+
+    tokens_per_block = TOKENS_PER_BLOCK
+
+    def __init__(
+        self,
+        model: Decoder,
+        arena: ArenaBuffer,
+        kv: KvBuffer,
+        adapters: AdapterLoader,
+        layout: AdapterLayout,
+        info: ModelInfo,
+        batches: BatchMaker,
+        draws: DrawOperators,
+        overlap: str,
+    ) -> None:
+        self.layout = layout
+        self.arena = arena
+        self.arena_blocks = arena.num_blocks
+        self.block_bytes = arena.block_bytes
+        self.kv_group_windows = kv.windows
+        self._model = model
+        self._adapters = adapters
+        self._info = info
+        self._batches = batches
+        self._draws = draws
+        self._order = StepOrder(batches.device.type, overlap)
+        self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
+        """Tokens that the last step chose, on the device: see `step_results`."""
+
+    def model_info(self) -> ModelInfo:
+        """Facts about the base."""
+        return self._info
+
+    def pack_adapter(self, path: Path) -> Future[int]:
+        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        return self._adapters.pack(path)
+
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Future[CopiedImage]:
+        """Fill `blocks` from the image in a folder: see `runner_protocol`."""
+        return self._adapters.copy(path, blocks, step_s)
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        self._adapters.await_copies(timeout_s)
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let steps use what was copied under `slot`, which is not in use."""
+        self._order.between(partial(self._enter, slot, cast(CopiedImage, copied)))
+
+    @torch.inference_mode()
+    def _enter(self, slot: int, copied: CopiedImage) -> None:
+        try:
+            self._adapters.enter(slot, copied)
+            self._entered(slot, copied.copy_events)
+        except Exception:
+            if copied.copy_events is not None:
+                copied.copy_events.wait_all()  # steps may write to its blocks from now on
+            raise
+
+    def adapter_blocks(self, path: Path) -> int:
+        """Blocks that the adapter in a verified folder needs, for `load_adapter`."""
+        return self._adapters.num_blocks(path)
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
+        """Pack, copy and enter at once, without an image on disk: for tools and tests."""
+        self._adapters.load(slot, path, blocks)
+        self._entered(slot)
+
+    def _entered(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
+        if self._batches.records is not None:
+            self._batches.records.address(slot)
+        if self._batches.gpu is not None:
+            self._enter_on_gpu(slot, self._batches.gpu, pending_copy)
+        elif pending_copy is not None:
+            pending_copy.wait_all()
+
+    def _enter_on_gpu(self, slot: int, gpu: GpuPath, pending_copy: CopyEvents | None) -> None:
+        try:
+            gpu.enter(slot, pending_copy)
+        except LoraplexError:
+            self._adapters.weights.unload(slot)
+            raise
+
+    def unload_adapter(self, slot: int) -> None:
+        """Take `slot` out of the tables."""
+        self._order.between(partial(self._unload, slot))
+
+    def _unload(self, slot: int) -> None:
+        self._adapters.weights.unload(slot)
+        if self._batches.records is not None:
+            self._batches.records.forget(slot)
+        if self._batches.gpu is not None:
+            self._batches.gpu.remove(slot)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for adapters that were being copied."""
+        return self._adapters.weights.stall_s
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while the one before it is under way."""
+        return self._order.overlaps
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepUnderWay:
+        """Begin one forward pass and sampling: see `runner_protocol` and `step_results`."""
+        step, gpu = self._batches.read(plan), self._batches.gpu
+        graph = None if gpu is None else gpu.graph_of(step)
+        if gpu is not None and graph is not None:
+            forward = partial(self._replay, step, gpu, graph)
+        else:
+            forward = partial(self._forward, step, self._batches.make(step))
+        return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
+
+    def execute(self, plan: StepPlan) -> list[SampledRow]:
+        """One step from beginning to end: for tools and tests."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def _forward(self, step: StepInputs, batch: ForwardBatch) -> Passed:
+        take_outputs(batch.input_ids, step, self._outputs)
+        return self._model.forward(batch), batch.lora
+
+    @torch.inference_mode()
+    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
+        return gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs)
+
+    @torch.inference_mode()
+    def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
+        eos_ids, before = self._info.eos_token_ids, self._outputs
+        results = choose(step, *passed, self._model, eos_ids, before, self._draws)
+        self._outputs = results.outputs
+        return results

@@ -1,0 +1,101 @@
+"""From a StepPlan, plain Python, to a ForwardBatch, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.worker.arena_buffer import KvBuffer
+from services.worker.layers.forward_batch import ForwardBatch
+from services.worker.layers.ropes import Ropes
+from services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from services.worker.ops.lora.records import Records
+from services.worker.ops.lora.tables import DeltaTable
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.runner.step_inputs import StepInputs, read_plan
+from services.worker.transfers import to_device
+from services.worker.types.step_plan import StepPlan
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from services.worker.runner.gpu_path import GpuPath
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    """What all batches of a runner share."""
+
+    kv: KvBuffer
+    ropes: Ropes
+    deltas: DeltaTable
+    device: torch.device
+    max_num_tokens: int
+    make_metadata: Callable[..., AttentionMetadata]
+    """`Operators.make_metadata`."""
+    records: Records | None
+    """The deltas as C++ reads them, where it computes."""
+    gpu: GpuPath | None = None
+    """The deltas as Triton reads them, where it computes."""
+
+    def read(self, plan: StepPlan) -> StepInputs:
+        """The inputs of one step, in the plan's order."""
+        return read_plan(plan, self.ropes)
+
+    def make(self, step: StepInputs) -> ForwardBatch:
+        """Tensors of one step, for an eager forward pass."""
+        if self.gpu is not None:
+            return self._make_for_gpu(step, self.gpu)
+        positions = to_device(torch.from_numpy(step.positions()), self.device)
+        rope_rows = None
+        if step.rope_rows is not None:
+            rope_rows = torch.from_numpy(step.per_token(step.rope_rows))
+        return ForwardBatch(
+            input_ids=to_device(torch.from_numpy(step.token_ids), self.device),
+            positions=positions,
+            attention=self._attention(step, positions),
+            lora=LoraBatch(step.runs, self.deltas, self.records),
+            rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
+        )
+
+    def _make_for_gpu(self, step: StepInputs, gpu: GpuPath) -> ForwardBatch:
+        buffer, num_tokens = gpu.eager_inputs(step), step.num_token_rows
+        positions = buffer.positions[:num_tokens]
+        return ForwardBatch(
+            input_ids=buffer.input_ids[:num_tokens],
+            positions=positions,
+            attention=self._attention(step, positions, **buffer.attention_fields(step)),
+            lora=gpu.lora_batch(step.runs, num_tokens),
+            rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
+        )
+
+    def _attention(
+        self, step: StepInputs, position_ids: torch.Tensor, **fields: object
+    ) -> AttentionMetadata:
+        """`fields`: of the backend's own metadata."""
+        rows, num_contexts = step.plan.rows, step.plan.num_contexts
+        num_groups = len(self.kv.windows)
+        metadata = self.make_metadata(
+            num_contexts=num_contexts,
+            num_generations=len(rows) - num_contexts,
+            num_tokens=len(position_ids),
+            num_ctx_tokens=step.plan.num_context_tokens,
+            seq_lens=torch.from_numpy(step.num_tokens),
+            prompt_lens=[len(row.request.prompt_ids) for row in rows],
+            request_ids=[row.request.request_id for row in rows],
+            kv_cache_params=KvCacheParams(
+                use_cache=True,
+                num_cached_tokens_per_seq=tuple(step.starts.tolist()),
+                block_tables=tuple(
+                    [row.request.block_tables[group] for row in rows] for group in range(num_groups)
+                ),
+            ),
+            kv_cache_manager=self.kv,
+            position_ids=position_ids,
+            max_num_requests=len(rows),
+            max_num_tokens=self.max_num_tokens,
+            **fields,
+        )
+        metadata.prepare()
+        return metadata

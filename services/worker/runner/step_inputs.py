@@ -1,0 +1,114 @@
+"""What a step computes, as arrays on the host: made in one pass over the plan's rows.
+
+Everything that looks at the plan's rows one by one, before the step is launched, is here, so that
+a batch of 256 rows is walked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.layers.ropes import Ropes
+from services.worker.ops.lora.runs import RowRun, row_runs
+from services.worker.types.step_plan import StepPlan
+
+Int64s: TypeAlias = NDArray[np.int64]
+Segment: TypeAlias = tuple[int, Sequence[tuple[int, float]]]
+"""A number of token rows, and the (slot, coefficient) pairs that all of them use."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one step on the host; n planned rows with T token rows."""
+
+    plan: StepPlan
+    runs: tuple[RowRun, ...]
+    """The adapters of the token rows."""
+    token_ids: Int64s
+    """`[T]`; 0 stands for a token that only the device knows."""
+    starts: Int64s
+    """`[n]`: the first position of each planned row."""
+    num_tokens: Int64s
+    """`[n]`: the token rows of each planned row."""
+    rope_rows: Int64s | None
+    """`[n]`: see `Ropes.row`; None where every row uses the base's row for short sequences."""
+    follows: Int64s
+    """`[2, f]`: token rows whose token is an output of the step before, and which output it is."""
+
+    @property
+    def num_rows(self) -> int:
+        """Planned rows."""
+        return len(self.starts)
+
+    @property
+    def num_token_rows(self) -> int:
+        """Token rows of all planned rows."""
+        return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each planned row is the one next position of a request that decodes."""
+        return self.plan.num_contexts == 0
+
+    def per_token(self, values: Int64s) -> Int64s:
+        """`[T]`: the value of each token row's planned row, given `[n]`."""
+        if len(values) == self.num_token_rows:
+            return values
+        return np.repeat(values, self.num_tokens)
+
+    def positions(self) -> Int64s:
+        """`[T]`: the position of each token row."""
+        if self.num_rows == self.num_token_rows:
+            return self.starts
+        begins = np.cumsum(self.num_tokens) - self.num_tokens
+        positions: Int64s = np.repeat(self.starts - begins, self.num_tokens)
+        positions += np.arange(self.num_token_rows)
+        return positions
+
+
+def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
+    """Walk the rows of a plan once."""
+    token_ids: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    followers: list[int] = []
+    sources: list[int] = []
+    rope_rows: list[int] = []
+    segments: list[Segment] = []
+    last_slots: Sequence[tuple[int, float]] | None = None
+    has_ropes = ropes.has_own
+    for request, start, count, _, slots, follows in plan.rows:
+        if follows is not None:
+            followers.append(len(token_ids))
+            sources.append(follows)
+            token_ids.append(0)
+        else:
+            token_ids += request.tokens(start, start + count)
+        starts.append(start)
+        counts.append(count)
+        is_long = request.is_long
+        rope_rows.append(ropes.row(slots, is_long) if has_ropes or is_long else 0)
+        num_plain = min(request.adapters_from - start, count)
+        if num_plain > 0:  # its adapters do not act on these tokens yet
+            segments.append((num_plain, ()))
+            segments.append((count - num_plain, slots))
+            last_slots = None
+        elif slots == last_slots:
+            segments[-1] = segments[-1][0] + count, slots
+        else:
+            segments.append((count, slots))
+            last_slots = slots
+    return StepInputs(
+        plan,
+        row_runs(segments),
+        np.array(token_ids, dtype=np.int64),
+        np.array(starts, dtype=np.int64),
+        np.array(counts, dtype=np.int64),
+        np.array(rope_rows, dtype=np.int64) if any(rope_rows) else None,
+        np.array((followers, sources), dtype=np.int64),
+    )

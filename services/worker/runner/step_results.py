@@ -1,0 +1,143 @@
+"""From a step's hidden states to what each of its rows gets.
+
+Tokens are chosen on the device and stay there for the next step to read; copies of all that the
+host wants are under way when `choose` returns, and `StepResults.read` waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.runner.pooling import PooledRows, pool
+from services.worker.runner.step_inputs import StepInputs
+from services.worker.sampling.drawing import DrawOperators
+from services.worker.sampling.logprobs import LogprobRows
+from services.worker.sampling.next_token import next_token
+from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
+from services.worker.transfers import to_device
+from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
+
+
+class Heads(Protocol):
+    """What a model makes of hidden rows `[n, H]` and their adapters."""
+
+    def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
+        """Fresh logits of tokens, float32 `[n, V]`."""
+        ...
+
+    def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
+        """Logits of each row's adapter's own head, float32 `[labels]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What a step leaves; it may be under way on the device."""
+
+    plan: StepPlan
+    choices: Choices
+    scores: Sequence[Sequence[LogprobRows]]
+    """Of the prompts of the plan's first rows; empty where no row asks for any."""
+    pooled: PooledRows | None
+    end: torch.cuda.Event | None
+
+    @property
+    def outputs(self) -> Tensor:
+        """int64 `[n]` on the device: the tokens chosen, in the order of rows that choose one."""
+        return self.choices.token_ids
+
+    def read(self) -> list[SampledRow]:
+        """Wait for the step, and return plain values in the order of the plan's rows."""
+        if self.end is not None:
+            self.end.synchronize()
+        sampled = iter(self.choices.read())
+        scores = [[entry for part in parts for entry in part.read()] for parts in self.scores]
+        scores += [[]] * (len(self.plan.rows) - len(scores))
+        pooled = repeat(()) if self.pooled is None else self.pooled.read()
+        out = []
+        for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
+            token_id, logprobs = next(sampled) if row.chooses else (None, None)
+            request_id = row.request.request_id
+            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector))
+        return out
+
+
+def choose(
+    step: StepInputs,
+    hidden: Tensor,
+    lora: LoraBatch,
+    heads: Heads,
+    eos_ids: Sequence[int],
+    before: Tensor,
+    draws: DrawOperators,
+) -> StepResults:
+    """Choose a token for each row that is to have one.
+
+    A row's prompt logprobs hold one entry for each computed position p whose successor p + 1 is a
+    prompt token, and score that successor; over all chunks of a prompt of n tokens they are n - 1
+    entries. The first prompt token has none.
+
+    Args:
+        hidden: `[T, H]`.
+        before: the outputs of the step before.
+        draws: of the model's operators.
+    """
+
+    def logits_of(token_rows: Tensor) -> Tensor:
+        if len(token_rows) == len(hidden):  # ascending, so these are all rows in order
+            return heads.logits(hidden, lora)
+        chosen = lora.select(token_rows.tolist())
+        return heads.logits(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
+
+    rows = step.plan.rows
+    choosing = [row for row in rows if row.chooses]
+    tokens = [next_token(row, before) for row in choosing]
+    last_rows = np.cumsum(step.num_tokens) - 1
+    if len(choosing) < len(rows):
+        last_rows = last_rows[[row.chooses for row in rows]]
+    scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
+    choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
+    pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
+    end = None
+    if hidden.is_cuda:
+        end = torch.cuda.Event()
+        end.record()
+    return StepResults(step.plan, choices, scores, pooled, end)
+
+
+def take_outputs(input_ids: Tensor, step: StepInputs, outputs: Tensor) -> None:
+    """Put in the tokens that the step before chose and that only the device knows.
+
+    Args:
+        input_ids: int64 `[T]`. Mutated.
+        outputs: of the step before.
+    """
+    if step.follows.shape[1]:
+        token_rows, sources = to_device(torch.from_numpy(step.follows), input_ids.device)
+        input_ids.index_copy_(0, token_rows, outputs.index_select(0, sources))
+
+
+def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[list[LogprobRows]]:
+    """Of rows in the context phase, which are a step's first."""
+    if all(row.request.sampling.prompt_logprobs is None for row in rows):
+        return []
+    out: list[list[LogprobRows]] = []
+    end = 0
+    for row in rows:
+        begin, end = end, end + row.num_tokens
+        num_top, prompt = row.request.sampling.prompt_logprobs, row.request.prompt_ids
+        next_ids = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+        if num_top is None or not next_ids:
+            out.append([])
+            continue
+        token_rows = torch.arange(begin, begin + len(next_ids))
+        out.append(score_tokens(token_rows, next_ids, num_top, logits_of))
+    return out

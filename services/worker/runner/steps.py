@@ -1,0 +1,62 @@
+"""Steps in the order in which they were launched, beside their caller where they overlap.
+
+On a GPU the stream is the order, and what launches only enqueues. On a CPU it is one thread: torch
+and the kernels let go of the GIL while they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from services.worker.adapters.device.loader import AtOnce
+from services.worker.runner.step_results import StepResults
+from services.worker.types.step_plan import SampledRow
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """Implements `runner_protocol.LaunchedStep`."""
+
+    results: Future[StepResults] | None
+    """None while its sampling has not begun."""
+    sampling: Callable[[], Future[StepResults]] | None = None
+    """Begins it."""
+
+    def choose_tokens(self) -> None:
+        """Begin the sampling."""
+        assert self.results is None and self.sampling is not None, "sampling has begun"
+        self.results = self.sampling()
+
+    def result(self) -> list[SampledRow]:
+        """Wait for the step."""
+        assert self.results is not None, "sampling has not begun"
+        return self.results.result().read()
+
+
+class StepOrder:
+    """Runs one thing after the other."""
+
+    def __init__(self, device_type: str, overlap: str) -> None:
+        """`overlap`: `auto` (where it is known to pay: on GPUs), `on` or `off`."""
+        has_stream = device_type == "cuda"
+        self.overlaps = overlap == "on" or (overlap == "auto" and has_stream)
+        has_thread = self.overlaps and not has_stream
+        self._executor: Executor = ThreadPoolExecutor(1, "step") if has_thread else AtOnce()
+
+    def launch(
+        self, forward: Callable[[], T], choose: Callable[[T], StepResults], at_once: bool
+    ) -> StepUnderWay:
+        """Begin a step: its forward pass and, where that is to be `at_once`, its sampling."""
+        if at_once:
+            return StepUnderWay(self._executor.submit(lambda: choose(forward())))
+        passed = self._executor.submit(forward)
+        return StepUnderWay(None, lambda: self._executor.submit(lambda: choose(passed.result())))
+
+    def between(self, change: Callable[[], T]) -> T:
+        """Do something after all steps launched and before any that comes. Waits for it."""
+        return self._executor.submit(change).result()

@@ -1,0 +1,73 @@
+"""Eager passes before the first request, so that no kernel is compiled and no library allocates
+while somebody waits. They read one block of the arena, whatever is in it, and write none."""
+
+from __future__ import annotations
+
+import torch
+
+from services.worker.arena_buffer import KvBuffer
+from services.worker.layers.forward_batch import ForwardBatch
+from services.worker.model.decoder import Decoder
+from services.worker.ops.attention.backend import AttentionKernels
+from services.worker.ops.lora.plan import TILE_ROWS
+from services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
+from services.worker.ops.lora.triton import DeviceLora
+from services.worker.ops.lora.worklist import LoraBatch
+from services.worker.ops.sampling.triton import draw
+from services.worker.ops.sampling.truncation import truncate
+
+MIXED_ROWS = 128
+ALIGNED_WIDTH = 16
+"""Triton compiles a kernel anew for integers that are multiples of this."""
+
+
+@torch.inference_mode()
+def warm_up(
+    model: Decoder,
+    kv: KvBuffer,
+    lora: DeviceLora,
+    attention: AttentionKernels,
+    sites: frozenset[int],
+    max_num_tokens: int,
+) -> None:
+    """Run one step of each family and each variant of attention, the largest step among them.
+
+    Args:
+        sites: where adapters may add something.
+    """
+    sizes = {1, *attention.warm_up_variants(), min(MIXED_ROWS + 1, max_num_tokens), max_num_tokens}
+    for num_rows in sorted(sizes):
+        hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows))
+        logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
+        warm_up_sampling(logits)
+    num_runs = MIN_RUNS
+    while num_runs < max_num_tokens // TILE_ROWS + MIN_RUNS:
+        num_runs *= 2
+        StepWork(lora.tables, WorkSize(1, num_runs, 1)).list_groups(1)
+
+
+def warm_up_sampling(logits: torch.Tensor) -> None:
+    """Truncate and draw rows as wide as `logits` `[1, V]`, aligned and not: adapters that add
+    tokens bring any width, and kernels are compiled for each alignment."""
+    width = -(-logits.shape[1] // ALIGNED_WIDTH) * ALIGNED_WIDTH
+    for num_tokens in (width, width + 1):
+        scores = logits.new_zeros(1, num_tokens)
+        truncate(scores, scores.new_tensor([[num_tokens, 0.5, 0.0]]))
+        draw(scores, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
+
+
+def idle_batch(
+    kv: KvBuffer,
+    lora: DeviceLora,
+    attention: AttentionKernels,
+    sites: frozenset[int],
+    num_rows: int,
+) -> ForwardBatch:
+    """A generation, and a context if there is more than one row, that append nothing to the cache,
+    and adapters without rows."""
+    device = lora.tables.arena.device
+    positions = torch.arange(num_rows, device=device)
+    work = lora.begin((), num_rows)
+    adapters = LoraBatch((), {}, None, lora.tables, work, sites)
+    ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    return ForwardBatch(ids, positions, attention.idle_metadata(kv, positions), adapters)

@@ -1,0 +1,39 @@
+"""One token that the sampler has to choose."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from services.worker.types.request import Request, SamplingParams
+from services.worker.types.step_plan import PlannedRow
+
+
+class NextToken(NamedTuple):
+    """The next token of a request. It holds its own position, because the request may grow before
+    the token is chosen."""
+
+    request: Request
+    position: int
+    """Of the token in the request's output."""
+    follows: int | None = None
+    """The index in `outputs` of the token before it; None = that token is known."""
+    outputs: Tensor | None = None
+    """int64 `[n]` on the device: what the step before has chosen."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """How to choose."""
+        return self.request.sampling
+
+    @property
+    def num_known(self) -> int:
+        """Output tokens that are known, without one that only the device knows."""
+        return self.position - (self.follows is not None)
+
+
+def next_token(row: PlannedRow, outputs: Tensor | None = None) -> NextToken:
+    """The token after the last position of `row`; `outputs` are those of the step before."""
+    position = row.start + row.num_tokens - len(row.request.prompt_ids)
+    return NextToken(row.request, position, row.follows, outputs)

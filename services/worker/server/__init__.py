@@ -1,0 +1,1 @@
+"""The API server process: gRPC, validation, sessions, fetches, the link to the engine. No torch."""

@@ -1,0 +1,131 @@
+"""Brings adapters to the engine, on demand or in advance, and keeps their files while needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from loraplex.errors import LoraplexError
+from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
+from services.worker.adapters.fetch.pack_pool import PackPool
+from services.worker.adapters.fetch.source import AdapterSource
+from services.worker.server.engine_client import EngineClient
+from services.worker.server.status import StatusBoard
+from services.worker.types.messages import (
+    Command,
+    EngineReady,
+    Fetched,
+    FetchFailed,
+    Prefetch,
+    Residency,
+    Unload,
+    Unpin,
+    WireError,
+)
+from services.worker.types.residency import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterFetcher:
+    """Fetches adapters and tells the engine where their files are."""
+
+    def __init__(
+        self,
+        status: StatusBoard,
+        client: EngineClient,
+        source: AdapterSource,
+        disk: DiskCache,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """`spawn` runs a coroutine in the background."""
+        self._status, self._client = status, client
+        self._source, self._disk = source, disk
+        self._spawn = spawn
+        self._pins: set[str] = set()
+
+    def lease(self, digests: Iterable[str]) -> None:
+        """Keep adapters on disk, present or still to come."""
+        for digest in digests:
+            self._disk.lease(digest)
+
+    def release(self, digests: Iterable[str]) -> None:
+        """End one lease each."""
+        for digest in digests:
+            self._disk.release(digest)
+
+    async def load(self, digest: str, pin: bool) -> Residency:
+        """Fetch and load an adapter ahead of requests; returns once the device has it."""
+        self._disk.lease(digest)
+        try:
+            adapter = await self._source.ensure(digest)
+            self._status.on_disk(adapter)
+            if pin:
+                self._pins.add(digest)
+            self._client.send(_fetched(adapter), Prefetch(digest, pin))
+            return await self._status.arrival(digest)
+        except LoraplexError:
+            self._pins.discard(digest)
+            raise
+        finally:
+            self._disk.release(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Release a pin."""
+        self._pins.discard(digest)
+        self._client.send(Unpin(digest))
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter as soon as no request uses it."""
+        self._pins.discard(digest)
+        self._client.send(Unload(digest))
+
+    def ensure_loaded(self, digest: str) -> None:
+        """Tell the engine where an adapter is, after fetching it if it is not on disk."""
+        adapter = self._disk.get(digest)
+        if adapter is not None and adapter.num_blocks:
+            self._client.send(_fetched(adapter))
+        else:
+            self._spawn(self._fetch(digest))
+
+    def engine_up(self, ready: EngineReady, epoch: int) -> None:
+        """A new engine has started; no adapter is loaded there yet."""
+        pool = PackPool(ready.info.geometry, ready.layout)
+        self._source.pack_with(pool)
+        self._spawn(pool.warm_up())
+        self._status.new_epoch(epoch, self._disk.adapters())
+        for digest in self._pins:
+            self._spawn(self._pin_again(digest))
+
+    def residency_changed(self, residency: Iterable[Residency]) -> None:
+        """Load again what the engine has dropped and requests still need."""
+        for entry in residency:
+            if entry.tier == Tier.GONE and not entry.error and self._disk.is_leased(entry.digest):
+                self.ensure_loaded(entry.digest)
+
+    async def _fetch(self, digest: str) -> None:
+        try:
+            adapter = await self._source.ensure(digest)
+        except LoraplexError as error:
+            self._tell(FetchFailed(digest, WireError.of(error)))
+            return
+        # Without a lease it may have left again since: the engine must not hear of it then.
+        if self._disk.get(digest) is not None:
+            self._status.on_disk(adapter)
+            self._tell(_fetched(adapter))
+
+    async def _pin_again(self, digest: str) -> None:
+        try:
+            await self.load(digest, pin=True)
+        except LoraplexError as error:
+            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+
+    def _tell(self, command: Command) -> None:
+        """Send to the engine unless it has gone; its successor asks for what it needs."""
+        if self._client.is_up:
+            self._client.send(command)
+
+
+def _fetched(adapter: DiskAdapter) -> Fetched:
+    return Fetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)

@@ -1,0 +1,281 @@
+"""The API server: sessions with gateways on one side, the engine and the adapters on the other.
+
+It knows neither gRPC nor torch. It lives on the event loop, so nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.refs import check_digest
+from services.worker.adapters.fetch.disk_cache import DiskCache
+from services.worker.adapters.fetch.source import AdapterSource
+from services.worker.grammars.checker import GrammarChecker
+from services.worker.server import metrics
+from services.worker.server.adapter_fetcher import AdapterFetcher
+from services.worker.server.base_files import TokenizerBundle
+from services.worker.server.crash_guard import CrashGuard, crash_key
+from services.worker.server.engine_client import EngineClient
+from services.worker.server.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
+from services.worker.server.status import StatusBoard
+from services.worker.server.validation import IntakeLimits, check_submit
+from services.worker.types.messages import Cancel, EngineReady, Gone, Residency, StepOutput, Submit
+from services.worker.types.request import Grammar
+from services.worker.types.runner_protocol import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+class ApiServer:
+    """Validates requests, passes them to the engine and hands their tokens to sessions."""
+
+    def __init__(
+        self, status: StatusBoard, max_adapters: int, on_ready: Callable[[bool], None]
+    ) -> None:
+        """`max_adapters` bounds one request; `on_ready` hears when readiness may have changed."""
+        self.status = status
+        self._max_adapters = max_adapters
+        self._on_ready = on_ready
+        self._client: EngineClient
+        self._fetcher: AdapterFetcher
+        self._bundle: TokenizerBundle
+        self._grammars: GrammarChecker
+        self._engine: EngineReady | None = None
+        self._live = LiveRequests()
+        self._sessions: set[GatewaySession] = set()
+        self._session_ids = itertools.count(1)
+        self._guard = CrashGuard()
+        self._suspects: list[bytes] = []
+        """What the engine that died last was computing."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def connect(
+        self,
+        client: EngineClient,
+        source: AdapterSource,
+        disk: DiskCache,
+        bundle: TokenizerBundle,
+        grammars: GrammarChecker,
+    ) -> None:
+        """Add the parts that themselves need this object. Requests can run only after it."""
+        self._client, self._bundle, self._grammars = client, bundle, grammars
+        self._fetcher = AdapterFetcher(self.status, client, source, disk, self._spawn)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def model(self) -> tuple[ModelInfo, TokenizerBundle]:
+        """The base. Raises Unavailable while the engine starts."""
+        return self._running().info, self._bundle
+
+    def open_session(self, gateway_id: str) -> GatewaySession:
+        """A stream for one gateway. Raises Unavailable while the engine starts."""
+        self._running()
+        session = GatewaySession(next(self._session_ids), gateway_id)
+        self._sessions.add(session)
+        return session
+
+    def close_session(self, session: GatewaySession) -> None:
+        """The stream is over: cancel what it had running."""
+        self._sessions.discard(session)
+        for request_id in list(session.live):
+            self.cancel(session, request_id)
+
+    def submit(self, session: GatewaySession, submit: Submit) -> None:
+        """Start a request; a refusal comes as a failure in the session's news."""
+        try:
+            self._submit(session, submit)
+        except LoraplexError as error:
+            news = StepNews(self.status.load.steps, failures=[(submit.request_id, error)])
+            session.push(news)
+
+    def cancel(self, session: GatewaySession, request_id: str) -> None:
+        """End a request without an answer."""
+        key = session.live.get(request_id)
+        if key is None:
+            return
+        self._end(key)
+        metrics.count_end("cancelled")
+        if self._client.is_up:
+            self._client.send(Cancel(key))
+
+    async def load(self, digest: str, pin: bool) -> Residency:
+        """Fetch and load an adapter ahead of requests; returns once the device has it."""
+        check_digest(digest, field="adapters.digest")
+        self._running()
+        return await self._fetcher.load(digest, pin)
+
+    def unpin(self, digest: str) -> Residency:
+        """Release a pin."""
+        check_digest(digest, field="adapters.digest")
+        self._running()
+        self._fetcher.unpin(digest)
+        return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter as soon as no request uses it."""
+        check_digest(digest, field="adapters.digest")
+        self._running()
+        self._fetcher.unload(digest)
+
+    def drain(self) -> None:
+        """Refuse new requests; running ones finish."""
+        self.status.is_draining = True
+        self._tell_ready()
+
+    def adapter_gone(self, digest: str) -> None:
+        """The disk cache is about to delete an adapter."""
+        self.status.off_disk(digest)
+        if self._engine is not None and self._client.is_up:
+            self._client.send(Gone(digest))
+
+    def engine_up(self, ready: EngineReady, epoch: int) -> None:
+        """An engine is ready, so requests are accepted."""
+        self._engine = ready
+        self._fetcher.engine_up(ready, epoch)
+        self._tell_ready()
+
+    def engine_output(self, output: StepOutput) -> None:
+        """Hand one step's news to sessions and watchers."""
+        self.status.update(output.residency, output.load)
+        metrics.observe_load(output.load, output.copies_s, len(self._sessions))
+        news = self._live.sort_out(output.step, output.tokens, output.failures)
+        now = time.monotonic()
+        for token in output.tokens:
+            if (request := self._live.get(token.request_id)) is not None:
+                metrics.observe_tokens(request, token, now)
+                self._guard.settled(token.request_id)
+                if token.finish_reason:
+                    self._guard.finished(request.crash_key)
+                    self._end(token.request_id)
+        for failure in output.failures:
+            if self._end(failure.request_id):
+                metrics.count_end("error")
+        for session, parcel in news.items():
+            session.push(parcel)
+        self._fetcher.residency_changed(output.residency)
+
+    def engine_down(self, error: LoraplexError) -> None:
+        """The engine is lost, with all that ran there."""
+        self._engine = None
+        self._tell_ready()
+        self.status.fail_waiters(error)
+        self._guard.engine_lost()
+        requests = self._live.clear()
+        self._suspects = [r.crash_key for r in requests if r.has_entered]
+        for request in requests:
+            self._fetcher.release(request.digests)
+        self._idle.set()
+        for session in self._sessions:
+            session.end(error)
+
+    def engine_entered(self, request_ids: list[str]) -> None:
+        """From now on these may be why the engine dies."""
+        for request_id in request_ids:
+            if (request := self._live.get(request_id)) is not None:
+                request.has_entered = True
+
+    def engine_crashed(self) -> None:
+        """What it was computing comes under suspicion."""
+        logger.error("engine crashed", extra={"num_suspects": len(self._suspects)})
+        self._guard.crashed(self._suspects)
+
+    async def finish(self) -> None:
+        """Drain, then end all streams, so that the server can stop."""
+        self.drain()
+        await self._idle.wait()
+        for session in self._sessions:
+            session.end(Unavailable("the worker stops", reason="DRAINING", retry_after_s=1.0))
+        self.status.close()
+
+    def close(self) -> None:
+        """Stop background work."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _running(self) -> EngineReady:
+        if self._engine is None:
+            raise Unavailable("the model is loading", reason="NOT_READY", retry_after_s=1.0)
+        return self._engine
+
+    def _submit(self, session: GatewaySession, submit: Submit) -> None:
+        if self.status.is_draining:
+            raise Unavailable("the worker is draining", reason="DRAINING", retry_after_s=1.0)
+        info = self._running().info
+        limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters)
+        check_submit(submit, limits)
+        if submit.request_id in session.live:
+            raise InvalidRequest.field("request_id", submit.request_id, "is already running")
+        digests = submit.adapters.digests
+        crash = crash_key(submit.prompt_ids, submit.adapters)
+        self._guard.check(crash)
+        num_prompt = len(submit.prompt_ids)
+        request = LiveRequest(
+            session, submit.request_id, digests, num_prompt, time.monotonic(), crash
+        )
+        key = self._live.add(request)
+        self._idle.clear()
+        self._fetcher.lease(digests)
+        if submit.grammar is None:
+            self._pass_on(key, submit)
+        else:
+            self._spawn(self._pass_on_checked(key, request, submit, submit.grammar))
+
+    def _pass_on(self, key: str, submit: Submit) -> None:
+        """To the engine, with where its adapters are."""
+        command = msgspec.structs.replace(submit, request_id=key)
+        request = self._live.get(key)
+        assert request is not None, "passed on after its end"
+        self._guard.admit(key, request.crash_key, lambda: self._client.send(command))
+        for digest in submit.adapters.digests:
+            self._fetcher.ensure_loaded(digest)
+
+    async def _pass_on_checked(
+        self, key: str, request: LiveRequest, submit: Submit, grammar: Grammar
+    ) -> None:
+        """The same once the grammar is known to be good, unless the request has ended meanwhile."""
+        fault: LoraplexError | None = None
+        try:
+            info = self._running().info
+            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids)
+            if self._live.get(key) is request:
+                self._pass_on(key, submit)
+        except LoraplexError as error:
+            fault = error
+        if fault is not None and self._live.get(key) is request:
+            self._end(key)
+            metrics.count_end("error")
+            news = StepNews(self.status.load.steps, failures=[(submit.request_id, fault)])
+            request.session.push(news)
+
+    def _end(self, key: str) -> bool:
+        request = self._live.remove(key)
+        if request is None:
+            return False
+        self._guard.settled(key)
+        self._fetcher.release(request.digests)
+        if not len(self._live):
+            self._idle.set()
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell_ready(self) -> None:
+        self.status.is_ready = self._engine is not None and not self.status.is_draining
+        self.status.touch()
+        self._on_ready(self.status.is_ready)

@@ -1,0 +1,83 @@
+"""Keeps a request that kills engines from killing more of them.
+
+When an engine dies by itself, every request that was in its batch is a suspect. Gateways send
+them again; a suspect is then let in alone, the next one only after this one's first token. Two
+deaths with the same request in the batch, and it is refused. Requests are known by a hash of
+prompt and adapters, which never leaves this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from loraplex.errors import LoraplexError
+from services.worker.types.request import AdapterSet
+
+MAX_DEATHS = 2
+MAX_SUSPECTS = 4096
+"""More are forgotten, oldest first."""
+
+CrashKey = bytes
+
+
+def crash_key(prompt_ids: list[int], adapters: AdapterSet) -> CrashKey:
+    """Equal for a request and its repetitions."""
+    tokens = array("q", prompt_ids).tobytes()
+    return hashlib.sha256(adapters.key().encode() + tokens).digest()
+
+
+class CrashGuard:
+    """Counts deaths by request, and lets suspects in one at a time."""
+
+    def __init__(self) -> None:
+        self._deaths: OrderedDict[CrashKey, int] = OrderedDict()
+        self._on_trial: str | None = None
+        self._held: OrderedDict[str, Callable[[], None]] = OrderedDict()
+
+    def check(self, key: CrashKey) -> None:
+        """Raises LoraplexError (INTERNAL) for a request that has killed too often."""
+        if self._deaths.get(key, 0) >= MAX_DEATHS:
+            raise LoraplexError(
+                f"the engine crashed {MAX_DEATHS} times while it computed this request, which is "
+                "not tried again: change its prompt or adapters, and report the worker's log",
+                reason="ENGINE_CRASHED",
+            )
+
+    def admit(self, request_id: str, key: CrashKey, send: Callable[[], None]) -> None:
+        """Call `send` now, or for a suspect once those before it have proved harmless."""
+        if key not in self._deaths:
+            send()
+        elif self._on_trial is None:
+            self._on_trial = request_id
+            send()
+        else:
+            self._held[request_id] = send
+
+    def settled(self, request_id: str) -> None:
+        """The request has a token, or has ended: the next suspect may come."""
+        self._held.pop(request_id, None)
+        if request_id != self._on_trial:
+            return
+        self._on_trial = None
+        if self._held:
+            self._on_trial, send = self._held.popitem(last=False)
+            send()
+
+    def finished(self, key: CrashKey) -> None:
+        """The request came to its end: it is no suspect any more."""
+        self._deaths.pop(key, None)
+
+    def engine_lost(self) -> None:
+        """Whatever was on trial or held went with the engine."""
+        self._on_trial = None
+        self._held.clear()
+
+    def crashed(self, keys: Iterable[CrashKey]) -> None:
+        """An engine died by itself with these requests in its batch."""
+        for key in set(keys):
+            self._deaths[key] = self._deaths.pop(key, 0) + 1
+        while len(self._deaths) > MAX_SUSPECTS:
+            self._deaths.popitem(last=False)

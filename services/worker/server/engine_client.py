@@ -1,0 +1,244 @@
+"""Starts the engine process, exchanges frames with it, and notices when it dies or hangs.
+
+Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
+a row. One that refuses its model ends the worker, because starting again would not help, and so do
+MAX_FAILED_STARTS engines that end before the first one is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from typing import Protocol
+
+from loraplex.errors import LoraplexError, Unavailable
+from services.worker.types.messages import (
+    Command,
+    EngineConfig,
+    EngineMessage,
+    EngineReady,
+    Entered,
+    FrameBuffer,
+    Ping,
+    StepInput,
+    StepOutput,
+    decode_message,
+    frame,
+)
+
+logger = logging.getLogger(__name__)
+
+SOCKET_BUFFER_BYTES = 4 << 20
+RECEIVE_BYTES = 1 << 20
+PING_INTERVAL_S = 1.0
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 10.0
+HANG_UP_S = 2.0
+"""How long an engine may take to notice that the API server process has ended."""
+BLAMELESS = (0, -signal.SIGKILL)
+"""Exit codes of engines that were ended from outside: no request is to blame."""
+MAX_FAILED_STARTS = 3
+"""Engines that may end before the first one is ready."""
+STABLE_S = 30.0
+"""An engine that lived this long has forgiven its predecessors' failures."""
+
+
+class EngineListener(Protocol):
+    """Who hears of the engine; called on the event loop."""
+
+    def engine_up(self, ready: EngineReady, epoch: int) -> None:
+        """The model is loaded; commands may be sent."""
+        ...
+
+    def engine_output(self, output: StepOutput) -> None:
+        """One step's news."""
+        ...
+
+    def engine_entered(self, request_ids: list[str]) -> None:
+        """These requests are about to be computed for the first time."""
+        ...
+
+    def engine_down(self, error: LoraplexError) -> None:
+        """The engine is gone, with every request in it."""
+        ...
+
+    def engine_crashed(self) -> None:
+        """The engine that went down last died by itself or hung; nobody killed it."""
+        ...
+
+
+class EngineClient:
+    """Keeps one engine process running."""
+
+    def __init__(
+        self, config: EngineConfig, listener: EngineListener, *, step_timeout_s: float
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._step_timeout_s = step_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._outbox: list[Command] = []
+        self._heard_s = 0.0
+        self._is_up = False
+        self._is_hung = False
+
+    @property
+    def is_up(self) -> bool:
+        """True while commands can be sent."""
+        return self._is_up
+
+    def send(self, *commands: Command) -> None:
+        """Queue commands; those of one turn of the event loop travel together.
+
+        Raises:
+            Unavailable: the engine is not up.
+        """
+        if not self._is_up:
+            raise Unavailable("the engine is starting", reason="ENGINE_DOWN", retry_after_s=1.0)
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox += commands
+
+    async def run(self) -> None:
+        """Keep an engine running until cancelled.
+
+        Raises:
+            LoraplexError: the engine refused the model or its configuration, or no engine became
+                ready in MAX_FAILED_STARTS starts.
+        """
+        pause_s = FIRST_PAUSE_S
+        num_failed_starts = 0
+        was_ever_up = False
+        while True:
+            begin_s = time.monotonic()
+            try:
+                await self._live_once()
+            finally:
+                was_up, self._is_up = self._is_up, False
+                if was_up:
+                    self._listener.engine_down(_engine_lost())
+                code = await self._reap(was_up)
+                if was_up and (self._is_hung or code not in BLAMELESS):
+                    self._listener.engine_crashed()
+            was_ever_up = was_ever_up or was_up
+            num_failed_starts += not was_ever_up
+            if num_failed_starts >= MAX_FAILED_STARTS:
+                raise _engine_cannot_start(code)
+            if time.monotonic() - begin_s >= STABLE_S:
+                pause_s = FIRST_PAUSE_S
+            logger.warning("engine restarts", extra={"pause_s": pause_s})
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+
+    async def _live_once(self) -> None:
+        """From spawn to death. Raises LoraplexError only when the engine refused."""
+        self._is_hung = False
+        reader = await self._spawn()
+        watchdog = asyncio.create_task(self._watch())
+        try:
+            await self._read(reader)
+        except OSError:
+            logger.debug("engine socket broke", exc_info=True)
+        finally:
+            watchdog.cancel()
+            self._outbox.clear()
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.worker.engine.process",
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(frame(self._config))
+        logger.info("engine started", extra={"process_id": self._process.pid})
+        return reader
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        frames = FrameBuffer()
+        while data := await reader.read(RECEIVE_BYTES):
+            self._heard_s = time.monotonic()
+            for body in frames.feed(data):
+                self._on_message(decode_message.decode(body))
+
+    def _on_message(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutput):
+            self._listener.engine_output(message)
+        elif isinstance(message, Entered):
+            self._listener.engine_entered(message.request_ids)
+        elif isinstance(message, EngineReady):
+            self._is_up = True
+            self._listener.engine_up(message, time.time_ns() // 1_000_000)
+        else:
+            raise message.error.to_error()
+
+    async def _watch(self) -> None:
+        """Ask for signs of life once the engine is up; kill it when none comes."""
+        assert self._process is not None
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            silence_s = time.monotonic() - self._heard_s
+            if not self._is_up or silence_s < PING_INTERVAL_S:
+                continue
+            if silence_s > self._step_timeout_s:
+                self._is_hung = True
+                logger.error("engine hangs", extra={"silence_s": round(silence_s, 1)})
+                self._process.kill()
+                return
+            self.send(Ping())
+
+    def _flush(self) -> None:
+        commands, self._outbox = self._outbox, []
+        if self._is_up and self._writer is not None:
+            self._writer.write(frame(StepInput(commands)))
+
+    async def _reap(self, was_up: bool) -> int:
+        """Hang up, end the process if it still runs, and collect it. Returns its exit code.
+
+        An engine that is still loading does not listen: it is killed at once.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is None:
+            return 0
+        if not was_up and self._process.returncode is None:
+            self._process.kill()
+        code = await _end(self._process)
+        logger.info("engine ended", extra={"process_id": self._process.pid, "exit_code": code})
+        self._process = None
+        return code
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """Wait for a process that was hung up on, a little, then kill it. Returns its exit code."""
+    try:
+        return await asyncio.wait_for(process.wait(), HANG_UP_S)
+    except TimeoutError:
+        process.kill()
+        return await process.wait()
+
+
+def _engine_cannot_start(code: int) -> Unavailable:
+    return Unavailable(
+        f"the engine process ended {MAX_FAILED_STARTS} times before it was ready, the last time "
+        f"with exit code {code}; its log above gives the reason",
+        reason="ENGINE_DOWN",
+    )
+
+
+def _engine_lost() -> Unavailable:
+    return Unavailable("the engine was lost", reason="ENGINE_LOST", retry_after_s=1.0)

@@ -1,0 +1,158 @@
+"""Metrics of a worker: vLLM's names where it has one, `loraplex_worker_*` for the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.worker.server.sessions import LiveRequest
+from services.worker.server.status import StatusBoard
+from services.worker.types.messages import EngineLoad, Residency, TokenOutput
+from services.worker.types.request import FinishReason
+from services.worker.types.residency import Tier
+
+MAX_ADAPTER_LABELS = 100
+"""Adapters shown one by one; the others are counted together."""
+
+_LATENCY_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+
+_running = Gauge("vllm:num_requests_running", "Requests in the batch")
+_waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the batch")
+_usage = Gauge("vllm:kv_cache_usage_perc", "Share of arena blocks in use, from 0 to 1")
+_first_token = Histogram(
+    "vllm:time_to_first_token_seconds", "From arrival to first token", buckets=_LATENCY_BUCKETS_S
+)
+_inter_token = Histogram(
+    "vllm:inter_token_latency_seconds", "Between two tokens", buckets=_LATENCY_BUCKETS_S
+)
+_whole = Histogram(
+    "vllm:e2e_request_latency_seconds", "From arrival to end", buckets=_LATENCY_BUCKETS_S
+)
+_prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens computed")
+_generation_tokens = Counter("vllm:generation_tokens", "Tokens generated")
+_success = Counter("vllm:request_success", "Requests that ended", ["finished_reason"])
+_adapter_load = Histogram(
+    "vllm:lora_adapter_load_seconds",
+    "Copies of adapters from disk to the device",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_sessions = Gauge("loraplex_worker_sessions", "Open sessions of gateways")
+_steps = Gauge("loraplex_worker_steps", "Engine steps since its start")
+_step_s = Gauge("loraplex_worker_step_seconds", "Mean duration of recent steps")
+_preemptions = Gauge("loraplex_worker_preemptions", "Requests preempted since the engine's start")
+_max_distinct = Gauge(
+    "loraplex_worker_max_distinct_adapters", "Most distinct adapters in one step since start"
+)
+_layer_stall_s = Gauge(
+    "loraplex_worker_layer_stall_seconds",
+    "Time for which steps have waited for adapters on their way to the device, since start",
+)
+_free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
+
+
+def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int) -> None:
+    """Take over what the engine says of itself."""
+    for copy_s in copies_s:
+        _adapter_load.observe(copy_s)
+    _running.set(load.running_requests)
+    _waiting.set(load.waiting_requests)
+    _usage.set(1.0 - load.free_blocks / max(1, load.total_blocks))
+    _sessions.set(num_sessions)
+    _steps.set(load.steps)
+    _step_s.set(load.step_s)
+    _preemptions.set(load.preemptions)
+    _max_distinct.set(load.max_distinct_adapters)
+    _free_blocks.set(load.free_blocks)
+    _layer_stall_s.set(load.layer_stall_s)
+
+
+def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> None:
+    """Count the tokens of one output. Mutates `request.last_token_s`."""
+    if request.last_token_s is None:
+        _first_token.observe(now - request.arrival_s)
+        _prompt_tokens.inc(request.num_prompt)
+    else:
+        _inter_token.observe(now - request.last_token_s)
+    request.last_token_s = now
+    _generation_tokens.inc(len(output.token_ids))
+    if output.finish_reason:
+        _whole.observe(now - request.arrival_s)
+        count_end(FinishReason(output.finish_reason).name.lower())
+
+
+def count_end(reason: str) -> None:
+    """A request ended for `reason`."""
+    _success.labels(reason).inc()
+
+
+class OfModel(CollectorRegistry):
+    """The process's metrics, vLLM's with the label `model_name` by which its dashboards choose."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._label = {"model_name": model_name}
+
+    def collect(self) -> Iterable[Metric]:
+        """Families are made anew for each scrape, so they may be written to."""
+        for family in REGISTRY.collect():
+            if family.name.startswith("vllm:"):
+                family.samples = [
+                    sample._replace(labels=self._label | sample.labels) for sample in family.samples
+                ]
+            yield family
+
+
+class AdapterCollector(Collector):
+    """Reads adapter metrics off the status board when they are scraped."""
+
+    def __init__(self, status: StatusBoard, max_loras: int) -> None:
+        self._status = status
+        self._max_loras = max_loras
+
+    def register(self) -> None:
+        """Make the metrics visible."""
+        REGISTRY.register(self)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The residency metrics."""
+        adapters = list(self._status.adapters())
+        on_device = [a for a in adapters if a.tier == Tier.DEVICE]
+        shown = sorted(adapters, key=lambda a: (-a.running_requests, -a.tier, a.digest))
+        loaded = GaugeMetricFamily(
+            "vllm:lora_adapter_loaded",
+            "Where adapters are",
+            labels=["adapter_name", "level", "pinned", "rank"],
+        )
+        for adapter in shown[:MAX_ADAPTER_LABELS]:
+            level = "gpu" if adapter.tier == Tier.DEVICE else "disk"
+            labels = [adapter.digest, level, str(adapter.pinned).lower(), str(adapter.max_rank)]
+            loaded.add_metric(labels, 1)
+        if len(shown) > MAX_ADAPTER_LABELS:
+            loaded.add_metric(["other", "", "", ""], len(shown) - MAX_ADAPTER_LABELS)
+        yield loaded
+        yield _gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device", len(on_device))
+        yield _gauge("vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras)
+        yield self._requests_info(adapters)
+
+    def _requests_info(self, adapters: list[Residency]) -> GaugeMetricFamily:
+        running = sorted(a.digest for a in adapters if a.running_requests)[:MAX_ADAPTER_LABELS]
+        waiting = sorted(a.digest for a in adapters if a.tier == Tier.LOADING)
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in use; the value is the time of the statement",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        labels = [str(self._max_loras), ",".join(running), ",".join(waiting[:MAX_ADAPTER_LABELS])]
+        info.add_metric(labels, time.time())
+        return info
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)

@@ -1,0 +1,130 @@
+"""Streams of gateways: what each has running here, and the news on its way down."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from loraplex.errors import LoraplexError, ResourceExhausted
+from services.worker.types.messages import Failure, TokenOutput
+
+MAX_UNREAD = 10_000
+"""Messages a gateway may leave unread before its session is ended."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request of a session, as the API server sees it."""
+
+    session: GatewaySession
+    request_id: str
+    """As the gateway calls it."""
+    digests: tuple[str, ...]
+    num_prompt: int
+    arrival_s: float
+    crash_key: bytes = b""
+    """What `CrashGuard` knows it by."""
+    has_entered: bool = False
+    """True once the engine has begun to compute it."""
+    last_token_s: float | None = None
+    """When its latest token passed through the API server."""
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What one step means to one session; ids are the gateway's."""
+
+    step: int
+    tokens: list[tuple[str, TokenOutput]] = field(default_factory=list)
+    failures: list[tuple[str, LoraplexError]] = field(default_factory=list)
+
+
+class GatewaySession:
+    """One stream. `next` yields at most one `StepNews` a step."""
+
+    def __init__(self, session_id: int, gateway_id: str) -> None:
+        self.session_id = session_id
+        self.gateway_id = gateway_id
+        self.live: dict[str, str] = {}
+        """Engine's request id by the gateway's."""
+        self._news: asyncio.Queue[StepNews | LoraplexError | None] = asyncio.Queue()
+        self._is_ended = False
+        self._is_closing = False
+
+    def push(self, news: StepNews) -> None:
+        """Queue news; a reader too far behind ends the session."""
+        if self._news.qsize() >= MAX_UNREAD:
+            self.end(ResourceExhausted("too many unread messages", reason="SLOW_READER"))
+        elif not self._is_ended:
+            self._news.put_nowait(news)
+
+    def end(self, error: LoraplexError) -> None:
+        """End the stream with `error`, after the news that are queued."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._news.put_nowait(error)
+
+    def no_more_requests(self) -> None:
+        """The gateway closed its direction: the stream ends with the last live request."""
+        self._is_closing = True
+        if not self.live:
+            self._news.put_nowait(None)
+
+    async def next(self) -> StepNews | None:
+        """The next news; None when the stream is over. Raises the error given to `end`."""
+        if self._is_closing and not self.live and self._news.empty():
+            return None
+        news = await self._news.get()
+        if isinstance(news, LoraplexError):
+            raise news
+        return news
+
+
+class LiveRequests:
+    """All live requests of all sessions, by the engine's request id."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, request: LiveRequest) -> str:
+        """Register; returns the id that the engine knows it by."""
+        key = f"{request.session.session_id}/{request.request_id}"
+        self._by_key[key] = request
+        request.session.live[request.request_id] = key
+        return key
+
+    def get(self, key: str) -> LiveRequest | None:
+        """The request, unless it has ended."""
+        return self._by_key.get(key)
+
+    def remove(self, key: str) -> LiveRequest | None:
+        """Forget a request; None when it had ended."""
+        request = self._by_key.pop(key, None)
+        if request is not None:
+            request.session.live.pop(request.request_id, None)
+        return request
+
+    def clear(self) -> list[LiveRequest]:
+        """Forget everything; returns what was live."""
+        requests = list(self._by_key.values())
+        for key in list(self._by_key):
+            self.remove(key)
+        return requests
+
+    def sort_out(
+        self, step: int, tokens: list[TokenOutput], failures: list[Failure]
+    ) -> dict[GatewaySession, StepNews]:
+        """One step's outputs by session. Requests already ended get nothing."""
+        news: dict[GatewaySession, StepNews] = {}
+        for output in tokens:
+            if (request := self._by_key.get(output.request_id)) is not None:
+                parcel = news.setdefault(request.session, StepNews(step))
+                parcel.tokens.append((request.request_id, output))
+        for failure in failures:
+            if (request := self._by_key.get(failure.request_id)) is not None:
+                parcel = news.setdefault(request.session, StepNews(step))
+                parcel.failures.append((request.request_id, failure.error.to_error()))
+        return news

@@ -1,0 +1,167 @@
+"""The worker's state as gateways watch it: a snapshot, then deltas, under an epoch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+from loraplex.errors import LoraplexError
+from services.worker.adapters.fetch.disk_cache import DiskAdapter
+from services.worker.types.messages import EngineLoad, Residency
+from services.worker.types.residency import Tier
+
+MIN_INTERVAL_S = 0.02
+"""Between two messages to one watcher: news in between travel together."""
+MAX_INTERVAL_S = 1.0
+"""A message comes at least so often, as a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusNews:
+    """One message to one watcher."""
+
+    epoch: int
+    sequence: int
+    is_full: bool
+    is_ready: bool
+    is_draining: bool
+    load: EngineLoad
+    adapters: tuple[Residency, ...]
+
+
+class _Watcher:
+    """What one stream has not been told yet."""
+
+    def __init__(self) -> None:
+        self.changed: set[str] = set()
+        self.needs_full = True
+        self.wake = asyncio.Event()
+
+
+class StatusBoard:
+    """Holds the state and tells watchers what changed."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.is_ready = False
+        self.is_draining = False
+        self.load = EngineLoad()
+        self._adapters: dict[str, Residency] = {}
+        self._watchers: set[_Watcher] = set()
+        self._is_closed = False
+        self._waiters: dict[str, list[asyncio.Future[Residency]]] = {}
+
+    def adapter(self, digest: str) -> Residency:
+        """Where an adapter is."""
+        return self._adapters.get(digest) or Residency(digest, Tier.GONE)
+
+    def adapters(self) -> Iterable[Residency]:
+        """Everything on this worker."""
+        return self._adapters.values()
+
+    def new_epoch(self, epoch: int, on_disk: Iterable[DiskAdapter]) -> None:
+        """An engine started: everything is on disk only."""
+        self.epoch = epoch
+        self._adapters = {a.digest: Residency(a.digest, Tier.DISK, a.max_rank) for a in on_disk}
+        for watcher in self._watchers:
+            watcher.needs_full = True
+        self.touch()
+
+    def update(self, residency: Iterable[Residency], load: EngineLoad) -> None:
+        """Take in what one step changed."""
+        self.load = load
+        for entry in residency:
+            self._note(entry)
+        self.touch()
+
+    def on_disk(self, adapter: DiskAdapter) -> None:
+        """An adapter was fetched; the engine may know it already."""
+        if adapter.digest not in self._adapters:
+            self._note(Residency(adapter.digest, Tier.DISK, adapter.max_rank))
+            self.touch()
+
+    def touch(self) -> None:
+        """Wake the watchers."""
+        for watcher in self._watchers:
+            watcher.wake.set()
+
+    def off_disk(self, digest: str) -> None:
+        """An adapter's files are gone; one on the device stays until it is evicted."""
+        if self.adapter(digest).tier == Tier.DISK:
+            self._note(Residency(digest, Tier.GONE))
+            self.touch()
+
+    def arrival(self, digest: str) -> asyncio.Future[Residency]:
+        """Resolves with the next news that an adapter is on the device, or with the error that
+        kept it away."""
+        waiter: asyncio.Future[Residency] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(digest, []).append(waiter)
+        return waiter
+
+    def close(self) -> None:
+        """End all watches."""
+        self._is_closed = True
+        self.touch()
+
+    def fail_waiters(self, error: LoraplexError) -> None:
+        """The engine is gone: nothing that was waited for will come."""
+        waiting, self._waiters = self._waiters, {}
+        for waiters in waiting.values():
+            _settle(waiters, error)
+
+    async def watch(self) -> AsyncIterator[StatusNews]:
+        """A snapshot, then deltas, until `close`."""
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        sequence = 0
+        try:
+            while True:
+                sequence += 1
+                yield self._news(watcher, sequence)
+                if self._is_closed:
+                    return
+                await asyncio.sleep(MIN_INTERVAL_S)
+                try:
+                    await asyncio.wait_for(watcher.wake.wait(), MAX_INTERVAL_S)
+                except TimeoutError:
+                    continue
+        finally:
+            self._watchers.discard(watcher)
+
+    def _note(self, entry: Residency) -> None:
+        if entry.tier == Tier.GONE:
+            self._adapters.pop(entry.digest, None)
+        else:
+            self._adapters[entry.digest] = entry
+        for watcher in self._watchers:
+            watcher.changed.add(entry.digest)
+        if entry.error is not None:
+            _settle(self._waiters.pop(entry.digest, []), entry.error.to_error())
+        elif entry.tier == Tier.DEVICE:
+            _settle(self._waiters.pop(entry.digest, []), entry)
+
+    def _news(self, watcher: _Watcher, sequence: int) -> StatusNews:
+        watcher.wake.clear()
+        digests = self._adapters if watcher.needs_full else watcher.changed
+        news = StatusNews(
+            self.epoch,
+            sequence,
+            watcher.needs_full,
+            self.is_ready,
+            self.is_draining,
+            self.load,
+            tuple(self.adapter(digest) for digest in digests),
+        )
+        watcher.needs_full, watcher.changed = False, set()
+        return news
+
+
+def _settle(waiters: list[asyncio.Future[Residency]], result: Residency | LoraplexError) -> None:
+    for waiter in waiters:
+        if waiter.done():
+            continue
+        if isinstance(result, LoraplexError):
+            waiter.set_exception(result)
+        else:
+            waiter.set_result(result)

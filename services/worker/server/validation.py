@@ -1,0 +1,137 @@
+"""Is this request one that the engine can run? Pure checks, each refusal names its field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
+from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
+from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.errors import InvalidRequest
+from loraplex.refs import check_digest
+from services.worker.types.messages import Submit
+from services.worker.types.request import GrammarTokens, Pooling, SamplingParams
+
+MAX_LOGPROBS = 128
+MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What this worker accepts."""
+
+    vocab_size: int
+    max_model_len: int
+    """Prompt and output together, in tokens."""
+    max_adapters: int
+    """In one request."""
+
+
+def check_submit(submit: Submit, limits: IntakeLimits) -> None:
+    """Raises InvalidRequest naming the first bad field."""
+    if not submit.request_id or len(submit.request_id) > MAX_ID_CHARS:
+        _refuse("request_id", submit.request_id, f"must have 1 to {MAX_ID_CHARS} characters")
+    if not submit.prompt_ids:
+        _refuse("prompt_ids", "[]", "must hold at least one token")
+    if submit.pooling and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
+        why = "goes with max_tokens 0, and without output_ids and grammar"
+        _refuse("pooling", submit.pooling, why)
+    if submit.pooling is Pooling.HEAD and not submit.adapters.adapters:
+        _refuse("pooling", submit.pooling, "needs an adapter with a head: the base has none")
+    # Adapters may add tokens and context; the engine knows how many.
+    if submit.adapters.adapters:
+        vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
+        limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
+    _check_grammar_tokens(submit.grammar_tokens, limits)
+    _check_ids("prompt_ids", submit.prompt_ids, limits.vocab_size)
+    _check_ids("output_ids", submit.output_ids, limits.vocab_size)
+    _check_lengths(submit, limits)
+    _check_adapters(submit, limits)
+    _check_sampling(submit.sampling, limits)
+    if not (math.isfinite(submit.fairness_weight) and submit.fairness_weight > 0):
+        _refuse("fairness_weight", submit.fairness_weight, "must be above 0")
+
+
+def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
+    if len(tokens.added) > MAX_ADDED_TOKENS or any(
+        not 0 < len(text) <= MAX_TOKEN_CHARS for _, text in tokens.added
+    ):
+        why = f"at most {MAX_ADDED_TOKENS} tokens of 1 to {MAX_TOKEN_CHARS} characters"
+        _refuse("grammar_tokens", f"{len(tokens.added)} tokens", why)
+    _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits.vocab_size)
+    _check_ids("grammar_eos_ids", tokens.eos_ids, limits.vocab_size)
+
+
+def _check_lengths(submit: Submit, limits: IntakeLimits) -> None:
+    num_prompt, max_tokens = len(submit.prompt_ids), submit.sampling.max_tokens
+    if num_prompt + max_tokens > limits.max_model_len:
+        _refuse(
+            "sampling.max_tokens",
+            max_tokens,
+            f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) exceed the context of "
+            f"{limits.max_model_len} tokens: shorten one of them",
+        )
+    if len(submit.output_ids) >= max(1, max_tokens):
+        _refuse(
+            "output_ids",
+            f"{len(submit.output_ids)} tokens",
+            f"nothing is left to generate: max_tokens is {max_tokens}",
+        )
+
+
+def _check_adapters(submit: Submit, limits: IntakeLimits) -> None:
+    adapters = submit.adapters.adapters
+    if len(adapters) > limits.max_adapters:
+        _refuse(
+            "adapters", f"{len(adapters)} adapters", f"at most {limits.max_adapters} in a request"
+        )
+    for digest, weight in adapters:
+        check_digest(digest, field="adapters.digest")
+        if not math.isfinite(weight):
+            _refuse("adapters.weight", weight, "must be a finite number")
+    if len(set(submit.adapters.digests)) < len(adapters):
+        _refuse("adapters", "a digest twice", "name each adapter once and add up the weights")
+
+
+def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
+    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            _refuse(f"sampling.{name}", getattr(sampling, name), "must be a finite number")
+    if sampling.temperature < 0:
+        _refuse("sampling.temperature", sampling.temperature, "must be 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        _refuse("sampling.top_p", sampling.top_p, "must be above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        _refuse("sampling.min_p", sampling.min_p, "must be between 0 and 1")
+    if sampling.repetition_penalty <= 0:
+        _refuse("sampling.repetition_penalty", sampling.repetition_penalty, "must be above 0")
+    if sampling.min_tokens > sampling.max_tokens:
+        _refuse(
+            "sampling.min_tokens",
+            sampling.min_tokens,
+            f"must not exceed max_tokens ({sampling.max_tokens})",
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > MAX_LOGPROBS:
+            _refuse(f"sampling.{name}", getattr(sampling, name), f"at most {MAX_LOGPROBS}")
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        _check_ids(f"sampling.{name}", getattr(sampling, name), limits.vocab_size)
+    _check_ids("sampling.logit_bias", [i for i, _ in sampling.logit_bias], limits.vocab_size)
+    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
+        _refuse("sampling.logit_bias", "not finite", "every bias must be a finite number")
+
+
+def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Token ids never appear in errors: only where the first bad one is."""
+    if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
+        bad = (i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        index = next(bad)
+        _refuse(
+            f"{field}[{index}]", "out of range", f"token ids go from 0 to {vocab_size - 1} here"
+        )
+
+
+def _refuse(field: str, value: object, description: str) -> None:
+    raise InvalidRequest.field(field, value, description)

@@ -1,0 +1,51 @@
+"""What an adapter's image depends on besides the adapter: one worker's base, types and blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from services.worker.types.own_rope import BaseRopes
+from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+
+IMAGE_VERSION = 6
+"""Of the images' format and of the arithmetic that fills them: raised with every change of either.
+"""
+HALF_DTYPES = ("BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Plain data, so that packing processes can receive it. Types as safetensors names."""
+
+    block_bytes: int
+    dtype: str
+    """The model's: F32, BF16 or F16."""
+    keeps_half: bool
+    """A and B published in half precision stay so under a float32 model, since its kernels widen
+    them; exact, and half the bytes."""
+    max_rank: int
+    """Adapters of a higher rank are refused."""
+    base_key: str
+    """Names the base's geometry and weights: DoRA's gains depend on them."""
+    sites: SiteTable
+    ropes: BaseRopes
+    """The base's; what an adapter's are made from."""
+    int8: bool = False
+    """A and B of linears and the head become integers with a factor for each rank row."""
+
+    def lora_dtype(self, published: str, site_kind: str) -> str:
+        """What A and B are packed as."""
+        if self.int8 and site_kind in (LINEAR, LM_HEAD):
+            return "I8"
+        keeps = self.keeps_half and self.dtype == "F32" and published in HALF_DTYPES
+        return published if keeps else self.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Images of equal fingerprints hold the same bytes for an adapter."""
+        sites = (self.sites.sites, sorted(self.sites.places.items()))
+        types = (self.block_bytes, self.dtype, self.keeps_half, self.int8, self.max_rank)
+        tokens = self.ropes.max_position_embeddings
+        parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens))
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]

@@ -1,0 +1,305 @@
+"""Messages between the API server process and the engine process, as msgpack frames.
+
+    server -> engine  one EngineConfig, then StepInput: commands in the order they were given
+    engine -> server  EngineReady or EngineRefused, then one StepOutput a step that has any news,
+                      and Entered before the first step of a request
+
+A frame is its length (4 bytes, little endian) and a msgpack body. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.request import (
+    AdapterSet,
+    Grammar,
+    GrammarTokens,
+    Pooling,
+    SamplingParams,
+)
+from services.worker.types.runner_protocol import ModelInfo
+from services.worker.types.step_plan import Logprobs
+
+MAX_FRAME_BYTES = 256 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with, every default resolved by the API server process."""
+
+    model_dir: str
+    device: str
+    dtype: str
+    arena_bytes: int
+    """0 = `process.default_arena_bytes`."""
+    attention_backend: str = "auto"
+    """`auto`, `vanilla`, `cpu` or `triton`: see `backends.choose_operators`."""
+    load_format: str = "auto"
+    max_lora_rank: int
+    max_resident: int
+    max_step_tokens: int
+    max_step_s: float = 0.0
+    """Of steps in which requests decode; see `SchedulerLimits`."""
+    max_running: int
+    max_loras: int | None = None
+    policy: str = "fair"
+    """A key of `engine.POLICIES`."""
+    prefix_cache: bool = True
+    overlap: str = "off"
+    """`auto`, `on` or `off`: see `steps`."""
+    adapter_dtype: str = "auto"
+    """How A and B are kept: `auto` or `int8`."""
+    host_cache_bytes: int = 0
+    """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
+    first_token_s: float | None = None
+    """The longest that a first token may take; see `SchedulerLimits`."""
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """A typed error."""
+
+    code: int
+    reason: str
+    message: str
+    violations: list[tuple[str, str, str]] = []
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: LoraplexError) -> WireError:
+        """The error as plain data."""
+        violations = [(v.field, v.value, v.description) for v in error.violations]
+        code = codes_of(error).grpc
+        return cls(code, error.reason, error.message, violations, error.retry_after_s)
+
+    def to_error(self) -> LoraplexError:
+        """The inverse of `of`."""
+        violations = [Violation(*fields) for fields in self.violations]
+        return from_wire(self.code, self.reason, self.message, violations, self.retry_after_s)
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """Start a request, fresh or resumed."""
+
+    request_id: str
+    """Unique among the live requests of the worker."""
+    prompt_ids: list[int]
+    output_ids: list[int] = []
+    sampling: SamplingParams
+    adapters: AdapterSet = AdapterSet()
+    tenant: str = "default"
+    priority: int = 0
+    fairness_weight: float = 1.0
+    cache_salt: str = ""
+    sample_index: int = 0
+    remaining_s: float | None = None
+    """Until the deadline; None = no deadline."""
+    grammar: Grammar | None = None
+    grammar_tokens: GrammarTokens = GrammarTokens()
+    pooling: Pooling = Pooling.NONE
+    """With one: a vector and no output."""
+    remaining_first_token_s: float | None = None
+    """Until the first token is due; None = whenever the deadline allows."""
+    came_s: float | None = None
+    """By the monotonic clock, which both processes share: a step may be under way when it
+    comes, and the wait for that step's end counts. None = the engine's moment."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """End a request without a word; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """An adapter lies verified in `path`, and stays there until `Gone`."""
+
+    digest: str
+    path: str
+    max_rank: int
+    num_blocks: int = 0
+    """Of its packed image; 0 = the engine has to pack it, because that takes the base's weights."""
+
+
+class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
+    """An adapter cannot be had; requests waiting for it fail with `error`."""
+
+    digest: str
+    error: WireError
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """An adapter's files are about to be deleted."""
+
+    digest: str
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Load a fetched adapter before any request needs it, and pin it if asked."""
+
+    digest: str
+    pin: bool
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Release a pin."""
+
+    digest: str
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Free an adapter as soon as no request uses it."""
+
+    digest: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks for a sign of life, which any StepOutput is."""
+
+
+Command = Submit | Cancel | Fetched | FetchFailed | Gone | Prefetch | Unpin | Unload | Ping
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True):
+    """Commands since the last one, in order."""
+
+    commands: list[Command]
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    info: ModelInfo
+    total_blocks: int
+    block_bytes: int
+    layout: AdapterLayout
+    """What adapters are packed for."""
+
+
+class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The model cannot be served with this configuration; trying again would not help."""
+
+    error: WireError
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that one step added to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    output_position: int
+    """Position in the output of the first of `token_ids`."""
+    finish_reason: int = 0
+    """A FinishReason; 0 = goes on."""
+    stop_token_id: int | None = None
+    logprobs: list[Logprobs] = []
+    prompt_logprobs: list[Logprobs] | None = None
+    """With the first output: one entry per prompt token from the second on."""
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    pooled: list[float] = []
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """A request that gets nothing more."""
+
+    request_id: str
+    error: WireError
+
+
+class Residency(msgspec.Struct, frozen=True, array_like=True):
+    """Where one adapter is now."""
+
+    digest: str
+    tier: int
+    """A Tier; GONE = not known any more."""
+    max_rank: int = 0
+    device_bytes: int = 0
+    pinned: bool = False
+    running_requests: int = 0
+    error: WireError | None = None
+    """Why it cannot be had, after a failure."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the engine is."""
+
+    running_requests: int = 0
+    max_running: int = 0
+    is_full: bool = False
+    """Memory or the token budget of a step, not places, keep requests waiting."""
+    waiting_requests: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    """Blocks free or held by idle adapters and prefixes."""
+    total_blocks: int = 0
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    max_distinct_adapters: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    layer_stall_s: float = 0.0
+    """For which steps have waited for adapters on their way to the device."""
+
+
+class Entered(msgspec.Struct, frozen=True, tag="entered"):
+    """Sent before the first step of these requests: if the engine dies, they were in it."""
+
+    request_ids: list[str]
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="output"):
+    """What one step brought."""
+
+    step: int
+    tokens: list[TokenOutput]
+    failures: list[Failure]
+    residency: list[Residency]
+    load: EngineLoad
+    copies_s: list[float] = []
+    """How long each copy of an adapter to the device took."""
+
+
+EngineMessage = EngineReady | EngineRefused | Entered | StepOutput
+
+_encoder = msgspec.msgpack.Encoder()
+decode_config = msgspec.msgpack.Decoder(EngineConfig).decode
+decode_input = msgspec.msgpack.Decoder(StepInput).decode
+decode_message: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the wire."""
+    body = _encoder.encode(message)
+    assert len(body) <= MAX_FRAME_BYTES, f"{type(message).__name__} of {len(body)} bytes"
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Sequence[bytes]:
+        """Add bytes as they come; returns the bodies that are complete now."""
+        self._data += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(self._data) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, start)
+            assert length <= MAX_FRAME_BYTES, f"a frame of {length} bytes"
+            end = start + _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            bodies.append(bytes(self._data[start + _LENGTH.size : end]))
+            start = end
+        del self._data[:start]
+        return bodies

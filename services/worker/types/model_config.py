@@ -1,0 +1,99 @@
+"""What a base model is, in the words of this code; `model.config_reader` reads it from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer."""
+
+    dim: int
+    """Leading part of the head that rotates."""
+    theta: float
+    kind: str = "default"
+    """default, linear, dynamic, llama3, yarn or longrope."""
+    params: tuple[tuple[str, Any], ...] = ()
+    """Numbers of the scaling method, sorted by name."""
+
+    @property
+    def switch_len(self) -> int | None:
+        """Sequences of more tokens than this rotate otherwise, from their first token on."""
+        if self.kind != "longrope":
+            return None
+        return int(dict(self.params)["original_max_position_embeddings"])
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Sparse MLP of a mixture of experts."""
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    renormalise: bool
+    """Scale the chosen experts' router weights so that they sum to 1."""
+    shared_intermediate_size: int | None = None
+    """Width of the expert that every token visits, if there is one."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with a plain MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Geometry and arithmetic of a decoder, every default resolved."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    max_position_embeddings: int
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer in tokens; None = full attention."""
+    ropes: tuple[RopeConfig, ...]
+    """Rotary embedding of each layer."""
+    attention_scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Normalise each query and key head before it is rotated."""
+    norm_offset: float = 0.0
+    """Added to every norm weight (Gemma stores weight - 1)."""
+    norm_in_float32: bool = False
+    """Multiply by the norm weight before rounding to the model's dtype, not after."""
+    post_norms: bool = False
+    """Normalise what attention and MLP return, too."""
+    embed_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    moe: MoeConfig | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+    @property
+    def rope_switch_len(self) -> int | None:
+        """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
+        return self.ropes[0].switch_len
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim

@@ -1,0 +1,238 @@
+"""One sequence: what was asked for, and its state while it waits and runs. No torch, no grpc."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+RELEASED_BLOCK = -1
+"""Stands in a block table for a block behind the group's window: never to be read."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; numbers equal the wire enum."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+class Pooling(enum.StrEnum):
+    """What a request ends with instead of output."""
+
+    NONE = ""
+    LAST = "last"
+    """The last prompt token's hidden state after the last norm."""
+    MEAN = "mean"
+    """The mean of these over the prompt."""
+    HEAD = "head"
+    """The logits of its adapter's head on the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, every default resolved. All counts are in tokens of the output."""
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """Alternatives per output token; None = no logprobs at all."""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """The adapters of a request: sorted (digest, weight) pairs; empty = the base."""
+
+    adapters: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert tuple(sorted(self.adapters)) == self.adapters, "adapters must be sorted by digest"
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests in order."""
+        return tuple(digest for digest, _ in self.adapters)
+
+    def within(self, digests: Collection[str]) -> bool:
+        """Whether all of them are among `digests`."""
+        return all(digest in digests for digest, _ in self.adapters)
+
+    def key(self) -> str:
+        """Hash that keys the prefix cache and accounting."""
+        text = ";".join(f"{digest}*{weight!r}" for digest, weight in self.adapters)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class OwnRope(NamedTuple):
+    """A rotary embedding that a request's adapter brings."""
+
+    key: str
+    """Names it: KV of another cannot be used."""
+    switch_len: int | None
+    """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the whole output must belong to."""
+
+    form: str
+    """`json_schema`, `regex`, `ebnf` (Lark's notation) or `choice`."""
+    texts: tuple[str, ...]
+    """The grammar's one text, or the options of a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """How the output of a request's adapter differs from the base's, as far as grammars go."""
+
+    added: tuple[tuple[int, str], ...] = ()
+    """Tokens beyond the base's tokenizer and their text, special ones left out."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output; empty = the base's EOS ids."""
+
+
+class Constraint(Protocol):
+    """A grammar that has followed a request's output so far; a pure function of both."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True when `bitmask` would not wait."""
+        ...
+
+    @property
+    def is_quick(self) -> bool:
+        """True when masks take so little that a step may be launched before its mask is known."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """True when nothing but the end may follow."""
+        ...
+
+    def bitmask(self) -> bytes:
+        """The tokens that may come next: one bit each, lowest bit first; ids beyond it may not."""
+        ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Request:
+    """One sequence on its way through the engine.
+
+    Fresh, preempted and migrated requests differ only in `output_ids`: everything the sampler
+    needs is a pure function of this object.
+
+    Lengths, in tokens: 0 <= num_computed <= num_expected = num_tokens + num_in_flight_tokens, where
+    num_tokens = len(prompt_ids) + len(output_ids). KV of positions [0, num_computed) is in the
+    request's blocks, or will be when the steps that were launched are done.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    adapters: AdapterSet = AdapterSet()
+    tenant: str = "default"
+    priority: int = 0
+    fairness_weight: float = 1.0
+    cache_salt: str = ""
+    sample_index: int = 0
+    deadline_s: float | None = None
+    """Absolute, on the engine's clock."""
+    first_token_due_s: float | None = None
+    """As `deadline_s`, of the first token; None = whenever that allows."""
+    arrival_s: float = 0.0
+    output_ids: list[int] = field(default_factory=list)
+    pooling: Pooling = Pooling.NONE
+    constraint: Constraint | None = None
+    """Set where the request has a grammar, before it is scheduled."""
+    rope: OwnRope | None = None
+    """Set where its adapter brings a rotary embedding; None = the base's."""
+    is_long: bool = False
+    """Longer than its rotary embedding switches at: its KV is another from token 0 on."""
+    own_eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output in place of the base's EOS ids; empty = the base's do."""
+    adapters_from: int = 0
+    """First position at which its adapters act; above 0 with an activated LoRA only."""
+    is_held: bool = False
+    """Left out of steps while its next tokens are not known to the constraint yet."""
+
+    num_computed: int = 0
+    num_in_flight_tokens: int = 0
+    """Output tokens that steps in flight choose, whose ids are not known yet."""
+    in_flight_output: int = 0
+    """The index of the last of these among the outputs of the step launched last."""
+    block_tables: list[list[int]] = field(default_factory=list)
+    """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
+    prefix_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain over its full blocks, as far as anyone has asked (see `PrefixCache`)."""
+    num_cached: int = 0
+    """Tokens that it did not have to compute when it first started."""
+    first_scheduled_s: float | None = None
+    adapters_ready_s: float | None = None
+    """When all its adapters were on the device for the first time."""
+    first_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_expected(self) -> int:
+        """Known tokens and those in flight."""
+        return self.num_tokens + self.num_in_flight_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Expected tokens whose KV is not computed yet; 1 while decoding."""
+        return self.num_expected - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """True when no step will have to choose another token for it."""
+        return len(self.output_ids) + self.num_in_flight_tokens >= self.sampling.max_tokens
+
+    @property
+    def must_wait(self) -> bool:
+        """True while no step may compute it: its next mask is not known, and may take long."""
+        if self.constraint is None:
+            return False
+        return self.is_held or (self.num_in_flight_tokens > 0 and not self.constraint.is_quick)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens whose KV this request can ever hold."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    def eos_ids(self, base_eos_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens that end its output."""
+        return self.own_eos_ids or base_eos_ids
+
+    def take(self, token_id: int) -> None:
+        """Append a token that was in flight. Mutates the output."""
+        self.num_in_flight_tokens -= 1
+        self.output_ids.append(token_id)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens of positions [start, end)."""
+        num_prompt = len(self.prompt_ids)
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]

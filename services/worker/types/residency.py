@@ -1,0 +1,74 @@
+"""What is known of an adapter on this worker, and what the engine is told to do about it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.worker.types.adapter_facts import AdapterFacts
+
+
+class Tier(enum.IntEnum):
+    """How far an adapter has come; numbers equal the wire enum."""
+
+    GONE = 0
+    DISK = 1
+    LOADING = 2
+    DEVICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy the adapter in folder `path` into `blocks` and enter it under `slot`."""
+
+    slot: int
+    digest: str
+    path: Path
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Take `slot` out of the tables; its blocks are already given back."""
+
+    slot: int
+    digest: str
+
+
+@dataclass(slots=True, eq=False)
+class CachedAdapter:
+    """One adapter this worker knows."""
+
+    digest: str
+    path: Path
+    num_blocks: int
+    max_rank: int
+    tier: Tier = Tier.DISK
+    on_disk: bool = True
+    slot: int = -1
+    """Row of the device tables while LOADING or on DEVICE."""
+    blocks: list[int] = field(default_factory=list)
+    num_running: int = 0
+    """Running requests that use it."""
+    pinned: bool = False
+    unload: bool = False
+    """Leaves the device as soon as it is idle."""
+    last_used_s: float = 0.0
+    heat: float = -math.inf
+    """Logarithm of the fading count of its uses; see `eviction.LeastExpectedLoss`."""
+    last_step: int = -1
+    """The last step planned when a request ceased to use it."""
+    facts: AdapterFacts = field(default_factory=AdapterFacts)
+    """Known once it has been on the device."""
+
+    @property
+    def is_idle(self) -> bool:
+        """On the device, and nothing would miss it now."""
+        return self.tier == Tier.DEVICE and not self.num_running and not self.pinned
+
+
+def adapter_owner(digest: str) -> str:
+    """Owner name of an adapter's blocks in the arena."""
+    return f"adapter {digest}"

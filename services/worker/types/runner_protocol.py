@@ -1,0 +1,166 @@
+"""What the engine asks of whoever computes a step. No torch: this is the seam to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from loraplex.adapter_format.geometry import Geometry
+from services.worker.types.adapter_facts import AdapterFacts
+from services.worker.types.adapter_layout import AdapterLayout
+from services.worker.types.step_plan import SampledRow, StepPlan
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about the loaded base that both processes need."""
+
+    vocab_size: int
+    """Logit width of the base; every id below it is a legal prompt token."""
+    max_model_len: int
+    """Context in tokens, prompt and output together."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    device: str
+    """"cpu" or "cuda"."""
+    numerics_fingerprint: str
+    """Equal fingerprints give equal tokens in float32."""
+    geometry: Geometry
+    """What adapters are validated against."""
+    rope_switch_len: int | None = None
+    """Requests of more known tokens than this have another KV, from their first token on."""
+
+
+class Pending(Protocol[T_co]):
+    """Work under way beside the step; `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool:
+        """True when `result` would not wait."""
+        ...
+
+    def result(self) -> T_co:
+        """What came of it. Raises what the work raised."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call `callback` once it is done, from any thread."""
+        ...
+
+
+class Copied(Protocol):
+    """An adapter whose bytes are in their blocks, to be entered."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that it came from."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """That it fills."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the copy took."""
+        ...
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """What requests must know of the adapter."""
+        ...
+
+
+class LaunchedStep(Protocol):
+    """A step that may be under way."""
+
+    def choose_tokens(self) -> None:
+        """Begin the sampling that the launch has left out, since the plan awaits masks."""
+        ...
+
+    def result(self) -> list[SampledRow]:
+        """Wait for its end; in the order of the plan's rows. Raises what the step raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that ended before its launch returned."""
+
+    rows: list[SampledRow]
+
+    def choose_tokens(self) -> None:
+        """They are chosen."""
+
+    def result(self) -> list[SampledRow]:
+        """Its rows."""
+        return self.rows
+
+
+class Runner(Protocol):
+    """One base on one device: the arena's bytes, the adapters' tables, the forward pass."""
+
+    arena_blocks: int
+    block_bytes: int
+    tokens_per_block: int
+    kv_group_windows: tuple[int | None, ...]
+    """Sliding window of each KV group in tokens; None = full attention."""
+
+    @property
+    def layout(self) -> AdapterLayout:
+        """What images of adapters are packed for."""
+        ...
+
+    def pack_adapter(self, path: Path) -> Pending[int]:
+        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        ...
+
+    def copy_adapter(
+        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+    ) -> Pending[Copied]:
+        """Fill `blocks`, which no step reads meanwhile, from the image in a folder.
+
+        `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
+        under way; the steps that use it wait for what has not been copied.
+        """
+        ...
+
+    def await_copies(self, timeout_s: float) -> None:
+        """Return when no copy is under way, or after `timeout_s`."""
+        ...
+
+    def enter_adapter(self, slot: int, copied: Copied) -> None:
+        """Let steps use what was copied under `slot`, which is not in use."""
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Take `slot` out of the tables. The caller frees the blocks."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while the one before it is under way."""
+        ...
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Begin one forward pass and sampling; where the plan awaits masks, the forward pass alone.
+        The caller then takes in the tokens of the step before, and calls `choose_tokens`.
+
+        Steps and changes of the adapters' tables take effect in the order of these calls. A plan
+        may follow outputs of the step before. The plan's requests may change afterwards.
+        """
+        ...
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for adapters that were being copied."""
+        ...
+
+    def model_info(self) -> ModelInfo:
+        """Facts about the base."""
+        ...

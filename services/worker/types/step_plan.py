@@ -1,0 +1,101 @@
+"""What the scheduler decides for one step, and what the runner returns for each row. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from services.worker.types.request import Request
+
+
+class PlannedRow(NamedTuple):
+    """One request in a step: compute `num_tokens` positions from `start`."""
+
+    request: Request
+    start: int
+    """First position to compute; equals the request's num_computed."""
+    num_tokens: int
+    needs_logits: bool
+    """True when the last of these positions is the last known token: a token is sampled."""
+    slots: tuple[tuple[int, float], ...]
+    """(slot, coefficient) of each adapter; empty = base row."""
+    follows: int | None = None
+    """Which output of the step before is its one input token, still on the device; None = its
+    tokens are known. Outputs of a step count its rows that choose a token, in order."""
+
+    @property
+    def chooses(self) -> bool:
+        """True when the step chooses a token for it."""
+        return self.needs_logits and not self.request.pooling
+
+    @property
+    def is_context(self) -> bool:
+        """Context rows compute prompt positions; generation rows exactly one output position."""
+        return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step computes, in batch order: contexts, then generations; inside each by first
+    slot, rows of the base last."""
+
+    step: int
+    rows: tuple[PlannedRow, ...]
+
+    @cached_property
+    def num_contexts(self) -> int:
+        """Rows in the context phase; they come first."""
+        return sum(row.is_context for row in self.rows)
+
+    @cached_property
+    def num_context_tokens(self) -> int:
+        """Positions of the rows in the context phase."""
+        contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
+        return sum(row.num_tokens for row in contexts)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Positions computed by the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+    @cached_property
+    def awaits_masks(self) -> bool:
+        """Whether a row's grammar has not seen the token before the one that the step chooses."""
+        return any(
+            row.follows is not None and row.request.constraint is not None for row in self.rows
+        )
+
+    @cached_property
+    def num_distinct_adapters(self) -> int:
+        """Distinct slots that the step reads."""
+        return len({slot for row in self.rows for slot, _ in row.slots})
+
+
+def batch_order(row: PlannedRow) -> tuple[bool, bool, int]:
+    """Sort key of the fixed batch order."""
+    first_slot = row.slots[0][0] if row.slots else 0
+    return (not row.is_context, not row.slots, first_slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprob of one token and of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SampledRow(NamedTuple):
+    """What the runner returns for one planned row."""
+
+    request_id: str
+    token_id: int | None
+    """None when the row needed no logits."""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """One entry per prompt position computed in this step, when asked for."""
+    pooled: tuple[float, ...] = ()
+    """Where the request pools: its vector, or the sum over this step's tokens for a mean."""

@@ -1,0 +1,121 @@
+"""The pinned pool's copies, on the CPU: the code of a GPU's but for the stream."""
+
+import random
+
+import pytest
+import torch
+
+from loraplex.errors import DataLoss
+from services.worker.adapters.device.pinned_cache import CopyForecast, PinnedCache
+from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
+from services.worker.arena_buffer import ArenaBuffer
+
+BLOCK_BYTES = 64
+SLAB_BLOCKS = 8
+
+
+class CountedImage:
+    """An image that counts how often its bytes are read."""
+
+    def __init__(self, image):
+        self._image = image
+        self.index, self.sha256 = image.index, image.sha256
+        self.num_reads = 0
+
+    def read_into(self, buffers):
+        self.num_reads += 1
+        self._image.read_into(buffers)
+
+
+def image_of(seed, num_blocks):
+    num_bytes = num_blocks * BLOCK_BYTES - 8  # the last block is not full
+    data = random.Random(seed).randbytes(num_bytes)
+    index = ImageIndex("layout", num_blocks, num_bytes, [])
+    return PackedAdapter(index, memoryview(data)), data
+
+
+@pytest.fixture
+def arena():
+    arena = ArenaBuffer(32, BLOCK_BYTES, torch.device("cpu"))
+    arena.data.fill_(0xEE)
+    return arena
+
+
+@pytest.fixture
+def tier(arena):
+    return PinnedCache(arena, SLAB_BLOCKS * BLOCK_BYTES)
+
+
+def held(arena, blocks, num_bytes):
+    return arena.data[blocks].flatten()[:num_bytes].numpy().tobytes()
+
+
+def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
+    generator = random.Random(7)
+    images = [image_of(seed, generator.randint(1, SLAB_BLOCKS + 3)) for seed in range(12)]
+    for _ in range(200):
+        image, data = generator.choice(images)
+        blocks = generator.sample(range(arena.num_blocks), image.index.num_blocks)
+        copy_events, expected_s = tier.copy(image, blocks, step_s=1.0)
+        assert copy_events is None and expected_s == 0.0
+        assert held(arena, blocks, len(data)) == data
+    tier._pool.check_integrity()
+
+
+def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena, tier, monkeypatch):
+    image, data = image_of(3, 6)
+    sizes = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda target, source, **kwargs: (
+            sizes.append(source.numel()) or copy(target, source, **kwargs)
+        ),
+    )
+    blocks = [10, 11, 12, 4, 5, 20]
+    tier.copy(image, blocks, step_s=0.0)
+    assert held(arena, blocks, len(data)) == data
+    assert sizes == [3 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES - 8]
+
+
+def test_only_the_image_s_bytes_are_written(arena, tier):
+    image, _ = image_of(1, 2)
+    tier.copy(image, [5, 3], step_s=0.0)
+    others = [block for block in range(arena.num_blocks) if block not in (5, 3)]
+    assert (arena.data[others] == 0xEE).all()
+    assert (arena.data[3, -8:] == 0xEE).all()
+
+
+def test_an_image_in_the_slab_is_not_read_again(arena, tier):
+    image = CountedImage(image_of(1, 3)[0])
+    for _ in range(3):
+        tier.copy(image, [0, 1, 2], step_s=0.0)
+    assert image.num_reads == 1
+    tier.copy(image_of(2, SLAB_BLOCKS)[0], range(8, 16), step_s=0.0)
+    tier.copy(image, [0, 1, 2], step_s=0.0)
+    assert image.num_reads == 2
+
+
+def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
+    image, data = image_of(1, 3)
+    path = tmp_path / "image"
+    image.write(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    with ImageFile(path) as file, pytest.raises(DataLoss, match="cut short"):
+        tier.copy(file, [0, 1, 2], step_s=0.0)
+    path.write_bytes(whole)
+    with ImageFile(path) as file:
+        assert file.sha256 == image.sha256
+        tier.copy(file, [0, 1, 2], step_s=0.0)
+    assert held(arena, [0, 1, 2], len(data)) == data
+
+
+def test_a_copy_lands_behind_those_under_way_at_the_rate_of_the_last():
+    forecast = CopyForecast()
+    assert forecast.expect(100, now=0.0) is None
+    forecast.measured(1000, 2.0)
+    assert forecast.expect(500, now=10.0) == pytest.approx(1.0)
+    assert forecast.expect(500, now=10.5) == pytest.approx(1.5)
+    assert forecast.expect(500, now=20.0) == pytest.approx(1.0)

@@ -1,0 +1,43 @@
+"""PinnedPool: bounded, no block of two images, the image asked for longest ago goes first."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.adapters.device.pinned_pool import PinnedPool
+
+NUM_BLOCKS = 6
+ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
+
+
+@given(sizes=st.lists(st.integers(0, 8), min_size=8, max_size=8), acts=st.lists(ACTS, max_size=40))
+def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
+    pool = PinnedPool(NUM_BLOCKS)
+    recent: list[int] = []
+    for act, number in acts:
+        name, size = bytes([number]), sizes[number]
+        found = pool.find(name)
+        assert (found is not None) == (number in recent)
+        recent = [other for other in recent if other != number]
+        if act == "drop":
+            if found is not None:
+                pool.drop(name)
+            continue
+        blocks = pool.enter(name, size) if found is None else found
+        if size > NUM_BLOCKS:
+            assert blocks is None
+            continue
+        assert blocks is not None and len(set(blocks)) == size
+        recent.append(number)
+        while sum(sizes[other] for other in recent) > NUM_BLOCKS:
+            recent.pop(0)
+        pool.check_integrity()
+
+
+def test_an_image_that_is_asked_for_again_stays_longer():
+    pool = PinnedPool(2)
+    for name in (b"a", b"b"):
+        pool.enter(name, 1)
+    pool.find(b"a")
+    pool.enter(b"c", 1)
+    assert pool.find(b"b") is None
+    assert pool.find(b"a") is not None

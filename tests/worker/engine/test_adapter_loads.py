@@ -1,0 +1,187 @@
+"""Loads beside steps: whatever comes in whatever order, books stay right and every request ends.
+
+The engine is the real one; its runner takes virtual time for steps and copies, and refuses to
+compute with an adapter that has not been entered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.simulate.costs import Costs
+from services.simulate.runner import TimedRunner, VirtualClock
+from services.worker.engine.engine import POLICIES, Engine
+from services.worker.types.messages import Cancel, Command, Fetched, Gone, Prefetch, Unload, Unpin
+from services.worker.types.request import SamplingParams
+from services.worker.types.step_plan import SampledRow, StepPlan
+from tests.worker.commands import make_config, make_submit
+
+BLOCK_BYTES, NUM_BLOCKS = 64, 40
+COSTS = Costs(
+    step_s=0.01,
+    idle_s=0.0,
+    row_s=0.001,
+    many_row_s=0.0,
+    prompt_s=0.0,
+    token_s=0.0001,
+    kv_token_s=0.0,
+    adapter_byte_s=0.0,
+    step_spread=0.0,
+    load_s=0.0,
+    load_byte_s=0.0,
+    fetch_s=0.0,
+    fetch_byte_s=0.0,
+    request_s=0.0,
+    request_p90_s=0.0,
+    adapter_bytes_per_rank=BLOCK_BYTES,
+    block_bytes=BLOCK_BYTES,
+    tokens_per_block=4,
+)
+DIGESTS = [f"sha256:{name}" for name in "abcdef"]
+BLOCKS = dict(zip(DIGESTS, (1, 2, 3, 5, 8, 12), strict=True))
+
+ADAPTER = st.sampled_from(DIGESTS)
+SUBMIT = st.tuples(st.just("submit"), st.sets(ADAPTER, max_size=2), st.integers(1, 20))
+ACTIONS = st.one_of(
+    SUBMIT,
+    SUBMIT,
+    st.tuples(st.sampled_from(["unload", "gone", "prefetch", "pin", "unpin", "cancel"]), ADAPTER),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+)
+
+
+@dataclass
+class StepUnderWay:
+    """Ends at `end_s`, whoever waits for it."""
+
+    rows: list[SampledRow]
+    end_s: float
+    clock: VirtualClock
+
+    def choose_tokens(self) -> None:
+        """They are chosen."""
+
+    def result(self) -> list[SampledRow]:
+        self.clock.advance_to(self.end_s)
+        return self.rows
+
+
+class OverlappingRunner(TimedRunner):
+    """Steps run one after another beside their caller."""
+
+    overlaps = True
+    free_s = 0.0
+
+    def launch(self, plan: StepPlan) -> StepUnderWay:
+        begin_s = self._clock.now_s
+        rows = super().launch(plan).result()
+        elapsed_s, self._clock.now_s = self._clock.now_s - begin_s, begin_s
+        self.free_s = max(self.free_s, begin_s) + elapsed_s
+        return StepUnderWay(rows, self.free_s, self._clock)
+
+
+class Stage:
+    """Adapters lie on disk from the moment they are asked for, as in a worker."""
+
+    def __init__(self, load_s: float, policy: str, overlaps: bool = False) -> None:
+        self.clock = VirtualClock()
+        costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
+        make = OverlappingRunner if overlaps else TimedRunner
+        self.runner = make(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
+        config = make_config(max_resident=5, max_step_tokens=16, max_running=4, policy=policy)
+        self.engine = Engine(self.runner, config, self.clock)
+        self.live: dict[str, tuple[str, ...]] = {}
+        self.num_sent = 0
+
+    def step(self, *commands: Command) -> None:
+        output = self.engine.step(commands)
+        self.engine.check_integrity()
+        for token in output.tokens:
+            if token.finish_reason:
+                del self.live[token.request_id]
+        for failure in output.failures:
+            del self.live[failure.request_id]
+        if not output.tokens:
+            self.clock.advance(0.004)
+
+    def submit(self, digests: set[str], num_prompt: int) -> None:
+        self.num_sent += 1
+        name = str(self.num_sent)
+        self.live[name] = tuple(sorted(digests))
+        sampling = SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
+        start = self.num_sent << 8
+        request = make_submit(name, range(start, start + num_prompt), sampling, self.live[name])
+        self.step(request, *self.fetched(self.live[name]))
+
+    def fetched(self, digests: tuple[str, ...]) -> list[Fetched]:
+        return [Fetched(digest, digest, 8, BLOCKS[digest]) for digest in digests]
+
+    def act(self, kind: str, digest: str) -> None:
+        used = {d for digests in self.live.values() for d in digests}
+        if kind == "unload":
+            self.step(Unload(digest))
+        elif kind == "gone" and digest not in used:  # the API server leases what requests use
+            self.step(Gone(digest))
+        elif kind in ("prefetch", "pin"):
+            self.step(*self.fetched((digest,)), Prefetch(digest, pin=kind == "pin"))
+        elif kind == "unpin":
+            self.step(Unpin(digest))
+        elif kind == "cancel" and self.live:
+            name = next(iter(self.live))
+            del self.live[name]
+            self.step(Cancel(name))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(ACTIONS, max_size=40),
+    st.sampled_from([0.0, 0.0005, 0.03, 0.4]),
+    st.sampled_from(sorted(POLICIES)),
+    st.booleans(),
+)
+def test_every_request_ends_and_every_block_is_accounted_for(
+    actions: list[tuple[object, ...]], load_s: float, policy: str, overlaps: bool
+) -> None:
+    stage = Stage(load_s, policy, overlaps)
+    for action in actions:
+        match action:
+            case ("submit", set() as digests, int() as num_prompt):
+                stage.submit(digests, num_prompt)
+            case ("step", int() as count):
+                for _ in range(count):
+                    stage.step()
+            case (str() as kind, str() as digest):
+                stage.act(kind, digest)
+    for digest in DIGESTS:
+        stage.step(Unpin(digest))
+    patience = 4000
+    while stage.live:
+        patience -= 1
+        assert patience, f"waiting for ever: {stage.live}"
+        stage.step()
+    stage.step(*(Unload(digest) for digest in DIGESTS))
+    for _ in range(200):
+        stage.step()
+    load = stage.engine.step([]).load
+    assert load.free_blocks == load.total_blocks
+
+
+def test_a_short_copy_makes_its_request_part_of_the_step_that_began_it() -> None:
+    for load_s, num_steps in ((0.0001, 1), (0.05, 5)):
+        stage = Stage(load_s, "fcfs")
+        stage.submit(set(), 4)
+        for _ in range(2):
+            stage.step()
+        stage.engine.scheduler.times.copies.add(load_s)
+        stage.live["x"] = (DIGESTS[0],)
+        sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
+        request = make_submit("x", [1, 2, 3], sampling, [DIGESTS[0]])
+        count = 1
+        stage.step(request, *stage.fetched((DIGESTS[0],)))
+        while "x" in stage.live:
+            stage.step()
+            count += 1
+        assert (count == 1) == (num_steps == 1), (load_s, count)

@@ -1,0 +1,279 @@
+"""Compiled products and elementwise operators against torch; dispatch and building."""
+
+import ctypes
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from loraplex.errors import InvalidRequest
+from services.worker.native import bindings, build
+from services.worker.native.check import computes_right
+from services.worker.native.isa import GENERIC, ISA_FLAGS, choose_isa, family_isas, host_isas
+from services.worker.ops.rope.torch import rotate
+from tests.worker.native.isas import ISAS, native
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def test_an_image_holds_what_any_host_of_its_family_chooses():
+    assert set(host_isas()) - {GENERIC} <= set(family_isas())
+
+
+@pytest.fixture(params=ISAS)
+def compiled(request):
+    return native(request.param)
+
+
+def close(actual, expected):
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 13, 32, 200])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64)], ids=str)
+def test_a_packed_product_equals_torch(compiled, shape, num_rows, dtype, stored):
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) / shape[1] ** 0.5).to(stored)
+    x = torch.full((num_rows, shape[1] + 3), float("nan"), dtype=dtype)[:, : shape[1]]
+    x.copy_(torch.randn(num_rows, shape[1]))
+    y = compiled.linear(x, compiled.pack(weight), shape[0])
+    close(y, F.linear(x.double(), weight.double()).to(dtype))
+
+
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled):
+    torch.manual_seed(1)
+    packed, x = compiled.pack(torch.randn(300, 90)), torch.randn(77, 90)
+    together = compiled.linear(x, packed, 300)
+    for row in range(77):
+        assert compiled.linear(x[row : row + 1], packed, 300).equal(together[row : row + 1])
+
+
+def test_callers_on_several_threads_take_turns(compiled):
+    torch.manual_seed(2)
+    packed = compiled.pack(torch.randn(300, 90))
+    inputs = [torch.randn(64, 90) for _ in range(4)]
+    expected = [compiled.linear(x, packed, 300) for x in inputs]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(50):
+            answers = list(callers.map(lambda x: compiled.linear(x, packed, 300), inputs))
+            assert all(answer.equal(y) for answer, y in zip(answers, expected, strict=True))
+
+
+@pytest.fixture
+def tiled(compiled):
+    if not compiled.has_tiles:
+        pytest.skip(f"{compiled.isa} has no tiles")
+    return compiled
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 31, 32, 33, 300])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64), (960, 576)], ids=str)
+def test_a_product_on_tiles_equals_torch(tiled, shape, num_rows, dtype):
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) / shape[1] ** 0.5).bfloat16()
+    x = torch.full((num_rows, shape[1] + 3), float("nan")).bfloat16()[:, : shape[1]]
+    x.copy_(torch.randn(num_rows, shape[1]))
+    packed = tiled.pack_tiles(weight)
+    y = tiled.linear_tiles(x, packed, shape[0], dtype)
+    close(y, F.linear(x.double(), weight.double()).to(dtype))
+    for row in range(0, num_rows, 7):
+        assert tiled.linear_tiles(x[row : row + 1], packed, shape[0], dtype).equal(y[row, None])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 37), (64, 96)], ids=str)
+def test_rows_of_a_weight_in_tiles_come_back(tiled, shape):
+    weight = torch.randn(shape).bfloat16()
+    packed, middle = tiled.pack_tiles(weight), shape[0] // 2
+    rows = [(0, shape[0]), (middle, shape[0]), (0, middle + 1)]
+    for begin, end in rows:
+        assert tiled.unpack_tile_rows(packed, shape[1], begin, end).equal(weight[begin:end])
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("width", [1, 24, 64, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norm_adds_the_update_first(compiled, dtype, width, in_float32):
+    torch.manual_seed(2)
+    x, update = torch.randn(21, width).to(dtype), torch.randn(21, width).to(dtype)
+    weight = torch.rand(width) + 0.5
+    summed = x + update
+    wide = summed.float()
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    close(compiled.norm(x, update, weight, 1e-5, in_float32), expected)
+    assert x.equal(summed)
+    close(compiled.norm(x, None, weight, 1e-5, in_float32), expected)
+    assert x.equal(summed)
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (24, 12), (10, 5), (32, 8)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotation_in_place_equals_torch(compiled, dtype, head_dim, half):
+    torch.manual_seed(3)
+    qkv = torch.randn(20, 5 * head_dim).to(dtype)
+    angles = torch.rand(20, 1, half) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected, rest = qkv[:, : 3 * head_dim].clone(), qkv[:, 3 * head_dim :].clone()
+    expected = rotate(expected.view(20, 3, head_dim), (cos, sin)).flatten(1)
+    compiled.rotate(qkv[:, : 3 * head_dim], cos, sin, head_dim)
+    close(qkv[:, : 3 * head_dim], expected)
+    assert qkv[:, 3 * head_dim :].equal(rest)
+
+
+@pytest.mark.parametrize("width", [1, 24, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_silu_equals_torch_over_the_whole_range(compiled, dtype, width):
+    torch.manual_seed(4)
+    x = (torch.randn(19, 2 * width) * 30).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = 1000.0, -1000.0, 0.0
+    gate, up = x.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    close(compiled.silu_multiply(x), expected)
+
+
+def test_torch_is_the_path_that_can_always_be_forced():
+    assert choose_isa("torch") == "torch"
+    assert choose_isa("auto") != "generic"
+    assert bindings.load_native("torch") is None
+
+
+def test_an_instruction_set_that_is_missing_is_refused_with_those_that_are_not():
+    for isa in {*ISA_FLAGS} - {*host_isas()}:
+        with pytest.raises(InvalidRequest, match=r"cpu_isa.*auto"):
+            choose_isa(isa)
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_path, caplog):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(bindings, "_loaded", {})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    assert bindings.load_native("auto") is None
+    [line] = caplog.messages
+    assert "cpu kernels: torch" in line and "pip install 'loraplex[compiler]'" in line
+
+
+def test_without_sources_torch_computes_and_the_log_says_so(monkeypatch, tmp_path, caplog):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "gone")
+    monkeypatch.setattr(bindings, "_loaded", {})
+    monkeypatch.setattr(build, "source_hash", lambda: "of nothing")
+    assert bindings.load_native("auto") is None
+    [line] = caplog.messages
+    assert "cpu kernels: torch" in line and "sources are missing" in line
+
+
+def pretend_zig(folder):
+    """A package `ziglang` that hands what it is given to this system's compiler."""
+    compiler = build.find_compiler()
+    if compiler is None or "ziglang" in compiler:
+        pytest.skip("the system has no C++ compiler")
+    (folder / "ziglang").mkdir(parents=True)
+    (folder / "ziglang/__init__.py").touch()
+    (folder / "ziglang/__main__.py").write_text(
+        "import os, sys\n"
+        "assert sys.argv[1:3] == ['c++', '-mcpu=baseline'], sys.argv\n"
+        f"os.execv({compiler[0]!r}, [{compiler[0]!r}, *sys.argv[3:]])\n"
+    )
+
+
+def test_the_compiler_of_a_wheel_serves_where_the_system_has_none(monkeypatch, tmp_path):
+    pretend_zig(tmp_path / "packages")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "COMPILERS", ())
+    source = tmp_path / "sources" / "answer.cpp"
+    source.parent.mkdir()
+    source.write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    )
+    monkeypatch.setattr(build, "SOURCE_DIR", source.parent)
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path / "libraries"])
+    lines = []
+    path = build.build_library("generic", lines.append)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert "generic: compiled answer.cpp, 1 of 1" in lines
+
+
+def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, monkeypatch):
+    assert computes_right(compiled)
+    product = compiled.linear
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
+        assert not computes_right(compiled)
+    drawn = compiled.draw
+    monkeypatch.setattr(compiled, "draw", lambda scores, keys: drawn(scores, keys).roll(1))
+    assert not computes_right(compiled)
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    folder = tmp_path / "libraries"
+    monkeypatch.setattr(build, "library_dirs", lambda: [folder])
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.BuildFailed, match="no such luck"):
+        build.build_library(choose_isa("auto"))
+    assert list(folder.iterdir()) == []
+
+
+def test_who_builds_at_the_same_time_gets_the_one_library_that_is_made(monkeypatch, tmp_path):
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    compiler, calls, folder = (tmp_path / name for name in ("c++", "calls", "libraries"))
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >>"{calls}"\n'
+        'while [ $# -gt 0 ]; do [ "$1" != -o ] || : >"$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "library_dirs", lambda: [folder])
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(build.build_library, [choose_isa("auto")] * 4))
+    assert paths == set(folder.iterdir())
+    assert len([line for line in calls.read_text().splitlines() if "-shared" in line]) == 1
+
+
+@pytest.mark.long
+def test_the_compiler_of_the_real_wheel_makes_kernels_that_compute_right(monkeypatch, tmp_path):
+    pytest.importorskip("ziglang")
+    if choose_isa("auto") == "torch":
+        pytest.skip("nothing to build on this processor")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build, "library_dirs", lambda: [tmp_path])
+    isa = choose_isa("auto")
+    assert computes_right(bindings.Native(isa, build.build_library(isa)))
+
+
+X86_COMPILERS = ("g++", "clang++")
+CROSS = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("compiler", "isa"),
+    [*((name, isa) for name in X86_COMPILERS for isa in ISA_FLAGS), (CROSS, GENERIC)],
+)
+def test_compilers_have_nothing_to_warn_of(compiler, isa):
+    """aarch64 has the portable kernels only, which nobody chooses: torch computes there."""
+    if shutil.which(compiler) is None or (compiler != CROSS and not family_isas()):
+        pytest.skip(f"{compiler} for this processor is not here")
+    sources = [str(path) for path in build.SOURCE_DIR.glob("*.cpp")]
+    strict = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fsyntax-only")
+    subprocess.run([compiler, *strict, *ISA_FLAGS[isa], *sources], check=True)

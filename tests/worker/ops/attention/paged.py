@@ -1,0 +1,41 @@
+"""What attention is told of one step over the paged cache."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.worker.arena_buffer import KvBuffer
+from services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+
+
+def paged_metadata(
+    kind: type[AttentionMetadata],
+    kv: KvBuffer,
+    lens: Sequence[int],
+    starts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+    **others: object,
+) -> AttentionMetadata:
+    """Prepared. `lens`: new tokens of each sequence, contexts first; `starts`: those computed."""
+    contexts = [num for num in lens if num > 1]
+    positions = [s + i for s, num in zip(starts, lens, strict=True) for i in range(num)]
+    metadata = kind(
+        num_contexts=len(contexts),
+        num_generations=len(lens) - len(contexts),
+        num_tokens=sum(lens),
+        num_ctx_tokens=sum(contexts),
+        seq_lens=torch.tensor(lens),
+        prompt_lens=lens,
+        request_ids=[str(i) for i in range(len(lens))],
+        kv_cache_params=KvCacheParams(
+            use_cache=True,
+            num_cached_tokens_per_seq=tuple(starts),
+            block_tables=(tables,),
+        ),
+        kv_cache_manager=kv,
+        position_ids=torch.tensor(positions, device=device),
+        **others,
+    )
+    metadata.prepare()
+    return metadata

@@ -1,0 +1,130 @@
+"""C++ attention against the plain torch backend: pages, chunks, windows, caps, odd head widths."""
+
+import random
+
+import pytest
+import torch
+
+from services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from services.worker.types.request import RELEASED_BLOCK
+from tests.worker.native.isas import ISAS, native
+from tests.worker.ops.attention.paged import paged_metadata
+
+NUM_BLOCKS = 48
+LENGTHS = (1, 15, 17, 40, 63)
+
+
+@pytest.fixture(params=ISAS)
+def library(request):
+    return native(request.param)
+
+
+class Side:
+    """One backend with a cache of its own, poisoned wherever nothing was written."""
+
+    def __init__(self, backend, metadata_class, heads, head_dim, window, dtype, **fields):
+        groups = plan_kv_groups([window], heads[1], head_dim, dtype.itemsize)
+        arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
+        arena.data.fill_(0xFF)
+        self.kv = KvBuffer(arena, groups, dtype)
+        self.backend, self.metadata_class, self.fields = backend, metadata_class, fields
+
+    def step(self, q, k, v, lens, starts, tables):
+        metadata = paged_metadata(self.metadata_class, self.kv, lens, starts, tables, **self.fields)
+        return self.backend.forward(q, k, v, metadata)
+
+    def poison(self, block):
+        for plane in self.kv.planes(0):
+            plane[block] = float("nan")
+
+
+def both_sides(library, heads, head_dim, window, softcap, dtype):
+    args = (0, heads[0], head_dim, heads[1])
+    options = {"window": window, "softcap": softcap}
+    shape = (heads, head_dim, window, dtype)
+    vanilla = VanillaAttention(*args, **options)
+    compiled = NativeAttention(library, *args, **options)
+    return (
+        Side(vanilla, VanillaAttentionMetadata, *shape),
+        Side(compiled, NativeAttentionMetadata, *shape, task_queries=library.task_queries),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 33])
+@pytest.mark.parametrize(("heads", "head_dim"), [((1, 1), 8), ((6, 2), 24), ((9, 3), 64)], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_chunks_and_decodes_in_pages_equal_vanilla(library, window, heads, head_dim, softcap):
+    check(library, heads, head_dim, window, softcap, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 80, 128, 200])
+def test_odd_head_widths_equal_vanilla(library, head_dim):
+    check(library, (4, 2), head_dim, None, None, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((9, 3), 64), ((4, 4), 32), ((34, 2), 96), ((8, 1), 128), ((2, 1), 40)],
+    ids=str,
+)
+def test_bfloat16_equals_vanilla(library, heads, head_dim, window, softcap):
+    check(library, heads, head_dim, window, softcap, torch.bfloat16, 2e-2)
+
+
+def check(library, heads, head_dim, window, softcap, dtype, tolerance):
+    rng = random.Random(f"{window}{heads}")
+    torch.manual_seed(0)
+    sides = both_sides(library, heads, head_dim, window, softcap, dtype)
+    free = list(range(NUM_BLOCKS))
+    rng.shuffle(free)
+    tables = [[free.pop() for _ in range(-(-n // TOKENS_PER_BLOCK))] for n in LENGTHS]
+    done = [0] * len(LENGTHS)
+    q_size, kv_size = heads[0] * head_dim, heads[1] * head_dim
+    while active := [i for i, n in enumerate(LENGTHS) if done[i] < n]:
+        chosen = rng.sample(active, rng.randrange(1, len(active) + 1))
+        pieces = [(min(rng.choice([1, 1, 7, 20]), LENGTHS[i] - done[i]), i) for i in chosen]
+        pieces.sort(key=lambda piece: piece[0] == 1)
+        lens, order = [num for num, _ in pieces], [i for _, i in pieces]
+        qkv = torch.randn(sum(lens), q_size + 2 * kv_size).to(dtype)
+        q, k, v = qkv.split((q_size, kv_size, kv_size), dim=-1)
+        starts, blocks = [done[i] for i in order], [tables[i] for i in order]
+        expected, actual = (side.step(q, k, v, lens, starts, blocks) for side in sides)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        for num, i in pieces:
+            done[i] += num
+            release_behind(sides, tables[i], done[i], window, free)
+
+
+def release_behind(sides, table, num_done, window, free):
+    """Give blocks behind the window back, poisoned."""
+    first = 0 if window is None else max(0, num_done - window + 1) // TOKENS_PER_BLOCK
+    for place, block in enumerate(table[:first]):
+        if block != RELEASED_BLOCK:
+            for side in sides:
+                side.poison(block)
+            free.append(block)
+            table[place] = RELEASED_BLOCK
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (torch.bfloat16, 64)], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(library, window, dtype, dim):
+    torch.manual_seed(1)
+    qkv = torch.randn(50, 8 * dim).to(dtype)
+    q, k, v = qkv.split((4 * dim, 2 * dim, 2 * dim), dim=-1)
+    results = []
+    for chunk in (50, 7, 1):
+        _, side = both_sides(library, (4, 2), dim, window, None, dtype)
+        out = []
+        for begin in range(0, 50, chunk):
+            rows = slice(begin, min(begin + chunk, 50))
+            lens = [rows.stop - begin]
+            out.append(side.step(q[rows], k[rows], v[rows], lens, [begin], [[3, 0, 7, 5]]))
+        results.append(torch.cat(out))
+    assert results[0].equal(results[1])
+    assert results[0].equal(results[2])

@@ -1,0 +1,73 @@
+"""Rows of its own and LoRA at the embedding: the portable path against the naive truth."""
+
+import pytest
+import torch
+
+from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import torch as portable
+from services.worker.ops.lora.runs import RowRun
+from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from services.worker.ops.lora.worklist import LoraBatch
+
+SITE, VOCAB, WIDTH, RANK = 0, 50, 12, 5
+ROW_IDS = [3, 4, 17, 49]
+
+
+def tiles_of(matrix: torch.Tensor, num_rows: int) -> tuple[Tile, ...]:
+    """A matrix cut every `num_rows` rows and in two halves of columns."""
+    half = matrix.shape[1] // 2
+    return tuple(
+        Tile(
+            row,
+            min(row + num_rows, len(matrix)),
+            begin,
+            end,
+            matrix[row : row + num_rows, begin:end].contiguous(),
+        )
+        for begin, end in [(0, half), (half, matrix.shape[1])]
+        for row in range(0, len(matrix), num_rows)
+        if begin < end
+    )
+
+
+def delta_of(a: torch.Tensor, num_outputs: int, dtype: torch.dtype, **rows) -> SiteDelta:
+    b = torch.randn(RANK, num_outputs).to(dtype)
+    slices = (Slice(0, RANK, 0, num_outputs, 0.5),)
+    return SiteDelta(slices, tiles_of(a, 7), tiles_of(b, 2), torch.full((RANK,), 0.5), **rows)
+
+
+def own_rows(dtype: torch.dtype):
+    rows = torch.randn(len(ROW_IDS), WIDTH).to(dtype)
+    return {"rows": tiles_of(rows, 3), "row_ids": torch.tensor(ROW_IDS)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_rows", [False, True], ids=["lora", "lora-and-rows"])
+def test_the_embedding_equals_the_naive_truth(dtype, has_rows):
+    torch.manual_seed(1)
+    a = torch.randn(VOCAB, RANK).to(dtype)
+    delta = delta_of(a, WIDTH, dtype, **(own_rows(dtype) if has_rows else {}))
+    token_ids = torch.tensor([0, 3, 3, 17, 18, 49, 4, 5, 49, 2])
+    lora = LoraBatch((RowRun(1, 0.5, 1, 7), RowRun(2, 1.0, 7, 9)), {(1, SITE): delta})
+    expected = torch.randn(len(token_ids), WIDTH).to(dtype)
+    actual = expected.clone()
+    naive.add_lora_embedding(expected, token_ids, SITE, lora)
+    portable.add_lora_embedding(actual, token_ids, SITE, lora)
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_head_equals_the_naive_truth(dtype):
+    torch.manual_seed(2)
+    a = torch.randn(RANK, WIDTH).to(dtype)
+    delta = delta_of(a, VOCAB, dtype, **own_rows(dtype))
+    x = torch.randn(6, WIDTH).to(dtype)
+    lora = LoraBatch((RowRun(1, 1.0, 2, 5),), {(1, SITE): delta})
+    expected = torch.randn(6, VOCAB).to(dtype)
+    before, actual = expected.clone(), expected.clone()
+    naive.add_lora(expected, x, SITE, lora)
+    portable.add_lora(actual, x, SITE, lora)
+    tolerance = 1e-5 if dtype is torch.float32 else 8e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert actual[[0, 1, 5]].equal(before[[0, 1, 5]])

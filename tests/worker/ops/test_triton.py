@@ -1,0 +1,119 @@
+"""Runs the kernel tests under Triton's interpreter, and compiles the kernels for GPUs.
+
+Both in processes of their own: Triton reads TRITON_INTERPRET when it is first imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+FOLDER = Path(__file__).parent / "triton"
+ROOT = FOLDER.parents[3]
+COMPILE = """
+import json, sys
+from services.worker.ops.compiled import resources, variants
+def wanted(variant, target):
+    kernel, dtype = variant.name.rsplit(".", 1)
+    if "int8" in kernel:
+        return target < 100
+    if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):
+        return False
+    if target == 90:
+        return True
+    return dtype != "fp32" and not any(s in kernel for s in ("prefill", "silu", "rope", "combine"))
+rows = []
+for variant in variants():
+    for target in (80, 90, 100):
+        if wanted(variant, target):
+            compiled = variant.compile(target)
+            ptx, used = compiled.asm["ptx"], resources(compiled)
+            rows.append({
+                "name": variant.name, "target": target, "spills": used.spill_bytes,
+                "registers": used.num_registers, "shared": used.shared_bytes,
+                "tf32": "tf32" in ptx,
+                "narrow": ptx.count("ld.global.b16") + ptx.count("ld.global.u16"),
+                "wide": ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
+            })
+json.dump(rows, sys.stdout)
+"""
+
+
+def run(arguments, interpret):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.timeout(400)
+def test_kernels_are_right_under_the_interpreter():
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "400"]
+    done = run(["-m", "pytest", *options, str(FOLDER)], True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    done = run(["-c", COMPILE], False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(400)
+def test_every_kernel_compiles_for_three_generations_of_gpus(compiled):
+    assert {row["target"] for row in compiled} == {80, 90, 100}
+    assert len([row for row in compiled if row["target"] == 90]) >= 22
+
+
+def test_float32_kernels_use_no_tf32(compiled):
+    assert [row["name"] for row in compiled if row["tf32"]] == []
+
+
+def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(compiled):
+    limited = ("attention.generations.bf16", "attention.generations.fp16")
+    spilling = [
+        (row["name"], row["target"])
+        for row in compiled
+        if row["spills"] > (96 if row["name"] in limited else 24)
+    ]
+    assert spilling == []
+
+
+def test_shared_memory_leaves_room_for_two_programs_on_a_multiprocessor(compiled):
+    contexts = "attention.contexts"  # one program has as many warps as two of the others
+    others = [row for row in compiled if not row["name"].startswith(contexts)]
+    assert [row["name"] for row in others if row["shared"] > 82 * 1024] == []
+
+
+def test_shared_memory_of_every_kernel_fits_the_gpus_that_it_is_for(compiled):
+    contexts = ("attention.contexts.", "attention.contexts-windowed.")
+    large = [row for row in compiled if row["name"].startswith(contexts)]
+    others = [row for row in compiled if row not in large]
+    assert [row["name"] for row in large if row["shared"] > 160 * 1024] == []
+    assert [row["name"] for row in others if row["shared"] > 99 * 1024] == []
+
+
+def test_four_programs_of_generations_fit_a_multiprocessor_of_a_data_centre_gpu(compiled):
+    """Each has one buffer of keys and values: the copies of the others hide its latency."""
+    rows = [row for row in compiled if row["name"] == "attention.generations.bf16"]
+    assert {row["target"] for row in rows} == {80, 90, 100}
+    assert all(4 * 128 * row["registers"] <= 65536 for row in rows)
+    assert all(4 * (row["shared"] + 1024) <= 227 * 1024 for row in rows if row["target"] >= 90)
+
+
+def test_half_precision_adapters_are_read_sixteen_bytes_at_a_time(compiled):
+    lora = [
+        row
+        for row in compiled
+        if row["name"].startswith(("lora.shrink", "lora.expand", "lora.fused"))
+    ]
+    half = [row for row in lora if not row["name"].endswith("fp32")]
+    assert len(half) >= 10
+    assert [row["name"] for row in half if row["narrow"] or not row["wide"]] == []

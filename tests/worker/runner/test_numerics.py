@@ -1,0 +1,60 @@
+"""Which device, dtype and number of threads a worker takes."""
+
+import pytest
+import torch
+
+from loraplex.errors import InvalidRequest
+from services.worker.runner import numerics
+from services.worker.runner.numerics import (
+    choose_threads,
+    fingerprint,
+    half_wins,
+    resolve_device,
+    resolve_dtype,
+)
+
+CPU = torch.device("cpu")
+MiB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("weight_mib", "num_cores", "expected"), [(5, 64, 1), (64, 64, 2), (64, 1, 1), (16_000, 64, 64)]
+)
+def test_small_models_take_few_threads(weight_mib, num_cores, expected):
+    assert choose_threads(weight_mib * MiB, num_cores) == expected
+
+
+def test_auto_computes_in_float32_on_the_cpu_unless_half_precision_wins():
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("auto", CPU, True) is torch.bfloat16
+    assert resolve_dtype("float32", CPU, True) is torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
+
+
+@pytest.mark.parametrize("cpu_isa", ["auto", "amx", "torch"])
+def test_half_precision_wins_on_tiles_for_larger_bases_published_in_it(monkeypatch, cpu_isa):
+    monkeypatch.setattr(numerics, "has_amx", lambda: True)
+    assert half_wins(64 * MiB, True, cpu_isa)
+    assert not half_wins(64 * MiB, False, cpu_isa)
+    assert not half_wins(3 * MiB, True, cpu_isa)
+    assert not half_wins(64 * MiB, True, "avx512")
+    monkeypatch.setattr(numerics, "has_amx", lambda: False)
+    assert not half_wins(64 * MiB, True, cpu_isa)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(InvalidRequest, match="bfloat16"):
+        resolve_dtype("fp8", CPU)
+    with pytest.raises(InvalidRequest, match="auto, cpu or cuda"):
+        resolve_device("xpu")
+
+
+def test_fingerprints_tell_dtypes_and_bases_apart():
+    names = [
+        fingerprint("a", CPU, torch.float32, "torch"),
+        fingerprint("b", CPU, torch.float32, "torch"),
+        fingerprint("a", CPU, torch.bfloat16, "torch"),
+        fingerprint("a", CPU, torch.float32, "native-avx2"),
+    ]
+    assert len(set(names)) == 4
+    assert fingerprint("a", CPU, torch.float32, "torch") == names[0]

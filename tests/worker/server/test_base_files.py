@@ -1,0 +1,85 @@
+"""Finding a base and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import InvalidRequest, Unavailable
+from services.common.objects.file import FileStore
+from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from tests.worker import tiny
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "a/b/c", "plain"])
+def test_what_is_neither_folder_nor_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        find_model(model)
+    assert caught.value.violations[0].field == "LORAPLEX_MODEL"
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_a_hub_id_that_is_cached_needs_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--acme--tiny" / "refs").mkdir()
+    (tmp_path / "models--acme--tiny" / "refs" / "main").write_text("abc")
+    assert find_model("acme/tiny") == snapshot
+    with pytest.raises(Unavailable, match="not cached"):
+        find_model("acme/other")
+
+
+async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(
+    tmp_path: Path,
+) -> None:
+    base, store = tiny.write_base(tmp_path / "base"), FileStore(tmp_path / "store")
+    for file in base.iterdir():
+        await store.put(file.name, file.read_bytes())
+    folder = tmp_path / "copy"
+    await fetch_model(store, folder)
+    (folder / "model.safetensors").write_bytes(b"short")
+    await fetch_model(store, folder)
+    copied = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert copied == {file.name: file.read_bytes() for file in base.iterdir()}
+
+
+async def test_a_store_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        await fetch_model(FileStore(tmp_path / "store"), tmp_path / "copy")
+
+
+def test_the_tokenizer_bundle_is_what_gateways_need(tmp_path: Path) -> None:
+    base = tiny.write_base(tmp_path / "base")
+    before = read_tokenizer(base)
+    assert before.bos_token_id == 1 and before.generation_config_json == ""
+    generation = {"temperature": 0.6, "bos_token_id": 2}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    (base / "tokenizer.json").write_text("{}")
+    after = read_tokenizer(base)
+    assert [name for name, _ in after.files] == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+    ]
+    assert after.bos_token_id == 2 and after.digest != before.digest
+    assert json.loads(after.generation_config_json) == generation
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    base = tiny.write_base(tmp_path / "base")
+    (base / "generation_config.json").write_text("[")
+    with pytest.raises(InvalidRequest) as caught:
+        read_tokenizer(base)
+    assert caught.value.violations[0].value == "generation_config.json"

@@ -1,0 +1,76 @@
+"""What watchers of a worker are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import DataLoss, Unavailable
+from services.worker.adapters.fetch.disk_cache import DiskAdapter
+from services.worker.server.status import StatusBoard
+from services.worker.types.messages import EngineLoad, Residency, WireError
+from services.worker.types.residency import Tier
+
+LOAD = EngineLoad(running_requests=1)
+
+
+def on_disk(digest: str) -> DiskAdapter:
+    return DiskAdapter(digest, Path("/cache"), 8, "0" * 64, 100)
+
+
+async def test_a_watch_is_a_snapshot_then_what_changed() -> None:
+    board = StatusBoard()
+    board.new_epoch(5, [on_disk("a"), on_disk("b")])
+    watch = board.watch()
+    first = await anext(watch)
+    assert first.is_full and {a.digest for a in first.adapters} == {"a", "b"}
+    board.update([Residency("a", Tier.DEVICE), Residency("b", Tier.GONE)], LOAD)
+    second = await anext(watch)
+    assert not second.is_full and (second.sequence, second.epoch) == (2, 5)
+    assert {(a.digest, a.tier) for a in second.adapters} == {("a", 3), ("b", 0)}
+    assert second.load == LOAD
+
+
+async def test_a_new_epoch_begins_with_everything_again() -> None:
+    board = StatusBoard()
+    board.new_epoch(5, [])
+    watch = board.watch()
+    await anext(watch)
+    board.update([Residency("a", Tier.DEVICE)], LOAD)
+    board.new_epoch(6, [on_disk("a")])
+    news = await anext(watch)
+    assert news.is_full and news.epoch == 6
+    assert [(a.digest, a.tier) for a in news.adapters] == [("a", Tier.DISK)]
+
+
+async def test_waiting_for_an_adapter_ends_when_it_arrives_or_fails() -> None:
+    board = StatusBoard()
+    good, bad, lost = board.arrival("good"), board.arrival("bad"), board.arrival("lost")
+    board.update([Residency("good", Tier.LOADING)], LOAD)
+    assert not good.done()
+    error = WireError.of(DataLoss("damaged"))
+    board.update([Residency("good", Tier.DEVICE), Residency("bad", Tier.GONE, error=error)], LOAD)
+    assert (await good).tier == Tier.DEVICE
+    with pytest.raises(DataLoss):
+        await bad
+    board.fail_waiters(Unavailable("the engine was lost"))
+    with pytest.raises(Unavailable):
+        await lost
+
+
+async def test_adapters_gone_from_disk_are_forgotten_unless_they_are_on_the_device() -> None:
+    board = StatusBoard()
+    board.new_epoch(1, [on_disk("a"), on_disk("b")])
+    board.update([Residency("b", Tier.DEVICE)], LOAD)
+    board.off_disk("a")
+    board.off_disk("b")
+    assert {a.digest for a in board.adapters()} == {"b"}
+
+
+async def test_closing_ends_every_watch() -> None:
+    board = StatusBoard()
+    watch = board.watch()
+    await anext(watch)
+    board.close()
+    assert [news.sequence async for news in watch] == []

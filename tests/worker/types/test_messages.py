@@ -1,0 +1,128 @@
+"""Frames and messages between the API server process and the engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
+from services.worker.types.messages import (
+    Cancel,
+    Command,
+    EngineLoad,
+    Failure,
+    Fetched,
+    FetchFailed,
+    FrameBuffer,
+    Gone,
+    Ping,
+    Prefetch,
+    Residency,
+    StepInput,
+    StepOutput,
+    Submit,
+    TokenOutput,
+    Unload,
+    Unpin,
+    WireError,
+    decode_input,
+    decode_message,
+    frame,
+)
+from services.worker.types.request import AdapterSet, SamplingParams
+from services.worker.types.step_plan import Logprobs
+
+DIGEST = "sha256:" + "a" * 64
+SUBMIT = Submit(
+    request_id="1/r",
+    prompt_ids=[0, 1, 2**31],
+    output_ids=[7],
+    sampling=SamplingParams(
+        max_tokens=9, seed=2**64 - 1, logit_bias=((3, -1.5),), stop_token_ids=(4, 5), logprobs=0
+    ),
+    adapters=AdapterSet(((DIGEST, 0.5),)),
+    tenant="t",
+    priority=-3,
+    fairness_weight=2.0,
+    cache_salt="s",
+    sample_index=2,
+    remaining_s=None,
+)
+COMMANDS: list[Command] = [
+    SUBMIT,
+    Cancel("1/r"),
+    Fetched(DIGEST, "/cache/a", 8),
+    FetchFailed(DIGEST, WireError.of(DataLoss("damaged"))),
+    Gone(DIGEST),
+    Prefetch(DIGEST, pin=True),
+    Unpin(DIGEST),
+    Unload(DIGEST),
+    Ping(),
+]
+OUTPUT = StepOutput(
+    step=7,
+    tokens=[
+        TokenOutput(
+            "1/r",
+            [3],
+            0,
+            finish_reason=1,
+            stop_token_id=3,
+            logprobs=[Logprobs(3, -0.25, ((3, -0.25), (9, -2.0)))],
+            prompt_logprobs=[Logprobs(1, -3.0)],
+        )
+    ],
+    failures=[Failure("1/q", WireError.of(DataLoss("damaged")))],
+    residency=[Residency(DIGEST, 3, 8, 4096, True, 2)],
+    load=EngineLoad(steps=3),
+)
+
+
+def body(message: msgspec.Struct) -> bytes:
+    [data] = FrameBuffer().feed(frame(message))
+    return data
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
+    assert decode_input(body(StepInput([command]))).commands == [command]
+
+
+def test_commands_keep_their_order() -> None:
+    assert decode_input(body(StepInput(COMMANDS))).commands == COMMANDS
+
+
+def test_outputs_arrive_as_they_were_sent() -> None:
+    assert decode_message.decode(body(OUTPUT)) == OUTPUT
+
+
+@given(st.lists(st.integers(1, 60), max_size=30))
+def test_frames_survive_any_cutting_of_the_stream(sizes: list[int]) -> None:
+    messages = [StepInput([Cancel("x" * size)]) for size in (0, 1, 200)]
+    stream = b"".join(frame(message) for message in messages)
+    buffer, bodies = FrameBuffer(), []
+    for size in [*sizes, len(stream)]:
+        bodies += buffer.feed(stream[:size])
+        stream = stream[size:]
+    assert [decode_input(data) for data in bodies] == messages
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest.field("prompt_ids", "[]", "must hold at least one token"),
+        ResourceExhausted("full", reason="ADAPTER_TOO_LARGE", retry_after_s=2.5),
+        LoraplexError("unknown"),
+    ],
+)
+def test_errors_keep_type_reason_and_fields(error: LoraplexError) -> None:
+    back = WireError.of(error).to_error()
+    assert type(back) is type(error)
+    assert (back.message, back.reason, back.violations, back.retry_after_s) == (
+        error.message,
+        error.reason,
+        error.violations,
+        error.retry_after_s,
+    )
