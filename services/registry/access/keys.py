@@ -15,6 +15,7 @@ from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthentic
 from loraplex.refs import DEFAULT_TENANT
 from services.common.callers import Caller
 from services.common.objects import ObjectStore
+from services.common.recent import Recent
 from services.registry import documents, layout
 from services.registry.access.permissions import ROOT
 from services.registry.records import KeyRecord, now_s
@@ -22,6 +23,7 @@ from services.registry.records import KeyRecord, now_s
 SCOPES = ("reader", "publisher", "admin")
 CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
+MAX_CACHED = 20_000
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
 
@@ -31,7 +33,10 @@ class Keys:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._cache: Recent[str, tuple[float, KeyRecord]] = Recent(MAX_CACHED)
+        self._unknown: Recent[str, float] = Recent(MAX_CACHED)
+        """When an id was last looked up in vain. Anybody can invent ids; they must not displace
+        known keys."""
         self._creating_first = asyncio.Lock()
 
     async def create(
@@ -103,7 +108,7 @@ class Keys:
 
         record = await documents.change(self._store, layout.key(key_id), KeyRecord, step)
         assert record is not None, "keys are never removed"
-        self._cache.pop(key_id, None)
+        self._cache.drop(key_id)
         return record
 
     async def check(self, token: str) -> Caller:
@@ -156,12 +161,17 @@ class Keys:
         await documents.change(self._store, layout.key(match[1]), KeyRecord, step)
 
     async def _cached(self, key_id: str) -> KeyRecord | None:
-        read_s, record = self._cache.get(key_id, (float("-inf"), None))
-        if time.monotonic() - read_s > CACHE_S:
-            record = await documents.read(self._store, layout.key(key_id), KeyRecord)
-            if len(self._cache) > 100_000:
-                self._cache.clear()
-            self._cache[key_id] = (time.monotonic(), record)
+        fresh_from_s = time.monotonic() - CACHE_S
+        read_s, record = self._cache.get(key_id) or (float("-inf"), None)
+        if read_s >= fresh_from_s:
+            return record
+        if (self._unknown.get(key_id) or float("-inf")) >= fresh_from_s:
+            return None
+        record = await documents.read(self._store, layout.key(key_id), KeyRecord)
+        if record is None:
+            self._unknown.put(key_id, time.monotonic())
+        else:
+            self._cache.put(key_id, (time.monotonic(), record))
         return record
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import grpc
 import openai
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
 from services.common.callers import Caller
-from services.gateway.registry.keyring import FRESH_S, KeyRing
+from services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 
 READER = "lpx_reader01_" + "a" * 32
@@ -124,3 +127,45 @@ async def test_operator_apis_are_for_admins(stack: Stack) -> None:
                 await stub.GetStatus(request, metadata=metadata)
             assert caught.value.code().name == code
         await stub.GetStatus(request, metadata=(("authorization", f"Bearer {ADMIN}"),))
+
+
+@pytest.mark.hostile
+async def test_bad_keys_take_no_memory_that_grows_and_displace_no_good_key() -> None:
+    """An exception that was kept held the frames of each request that it refused: 19 KB a key."""
+    registry = RegistryLookup()
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+
+    async def refused(number: int) -> None:
+        body = bytearray(4096)
+        with pytest.raises(Unauthenticated):
+            await ring.caller(f"Bearer lpx_bad{number:08}_{'c' * 32}")
+        assert body
+
+    tracemalloc.start()
+    try:
+        for number in range(MAX_REFUSED + 500):
+            await refused(number)
+            await refused(number)
+        gc.collect()
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < MAX_REFUSED * 1024
+    num_asked = registry.num_asked
+    await ring.caller(f"Bearer {READER}")
+    assert registry.num_asked == num_asked, "the good key is remembered still"
+
+
+@pytest.mark.hostile
+async def test_each_refusal_of_a_remembered_bad_key_is_an_error_of_its_own() -> None:
+    ring = RegistryLookup().ring()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(Unauthenticated) as caught:
+            await ring.caller(f"Bearer {ADMIN}")
+        errors.append(caught.value)
+    assert len({id(error) for error in errors}) == 3
+    assert {(error.message, error.reason) for error in errors} == {
+        ("unknown key", "INVALID_API_KEY")
+    }
