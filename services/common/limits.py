@@ -80,6 +80,8 @@ class NumberLimits:
 
 YEAR_S = 365.0 * 24 * 3600
 KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
+WAIT_S = NumberLimits(0, YEAR_S)
+"""How long a tag waits until its adapter is loaded."""
 QUOTA = NumberLimits(0, float(1 << 62))
 """Bytes, versions and sequences of a tenant; 0 = no limit."""
 RATE_PER_S = NumberLimits(0, 1e12)

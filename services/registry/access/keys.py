@@ -14,6 +14,7 @@ from loraplex.api_keys import TOKEN, draw_key, token_of
 from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
 from loraplex.refs import DEFAULT_TENANT
 from services.common.callers import Caller
+from services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
 from services.common.objects import ObjectStore
 from services.common.recent import Recent
 from services.registry import documents, layout
@@ -42,10 +43,11 @@ class Keys:
     async def create(
         self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
     ) -> tuple[KeyRecord, str]:
-        """A new key and its token. Raises InvalidRequest for unknown scopes."""
+        """A new key and its token. Raises InvalidRequest for unknown scopes, a lifetime
+        that is not finite or out of range, or a long description."""
         _check_scopes(scopes)
-        if ttl_s < 0:
-            raise InvalidRequest.field("ttl_s", ttl_s, "must not be negative; 0 = never expires")
+        KEY_LIFETIME_S.check("ttl_s", ttl_s)
+        check_chars("description", description, MAX_DESCRIPTION_CHARS)
         return await self._created(tenant, scopes, ttl_s, description)
 
     async def create_first(self) -> tuple[KeyRecord, str]:
@@ -55,7 +57,9 @@ class Keys:
             AlreadyExists: there is one already, even if it was revoked.
         """
         async with self._creating_first:
-            if any(ROOT in record.scopes for record in await self.list("")):
+            # Not `list`: a damaged record may be the first key's.
+            keys = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
+            if any(ROOT in record.scopes for record in keys):
                 raise AlreadyExists(
                     "the first admin key exists already; create others with it, or put a new one "
                     "into the file LORAPLEX_ADMIN_KEY_FILE and restart the registry",
@@ -81,8 +85,11 @@ class Keys:
         return record, token_of(key_id, secret)
 
     async def list(self, tenant: str) -> list[KeyRecord]:
-        """Keys of one tenant, or of all where `tenant` is empty, ordered by id."""
-        records = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
+        """Keys of one tenant, or of all where `tenant` is empty, ordered by id.
+
+        Damaged records are logged and left out, so that one does not hide all others.
+        """
+        records = await documents.read_intact(self._store, layout.KEYS, KeyRecord)
         return [record for record in records if tenant in ("", record.tenant)]
 
     async def get(self, key_id: str) -> KeyRecord:
