@@ -90,6 +90,7 @@ FAIRNESS_WEIGHT = NumberLimits(0, 1000)
 
 MAX_DESCRIPTION_CHARS = 256
 """Characters in the description of a key."""
+MAX_MODEL_CHARS = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
 MAX_TRACE_CHARS = 256
@@ -97,8 +98,10 @@ MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 64
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
-MAX_COPIED_BYTES_PER_REQUEST = 64 * MIB
-"""Bytes of all jobs that one HTTP request becomes: each choice carries its prompt to a worker."""
+MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
+"""Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
+MAX_TOKEN_IDS_PER_FIELD = 4096
+"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
 
 
 def limits_of(method: str) -> MethodLimits:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
+from services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from services.gateway.http.body import Body, bad_type, is_id
 from services.gateway.http.guided import read_grammar
 from services.gateway.http.tool_choice import read_tools, template_messages
@@ -109,6 +110,12 @@ def _call(
     if not model:
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
+    if len(prompts) * (asked.n or 1) > MAX_SEQUENCES_PER_REQUEST:
+        raise InvalidRequest.field(
+            "n",
+            asked.n or 1,
+            f"{len(prompts)} prompts times n exceed {MAX_SEQUENCES_PER_REQUEST} sequences",
+        )
     include_usage = _include_usage(body.raw("stream_options"), stream)
     return_token_ids = body.flag("return_token_ids")
     adapters = _adapters(body.raw("adapters"))

@@ -23,6 +23,7 @@ from services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
+from services.gateway.pipeline.call_limits import check_call
 from services.gateway.pipeline.choice_text import ChoiceText
 from services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from services.gateway.pipeline.prepared import PreparedRequest
@@ -106,6 +107,7 @@ class Generation:
                 reason="DRAINING",
                 retry_after_s=1.0,
             )
+        check_call(call)
         arrival_s = now_s()
         target = await self._resolver.target(call)
         pooling = choose_pooling(call, target.adapters)
