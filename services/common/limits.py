@@ -100,6 +100,9 @@ MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
 MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
 """Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
+MAX_CHARS_PER_TOKEN = 128
+"""A text with more characters per token of the context is refused before it is tokenized. Tokens of
+natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
 

@@ -58,13 +58,13 @@ class TokenizeEndpoints:
             ids = await served.tokenizer.encode(prompt, served.model)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field}) from None
-        names = [served.tokenizer.tokens.name_of(token_id) for token_id in ids]
+        name_of = served.tokenizer.tokens.name_of
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": served.model.max_model_len,
                 "tokens": list(ids),
-                "token_strs": names if shows_names else None,
+                "token_strs": [name_of(token_id) for token_id in ids] if shows_names else None,
             }
         )
 
@@ -75,6 +75,10 @@ class TokenizeEndpoints:
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._served(model, caller, TokenPrompt(ids))
+        if len(ids) > served.model.max_model_len:
+            raise InvalidRequest.field(
+                "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"
+            )
         try:
             check_ids(ids, served.model.vocab_size)
         except LoraplexError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -141,6 +141,15 @@ class Generation:
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
         )
+
+    async def prepare_all(self, calls: Sequence[GenerateCall]) -> list[PreparedRequest]:
+        """Prepare the prompts of one request one after another, so that the event loop serves
+        other requests between them. The first error ends it. Raises as `prepare` does."""
+        prepared = []
+        for call in calls:
+            prepared.append(await self.prepare(call))
+            await asyncio.sleep(0)
+        return prepared
 
     async def run(self, prepared: PreparedRequest) -> TextDeltas:
         """Yield the text of all choices as it comes; each choice ends with a finish reason.
