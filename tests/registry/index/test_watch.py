@@ -12,7 +12,7 @@ import redis.asyncio
 from services.registry.access.lookup import visible_batches
 from services.registry.access.permissions import Access
 from services.registry.assembly import Registry
-from services.registry.index import watch as watch_module
+from services.registry.index import feed as feed_module
 from services.registry.index.catalog import PREFIX
 from services.registry.index.watch import Batch, watch
 from services.registry.publish.tags import TagAddress
@@ -68,7 +68,7 @@ class Mirror:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_BLOCK_MS", 50)
+    monkeypatch.setattr(feed_module, "BLOCK_MS", 50)
 
 
 async def test_a_watch_begins_with_everything_there_is(registry: Registry) -> None:
@@ -177,3 +177,35 @@ async def test_others_see_what_is_public_and_hear_when_it_no_longer_is(registry:
     await publish(registry, "open", 4, visibility=1)
     await mirror.until("open:v1", "deleted")
     assert not any(key.startswith("sql") for key in mirror.known)
+
+
+@pytest.mark.hostile
+async def test_watchers_that_wait_hold_no_connections_of_their_own(
+    registry: Registry, metadata_url: str
+) -> None:
+    """Each watch blocked a connection; a hundred of them stopped all publishing."""
+    mirrors = [Mirror(watch(registry.catalog, "")) for _ in range(150)]
+    for mirror in mirrors:
+        await mirror.snapshot()
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await asyncio.gather(*[mirror.step() for mirror in mirrors])
+    waiting = [asyncio.create_task(mirror.until("sql:latest", [1])) for mirror in mirrors]
+    for _ in range(10):
+        clients = await raw.client_list(_type="normal")
+        assert sum("b" in client["flags"] for client in clients) <= 1
+        await asyncio.sleep(0.01)
+    await raw.aclose()
+    await publish(registry, "sql", 1)
+    await asyncio.gather(*waiting)
+    assert {mirror.snapshots for mirror in mirrors} == {1}
+    assert {tuple(mirror.events) for mirror in mirrors} == {tuple(mirrors[0].events)}
+
+
+async def test_feed_reads_only_while_somebody_watches(registry: Registry) -> None:
+    feed = registry.catalog.feed
+    async with feed.joined(), feed.joined():
+        task = feed._task
+        assert task is not None and not task.done()
+    assert feed._task is None
+    with pytest.raises(asyncio.CancelledError):
+        await task
