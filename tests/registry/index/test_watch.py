@@ -11,12 +11,13 @@ import redis.asyncio
 
 from services.registry.access.lookup import visible_batches
 from services.registry.access.permissions import Access
+from services.registry.api.convert import event_to_proto
 from services.registry.assembly import Registry
 from services.registry.index import feed as feed_module
 from services.registry.index.catalog import PREFIX
 from services.registry.index.watch import Batch, watch
 from services.registry.publish.tags import TagAddress
-from services.registry.records import PUBLIC, TargetRecord
+from services.registry.records import PRIVATE, PUBLIC, TargetRecord
 from tests.registry.house import publish
 
 PROD = TagAddress("default", "sql", "prod")
@@ -177,6 +178,35 @@ async def test_others_see_what_is_public_and_hear_when_it_no_longer_is(registry:
     await publish(registry, "open", 4, visibility=1)
     await mirror.until("open:v1", "deleted")
     assert not any(key.startswith("sql") for key in mirror.known)
+
+
+@pytest.mark.hostile
+async def test_watch_shows_nothing_of_an_adapter_after_it_was_unshared(registry: Registry) -> None:
+    """Later private versions arrived with digest, labels and file hashes, marked as deleted."""
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    await publish(registry, "open", 1, visibility=PUBLIC)
+    batches: list[Batch] = []
+
+    async def recorded() -> AsyncIterator[Batch]:
+        async for batch in visible_batches(registry.catalog, stranger, ""):
+            batches.append(batch)
+            yield batch
+
+    mirror = Mirror(recorded())
+    await mirror.snapshot()
+    await publish(registry, "open", 2, visibility=PRIVATE)
+    await mirror.until("open:v1", "deleted")
+    await publish(registry, "open", 3, "secret-project")
+    await publish(registry, "other", 4, visibility=PUBLIC)
+    await mirror.until("other:v1", PUBLIC)
+    assert set(mirror.known) == {"example/tiny", "open:v1", "open:latest", "other:v1"} | (
+        {"other:latest"} & set(mirror.known)
+    )
+    for batch in batches:
+        for event in batch.events:
+            if event["kind"] == "version" and event["doc"]["generation"] > 1:
+                shown = event_to_proto(event).version
+                assert not (shown.files or shown.labels or shown.creator or shown.shared_with)
 
 
 @pytest.mark.hostile
