@@ -48,6 +48,7 @@ _VISIBILITY = {
 }
 
 MAX_LABELS = 64
+MAX_TAGS = 64
 MAX_LABEL_KEY_CHARS = 63
 MAX_LABEL_VALUE_CHARS = 256
 
@@ -55,6 +56,8 @@ MAX_LABEL_VALUE_CHARS = 256
 def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
     """What the client asked an upload to become. Raises InvalidRequest naming the field."""
     owner, name = parse_name(message.name, tenant, field="options.name")
+    if len(message.tags) > MAX_TAGS:
+        raise InvalidRequest.field("options.tags", len(message.tags), f"at most {MAX_TAGS} tags")
     tags = [check_tag(tag, field="options.tags") for tag in message.tags]
     if not message.no_latest:
         tags.append(LATEST)
