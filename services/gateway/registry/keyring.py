@@ -99,8 +99,14 @@ class KeyRing:
 
 
 def is_admin(caller: Caller) -> bool:
-    """True if the caller may see what concerns all tenants."""
+    """True if the caller may see the load of workers, which all tenants share."""
     return bool(caller.scopes & {"admin", "root"})
+
+
+def sees_all_adapters(caller: Caller) -> bool:
+    """True if the caller may see the adapters of all tenants: with the first admin key, or
+    without auth."""
+    return not caller.key_id or "root" in caller.scopes
 
 
 def require_admin(caller: Caller) -> None:
