@@ -48,6 +48,8 @@ class BaseTokenizer:
         self._chat = chat_format(files)
         self._tokenizer = _load(files["tokenizer.json"])
         self._pool = pool
+        self._has_own_chat = False
+        """Whether the template is an adapter's."""
         self.source = files["tokenizer.json"]
         """Content of tokenizer.json."""
         self.num_own_bytes = len(self.source)
@@ -78,6 +80,7 @@ class BaseTokenizer:
         made = copy.copy(self)
         known = self._chat.special_tokens if self._chat else {}
         made._chat = ChatFormat(chat.template, {**known, **chat.special_tokens})
+        made._has_own_chat = True
         made.style = detected(chat.template)
         return made
 
@@ -125,7 +128,7 @@ class BaseTokenizer:
             "documents": None,
             **self._chat.special_tokens,
         }
-        return await self._pool.render(template, variables)
+        return await self._pool.render(template, variables, is_adapters=self._has_own_chat)
 
     async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
