@@ -130,7 +130,7 @@ class WorkerSession:
         if num_bytes > MAX_JOB_BYTES:
             raise InvalidRequest(
                 f"the request takes {num_bytes} bytes; workers accept at most {MAX_JOB_BYTES}",
-                reason="REQUEST_TOO_LARGE",
+                reason="MESSAGE_TOO_LARGE",
             )
         if self._queued_bytes[tenant] + num_bytes > MAX_QUEUED_JOB_BYTES_PER_TENANT:
             raise ResourceExhausted(
