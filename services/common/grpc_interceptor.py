@@ -68,17 +68,14 @@ def _rewrapped(
     method is therefore registered as one that reads its requests itself, and as raw bytes.
     """
     call = _Call(method, auth, open_calls, handler.request_deserializer)
+    reads_stream, serializer = handler.request_streaming, handler.response_serializer
     if handler.response_streaming:
         inner = handler.unary_stream or handler.stream_stream
-        make, behaviour = grpc.stream_stream_rpc_method_handler, _wrapped_stream
-    else:
-        inner = handler.unary_unary or handler.stream_unary
-        make, behaviour = grpc.stream_unary_rpc_method_handler, _wrapped_unary
-    return make(
-        behaviour(inner, call, reads_stream=handler.request_streaming),
-        request_deserializer=None,
-        response_serializer=handler.response_serializer,
-    )
+        streams: Any = _wrapped_stream(inner, call, reads_stream=reads_stream)
+        return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
+    inner = handler.unary_unary or handler.stream_unary
+    answers: Any = _wrapped_unary(inner, call, reads_stream=reads_stream)
+    return grpc.stream_unary_rpc_method_handler(answers, response_serializer=serializer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from services.common.limits import (
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from services.gateway.pipeline.sampling import resolve
+from services.gateway.registry.tenants import TenantLimits
 from services.gateway.request import AskedSampling, Sampling, ServedModel, WorkerJob
+from services.gateway.text.tokenizer import BaseTokenizer
 from services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
 from services.gateway.workers.token_stream import WakeupPacer
 from tests.gateway.conftest import Stack
@@ -140,3 +142,30 @@ async def test_malformed_logit_bias_is_a_bad_request(stack: Stack) -> None:
                 logit_bias=biases,  # type: ignore[arg-type]
             )
         assert caught.value.param == "logit_bias"
+
+
+async def test_tenant_above_its_rate_is_refused_before_its_text_is_tokenized(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stack.start()
+    limits = TenantLimits("default", requests_per_s=0.001)
+
+    async def limited(tenant: str) -> TenantLimits:
+        return limits
+
+    monkeypatch.setattr(stack.running._tenants, "limits", limited)
+    client = stack.openai()
+    await client.completions.create(model="base", prompt="x")
+    tokenized: list[Any] = []
+
+    async def counted(*given: Any) -> tuple[int, ...]:
+        tokenized.append(given)
+        return (1,)
+
+    monkeypatch.setattr(BaseTokenizer, "encode", counted)
+    with pytest.raises(openai.RateLimitError):
+        await client.completions.create(model="base", prompt="x")
+    with pytest.raises(openai.RateLimitError):
+        body = {"model": "base", "prompt": "x"}
+        await client.post(f"{stack.url}/tokenize", body=body, cast_to=object)
+    assert tokenized == []

@@ -32,8 +32,11 @@ class TokenizeEndpoints:
         resolver: Resolver,
         fleet: Fleet,
         adapter_text: AdapterText,
+        charge: Callable[[str], Awaitable[object]],
     ) -> None:
+        """`charge(tenant)` counts a request for its rate. Raises ResourceExhausted."""
         self._caller = caller
+        self._charge = charge
         self._resolver = resolver
         self._fleet = fleet
         self._adapter_text = adapter_text
@@ -48,6 +51,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
+        await self._charge(caller.tenant)
         body = Body(await read_json(request))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
@@ -71,6 +75,7 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
+        await self._charge(caller.tenant)
         body = Body(await read_json(request))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
