@@ -96,7 +96,12 @@ def sized(num_bytes: float) -> str:
 
 def moment(unix_s: float) -> str:
     """Local date and time; "" for 0."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else ""
+    if not unix_s:
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:g} s after 1970"
 
 
 def short_digest(digest: str) -> str:

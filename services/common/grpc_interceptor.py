@@ -1,17 +1,24 @@
-"""Around every handler: who calls, and which status an exception becomes."""
+"""Around every handler: who calls, limits, and which status an exception becomes.
+
+The caller is checked before its message is received, and the message's size before it is parsed.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from loraplex.errors import LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex.wire_errors import to_status
-from services.common.callers import LOCAL, Auth, current_caller, peer_names
+from services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
+from services.common.limits import OpenCalls, check_message
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +26,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 
 
-class DoorInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the caller, then maps errors to statuses, for all four shapes of methods.
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Checks the caller and the limits, then maps errors to statuses, for all shapes of methods.
 
     LoraplexError becomes the status of the code table. Anything else becomes INTERNAL: its
     traceback is logged here and its message is not sent.
@@ -28,6 +35,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, auth: Auth | None) -> None:
         self._auth = auth
+        self._open_calls = OpenCalls()
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -43,7 +51,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith(_OPEN_TO_ALL):
             return handler
         if method not in self._wrapped:
-            self._wrapped[method] = _rewrapped(handler, method, self._auth)
+            self._wrapped[method] = _rewrapped(handler, method, self._auth, self._open_calls)
         return self._wrapped[method]
 
 
@@ -51,65 +59,116 @@ def _text_metadata(entries: Any) -> dict[str, str]:
     return {key: value for key, value in entries or () if isinstance(value, str)}
 
 
-def _rewrapped(handler: Any, method: str, auth: Auth | None) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with its behaviour wrapped."""
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    inner = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    )
-    wrap = _wrapped_stream if handler.response_streaming else _wrapped_unary
-    return make(
-        wrap(inner, method, auth),
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+def _rewrapped(
+    handler: Any, method: str, auth: Auth | None, open_calls: OpenCalls
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler with its behaviour wrapped.
+
+    gRPC receives and parses the request of a unary method before it calls the handler. Every
+    method is therefore registered as one that reads its requests itself, and as raw bytes.
+    """
+    call = _Call(method, auth, open_calls, handler.request_deserializer)
+    reads_stream, serializer = handler.request_streaming, handler.response_serializer
+    if handler.response_streaming:
+        inner = handler.unary_stream or handler.stream_stream
+        streams: Any = _wrapped_stream(inner, call, reads_stream=reads_stream)
+        return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
+    inner = handler.unary_unary or handler.stream_unary
+    answers: Any = _wrapped_unary(inner, call, reads_stream=reads_stream)
+    return grpc.stream_unary_rpc_method_handler(answers, response_serializer=serializer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the wrappers of one method need."""
+
+    method: str
+    auth: Auth | None
+    open_calls: OpenCalls
+    parse: Callable[[bytes], Any]
+
+    def parsed(self, raw: bytes) -> Any:
+        """Raises: ResourceExhausted for a large message, InvalidRequest for a malformed one."""
+        check_message(self.method, len(raw))
+        try:
+            return self.parse(raw)
+        except DecodeError:
+            raise InvalidRequest(f"the message is not a request of {self.method}") from None
+
+    async def only_request(self, context: Context) -> Any:
+        """The request of a unary method. Raises: InvalidRequest if there is none."""
+        raw = await context.read()
+        if raw is grpc.aio.EOF:
+            raise InvalidRequest(f"{self.method} needs a request message")
+        return self.parsed(raw)
+
+
+class _Requests:
+    """The requests of a stream, parsed one at a time."""
+
+    def __init__(self, call: _Call, context: Context) -> None:
+        self._call = call
+        self._context = context
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        raw = await self._context.read()
+        if raw is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._call.parsed(raw)
 
 
 def _wrapped_unary(
-    inner: Any, method: str, auth: Auth | None
+    inner: Any, call: _Call, *, reads_stream: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def behaviour(request: Any, context: Context) -> Any:
+    async def behaviour(_: Any, context: Context) -> Any:
         try:
-            await _identify(method, auth, context)
-            return await inner(request, context)
+            caller = await _identify(call.method, call.auth, context)
+            with call.open_calls.counted(call.method, caller):
+                if reads_stream:
+                    return await inner(_Requests(call, context), context)
+                return await inner(await call.only_request(context), context)
         except Exception as error:
-            await _abort(error, method, context)
+            await _abort(error, call.method, context)
 
     return behaviour
 
 
 def _wrapped_stream(
-    inner: Any, method: str, auth: Auth | None
+    inner: Any, call: _Call, *, reads_stream: bool
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     if not inspect.isasyncgenfunction(inner):
-        raise TypeError(f"{method}: streaming handlers must be async generator functions")
+        raise TypeError(f"{call.method}: streaming handlers must be async generator functions")
 
-    async def behaviour(request: Any, context: Context) -> AsyncIterator[Any]:
-        responses = inner(request, context)
+    async def behaviour(_: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            await _identify(method, auth, context)
-            async for response in responses:
-                yield response
+            caller = await _identify(call.method, call.auth, context)
+            with call.open_calls.counted(call.method, caller):
+                request = (
+                    _Requests(call, context) if reads_stream else await call.only_request(context)
+                )
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
         except Exception as error:
-            await _abort(error, method, context)
-        finally:
-            await responses.aclose()
+            await _abort(error, call.method, context)
 
     return behaviour
 
 
-async def _identify(method: str, auth: Auth | None, context: Context) -> None:
-    """Mutates the context variables that auth and handlers read, within the call's own task."""
+async def _identify(method: str, auth: Auth | None, context: Context) -> Caller:
+    """Who calls.
+
+    Mutates the context variables that auth and handlers read, within the call's own task.
+    """
     peer_names.set(_names_shown(context))
     caller = LOCAL
     if auth is not None:
         caller = await auth.check(method, _text_metadata(context.invocation_metadata()))
     current_caller.set(caller)
+    return caller
 
 
 def _names_shown(context: Context) -> tuple[str, ...]:

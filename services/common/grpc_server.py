@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha import reflection
 from loraplex.allocation import reuse_large_blocks
 from loraplex.errors import InvalidRequest
 from services.common.callers import Auth
-from services.common.grpc_interceptor import DoorInterceptor
+from services.common.grpc_interceptor import CallInterceptor
+from services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
 from services.common.rotation import Rotation
 from services.common.signals import stop_event
 
@@ -25,14 +26,13 @@ logger = logging.getLogger(__name__)
 
 LIVENESS = "liveness"
 READINESS = "readiness"
-MAX_RECEIVE_BYTES = 16 << 20
 MAX_SEND_BYTES = 64 << 20
 """A worker's answer may carry a whole tokenizer."""
 
 # Without so_reuseport=0 a second server would share a taken port silently. Clients ping every 30 s.
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -128,10 +128,11 @@ async def start(
         InvalidRequest: an address is taken or malformed; names address and setting.
     """
     reuse_large_blocks()
-    server = grpc.aio.server(interceptors=[DoorInterceptor(auth)], options=_OPTIONS)
+    names = [name for _, _, name in services]
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes(names))]
+    server = grpc.aio.server(interceptors=[CallInterceptor(auth)], options=options)
     for add, servicer, _ in services:
         add(servicer, server)
-    names = [name for _, _, name in services]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection(

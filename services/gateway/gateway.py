@@ -206,7 +206,11 @@ class Gateway:
         )
         endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
         tokenize = TokenizeEndpoints(
-            context.caller, self._resolver, self._fleet, self._adapter_text
+            context.caller,
+            self._resolver,
+            self._fleet,
+            self._adapter_text,
+            self._generation.charge_request,
         )
         others = [*tokenize.routes(), *console.routes()]
         if self._config.lora_root is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from typing import TypeVar
 
+from loraplex.errors import DataLoss
 from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, WriteUncertain
 from services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
+
+logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 100
 
@@ -18,19 +22,34 @@ R = TypeVar("R")
 async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
     """The document under `key`, or None."""
     try:
-        return decode(cls, (await store.get(key)).data)
+        return _decoded(cls, key, (await store.get(key)).data)
     except ObjectMissing:
         return None
 
 
 async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]:
     """The documents under `keys`, leaving out those that are gone by now."""
-    return [decode(cls, data) for data in await store.get_many(keys) if data is not None]
+    found = zip(keys, await store.get_many(keys), strict=True)
+    return [_decoded(cls, key, data) for key, data in found if data is not None]
 
 
 async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
     """Every document under a prefix, ordered by key."""
     return await read_all(store, [i.key async for i in store.list_objects(prefix)], cls)
+
+
+async def read_intact(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
+    """The documents under a prefix that can be read, ordered by key; the others are logged."""
+    keys = [i.key async for i in store.list_objects(prefix)]
+    records = []
+    for key, data in zip(keys, await store.get_many(keys), strict=True):
+        if data is None:
+            continue
+        try:
+            records.append(_decoded(cls, key, data))
+        except DataLoss as error:
+            logger.error("a document was left out", extra={"problem": error.message})
+    return records
 
 
 async def create(store: ObjectStore, key: str, record: object) -> bool:
@@ -64,7 +83,7 @@ async def change(
             stored = await store.get(key)
         except ObjectMissing:
             stored = None
-        current = None if stored is None else decode(cls, stored.data)
+        current = None if stored is None else _decoded(cls, key, stored.data)
         wanted = step(current)
         if wanted is None:
             return current
@@ -84,6 +103,14 @@ async def change(
                 return wanted
             await _pause(attempt)
     raise PreconditionFailed(key)
+
+
+def _decoded(cls: type[R], key: str, data: bytes) -> R:
+    """Raises DataLoss naming the document that cannot be read."""
+    try:
+        return decode(cls, data)
+    except ValueError as error:
+        raise DataLoss(f"the document {key} is damaged: {error}") from None
 
 
 async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | None:

@@ -7,6 +7,7 @@ keeps the highest it has seen, whatever order changes arrive in.
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -231,9 +232,27 @@ class AuditRecord:
 
 
 def encode(record: Any) -> bytes:
-    """A document with a fresh `write_id`, so that no two writes hold the same bytes."""
-    return msgspec.json.encode({**to_fields(record), "write_id": secrets.token_hex(8)},
+    """A document with a fresh `write_id`, so that no two writes hold the same bytes.
+
+    Raises:
+        ValueError: a number is not finite. JSON has no such numbers, and null cannot be read back.
+    """
+    fields = to_fields(record)
+    _check_finite(fields)
+    return msgspec.json.encode({**fields, "write_id": secrets.token_hex(8)},
                                order="sorted")  # fmt: skip
+
+
+def _check_finite(value: Any) -> None:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} cannot be stored")
+    elif isinstance(value, dict):
+        for item in value.values():
+            _check_finite(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_finite(item)
 
 
 def decode(cls: type[R], data: bytes | str) -> R:

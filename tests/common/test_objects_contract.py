@@ -266,3 +266,26 @@ async def test_foreign_files_in_the_folder_are_left_out_of_listings(tmp_path: Pa
     store = open_store(f"file://{tmp_path}/objects")
     await store.put("a/b", b"x")
     assert [info.key async for info in store.list_objects("")] == ["a/b"]
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("composes", [True, False], ids=["compose", "put"])
+async def test_write_that_a_full_disk_refuses_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composes: bool
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    for key in ("a", "b"):
+        await store.put_if_absent(key, b"x" * 1000)
+
+    def full(descriptor: int, data: bytes) -> None:
+        os.write(descriptor, data[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("services.common.objects.file.write_all", full)
+    for _ in range(3):
+        with pytest.raises(ObjectStoreError):
+            if composes:
+                await store.compose("c", [Segment(key, 0, 500, False) for key in ("a", "b")])
+            else:
+                await store.put_if_absent("c", b"y")
+    assert [path for path in (tmp_path / ".tmp").iterdir() if path.is_file()] == []

@@ -17,7 +17,7 @@ from loraplex.refs import parse_ref
 from services.common.redis_url import connect_redis
 from services.registry.access.permissions import Access
 from services.registry.assembly import Registry, assemble
-from services.registry.index import watch as watch_module
+from services.registry.index import feed as feed_module
 from services.registry.index.catalog import Catalog
 from services.registry.index.watch import watch
 from services.registry.publish.tags import TagAddress
@@ -140,7 +140,7 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in ran
 async def test_tags_are_linearizable_and_watches_tell_every_move_in_order(
     replicas: list[Registry], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(watch_module, "_BLOCK_MS", 50)
+    monkeypatch.setattr(feed_module, "BLOCK_MS", 50)
     rng = random.Random(seed)
     history = History()
     watched: list[list[dict[str, Any]]] = [[] for _ in replicas]

@@ -179,16 +179,16 @@ class FileStore:
         return _etag(data)
 
     def _compose(self, key: str, segments: Sequence[Segment]) -> None:
-        temporary = self._temporary / secrets.token_hex(16)
-        if len(segments) == 1 and segments[0].whole:
-            self._link_whole(segments[0].key, temporary)
-        else:
-            with open(temporary, "xb", buffering=0) as out:
-                for segment in segments:
-                    _append(self._path(segment.key), segment, out.fileno())
-                os.fsync(out.fileno())
-        with self._locked(key):
-            self._replace(temporary, key)
+        with self._temporary_path() as temporary:
+            if len(segments) == 1 and segments[0].whole:
+                self._link_whole(segments[0].key, temporary)
+            else:
+                with open(temporary, "xb", buffering=0) as out:
+                    for segment in segments:
+                        _append(self._path(segment.key), segment, out.fileno())
+                    os.fsync(out.fileno())
+            with self._locked(key):
+                self._replace(temporary, key)
 
     def _link_whole(self, key: str, temporary: Path) -> None:
         try:
@@ -217,11 +217,21 @@ class FileStore:
                 folder = folder.parent
 
     def _write_temporary(self, data: bytes) -> Path:
-        path = self._temporary / secrets.token_hex(16)
-        with open(path, "xb", buffering=0) as file:
-            file.write(data)
+        with self._temporary_path() as path, open(path, "xb", buffering=0) as file:
+            write_all(file.fileno(), data)
             os.fsync(file.fileno())
         return path
+
+    @contextlib.contextmanager
+    def _temporary_path(self) -> Iterator[Path]:
+        """A new path in `.tmp`. Work that fails leaves no file there: on a full disk each attempt
+        would take the last bytes."""
+        path = self._temporary / secrets.token_hex(16)
+        try:
+            yield path
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     def _replace(self, temporary: Path, key: str) -> None:
         path = self._path(key)

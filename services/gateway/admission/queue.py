@@ -5,9 +5,10 @@ flight, which are those of running requests that have no first token yet. The la
 queue here, where it is fair over all workers, and gives the workers only their next few steps
 (`dispatch_window.py`).
 
-Waiting requests are ordered by priority, then by the tenant served least (virtual token counters),
-then by arrival. A tenant's own limit delays no other tenant. Any other request that does not fit is
-waited for, so that small requests do not starve large ones.
+The tenant served least (virtual token counters) goes first, with its most urgent request, then with
+its oldest. A priority orders the requests of one tenant only: anybody may send any priority, so it
+must not put a tenant before others. A tenant's own limit delays no other tenant. Any other request
+that does not fit is waited for, so that small requests do not starve large ones.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class AdmissionRequest:
     tenant: str
     cost: int = 1
     priority: int = 0
+    """Among the requests of its tenant; lower runs first."""
     deadline_s: float = float("inf")
     """Seconds on the caller's clock."""
     num_prompt_tokens: int = 1
@@ -85,8 +87,8 @@ class AdmissionQueue:
         self._limits = limits
         self.window = Window()
         """Limits on prompt tokens in flight; may change while requests run."""
-        self._waiting: dict[int, dict[str, deque[AdmissionRequest]]] = {}
-        """By priority, then tenant. No empty entries."""
+        self._waiting: dict[str, dict[int, deque[AdmissionRequest]]] = {}
+        """By tenant, then priority. No empty entries."""
         self._waiting_by_tenant: dict[str, int] = {}
         """Requests waiting. No empty entries."""
         self._num_waiting = 0
@@ -137,8 +139,8 @@ class AdmissionQueue:
         if runs:
             self._start(request)
             return Decision.RUN
-        tenants = self._waiting.setdefault(request.priority, {})
-        tenants.setdefault(request.tenant, deque()).append(request)
+        queues = self._waiting.setdefault(request.tenant, {})
+        queues.setdefault(request.priority, deque()).append(request)
         mine = self._waiting_by_tenant.get(request.tenant, 0)
         self._waiting_by_tenant[request.tenant] = mine + 1
         self._num_waiting += 1
@@ -195,29 +197,33 @@ class AdmissionQueue:
     def _drop_for(self, request: AdmissionRequest) -> None:
         """Drop a waiting request in favour of this one. Raises: ResourceExhausted.
 
-        The victim is the newest of the least urgent requests, of the tenant with most of them. If
-        it is as urgent as this one, its tenant must have more requests waiting.
+        The victim is the newest of the least urgent requests of one tenant: of this request's own
+        if that has less urgent ones waiting, else of the tenant with most of them, which must have
+        more requests waiting.
         """
-        last = max(self._waiting, default=None)
-        if last is not None and last >= request.priority:
-            tenants = self._waiting[last]
-            most = max(tenants, key=lambda tenant: (len(tenants[tenant]), tenant))
-            mine = self._waiting_by_tenant.get(request.tenant, 0)
-            if last > request.priority or len(tenants[most]) > mine + 1:
-                victim = tenants[most][-1]
-                self.withdraw(victim)
-                self.dropped.append(victim)
-                return
-        raise queue_full(self.expected_wait_s())
+        own = self._waiting.get(request.tenant, {})
+        mine = self._waiting_by_tenant.get(request.tenant, 0)
+        if own and max(own) > request.priority:
+            victims = own
+        else:
+            counts = self._waiting_by_tenant
+            most = max(counts, key=lambda tenant: (counts[tenant], tenant), default=None)
+            if most is None or counts[most] <= mine + 1:
+                raise queue_full(self.expected_wait_s())
+            victims = self._waiting[most]
+        victim = victims[max(victims)][-1]
+        self.withdraw(victim)
+        self.dropped.append(victim)
 
     def _next(self) -> AdmissionRequest | None:
         """The waiting request that starts next; tenants at their own limit are skipped."""
-        for priority in sorted(self._waiting):
-            tenants = self._waiting[priority]
-            able = [t for t, queue in tenants.items() if self._tenant_fits(queue[0])]
-            if able:
-                return tenants[self._served.least_served(able)][0]
-        return None
+        able = [tenant for tenant in self._waiting if self._tenant_fits(self._first_of(tenant))]
+        return self._first_of(self._served.least_served(able)) if able else None
+
+    def _first_of(self, tenant: str) -> AdmissionRequest:
+        """The most urgent waiting request of a tenant that has some, and of those the oldest."""
+        queues = self._waiting[tenant]
+        return queues[min(queues)][0]
 
     def _fits(self, request: AdmissionRequest) -> bool:
         """An idle gateway runs any request, however large it is."""
@@ -243,13 +249,15 @@ class AdmissionQueue:
         return not limits or not mine or mine + request.cost <= min(limits)
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:
-        """True if a waiting request goes first: one more urgent, or as urgent whose tenant was
-        served no more."""
+        """True if a waiting request goes first: one of its tenant that is as urgent, or one of
+        another tenant that was served no more."""
+        own = self._waiting.get(request.tenant)
+        if own and min(own) <= request.priority:
+            return True
         other = self._next()
-        if other is None or other.priority != request.priority:
-            return other is not None and other.priority < request.priority
-        is_queued = request.tenant in self._waiting[request.priority]
-        return is_queued or not self._served.is_less_served(request.tenant, other.tenant)
+        if other is None or other.tenant == request.tenant:
+            return False
+        return not self._served.is_less_served(request.tenant, other.tenant)
 
     def _start(self, request: AdmissionRequest) -> None:
         self._running += request.cost
@@ -258,17 +266,17 @@ class AdmissionQueue:
         self._served.charge(request.tenant, request.num_prompt_tokens, 0, request.weight)
 
     def _unqueue(self, request: AdmissionRequest) -> None:
-        tenants = self._waiting[request.priority]
-        queue = tenants[request.tenant]
+        queues = self._waiting[request.tenant]
+        queue = queues[request.priority]
         queue.remove(request)
         self._num_waiting -= 1
         self._waiting_by_tenant[request.tenant] -= 1
         if not self._waiting_by_tenant[request.tenant]:
             del self._waiting_by_tenant[request.tenant]
         if not queue:
-            del tenants[request.tenant]
-        if not tenants:
-            del self._waiting[request.priority]
+            del queues[request.priority]
+        if not queues:
+            del self._waiting[request.tenant]
 
     def _leave(self, request: AdmissionRequest) -> None:
         self._present[request.tenant] -= 1

@@ -1,7 +1,8 @@
 """Charges tenants for requests and tokens, and refuses those over their rate.
 
-A request is charged its prompt and the most that it may generate. What it did not generate is
-returned when it ends.
+A request is charged as one when it arrives, before any work is done for it, and as tokens once its
+prompt is known: its prompt and the most that it may generate. What it did not generate is returned
+when it ends.
 """
 
 from __future__ import annotations
@@ -26,24 +27,28 @@ class TenantRates:
         self._now = now
         self._leases: dict[str, Lease] = {}
 
+    async def charge_request(self, limits: TenantLimits) -> None:
+        """Charge one request, whatever becomes of it. Raises: ResourceExhausted."""
+        await self._pay("requests", limits.tenant, limits.requests_per_s, 1.0)
+
     @asynccontextmanager
     async def charged(
         self, limits: TenantLimits, max_tokens: int, num_used: Callable[[], int]
     ) -> AsyncGenerator[None]:
-        """Charge a request of at most `max_tokens`; at the end return what it did not use.
+        """Charge the tokens of a request, at most `max_tokens`; at the end return what it did not
+        use.
 
-        Raises: ResourceExhausted.
+        Raises: ResourceExhausted. The request is then returned: it waits for tokens, and its
+        repetitions should not use up the rate of requests.
         """
-        await self._charge(limits, max_tokens)
+        await self._charge_tokens(limits, max_tokens)
         try:
             yield
         finally:
             unused = float(max_tokens - num_used())
             await self._unpay("tokens", limits.tenant, limits.tokens_per_s, unused)
 
-    async def _charge(self, limits: TenantLimits, num_tokens: int) -> None:
-        """Charge one request and its tokens, or nothing. Raises: ResourceExhausted."""
-        await self._pay("requests", limits.tenant, limits.requests_per_s, 1.0)
+    async def _charge_tokens(self, limits: TenantLimits, num_tokens: int) -> None:
         try:
             await self._pay("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
         except LoraplexError:

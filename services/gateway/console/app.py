@@ -14,7 +14,7 @@ from starlette.routing import Route
 from services.common.callers import Caller
 from services.gateway.admission.controller import AdmissionController
 from services.gateway.console import state
-from services.gateway.registry.keyring import is_admin
+from services.gateway.registry.keyring import is_admin, sees_all_adapters
 from services.gateway.registry.resolve import Resolver
 from services.gateway.workers.fleet import Fleet
 
@@ -77,10 +77,11 @@ class ConsoleEndpoints:
             "workers": None,
         }
         if is_admin(caller):
-            labels = self._resolver.snapshot.labels()
+            sees_all = sees_all_adapters(caller)
+            labels = self._resolver.snapshot.labels(None if sees_all else caller.tenant)
             views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
-                "workers": [state.worker_state(view, labels) for view in views],
+                "workers": [state.worker_state(view, labels, sees_all) for view in views],
                 "num_adapters": self._resolver.snapshot.num_adapters,
                 "running": self._controller.num_running,
                 "waiting": self._controller.num_waiting,

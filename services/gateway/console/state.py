@@ -21,10 +21,14 @@ def base_state(base: ServedModel) -> dict[str, Any]:
     return {"id": base.base_id, "max_model_len": base.max_model_len, "dtype": base.dtype}
 
 
-def worker_state(view: WorkerView, labels: Mapping[str, str]) -> dict[str, Any]:
-    """One worker and its adapters, those on the device first; `labels` are names by digest."""
+def worker_state(view: WorkerView, labels: Mapping[str, str], sees_all: bool) -> dict[str, Any]:
+    """One worker and its adapters, those on the device first; `labels` are names by digest.
+
+    Unless the caller `sees_all`, only adapters with a label are shown.
+    """
     load = view.load
     held = sorted(view.adapters.values(), key=lambda r: (-r.tier, labels.get(r.digest, r.digest)))
+    shown = held if sees_all else [r for r in held if r.digest in labels]
     return {
         "id": view.worker_id or view.address,
         "base": view.base_id,
@@ -37,7 +41,7 @@ def worker_state(view: WorkerView, labels: Mapping[str, str]) -> dict[str, Any]:
         "step_s": load.step_s,
         "steps": load.steps,
         "on_device": sum(r.tier is Tier.DEVICE for r in held),
-        "adapters": [_resident(r, labels) for r in held[:MAX_RESIDENT] if r.tier],
+        "adapters": [_resident(r, labels) for r in shown[:MAX_RESIDENT] if r.tier],
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from services.common import grpc_server
 from services.common.callers import current_caller
 from services.gateway.admission.controller import AdmissionController
 from services.gateway.event_loop import now_s
+from services.gateway.registry.keyring import sees_all_adapters
 from services.gateway.registry.link import RegistryLink
 from services.gateway.registry.resolve import Resolver
 from services.gateway.request import ServedModel
@@ -48,7 +50,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetStatusResponse:
         """Bases, workers, and the adapters that they hold."""
         views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
-        labels = self._resolver.snapshot.labels() if request.include_adapters else None
+        labels = self._labels() if request.include_adapters else None
         reason = self._not_ready_reason()
         return admin_pb2.GetStatusResponse(
             ready=not reason,
@@ -60,6 +62,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             running_requests=self._controller.num_running,
             queued_requests=self._controller.num_waiting,
         )
+
+    def _labels(self) -> ShownLabels:
+        caller = current_caller.get()
+        sees_all = sees_all_adapters(caller)
+        labels = self._resolver.snapshot.labels(None if sees_all else caller.tenant)
+        return ShownLabels(labels, shows_unnamed=sees_all)
 
     async def FetchAdapter(
         self, request: admin_pb2.FetchAdapterRequest, context: Context
@@ -84,8 +92,22 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
 
 
-def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.WorkerState:
-    """State of one worker; with `labels` (names by digest) also the adapters that it holds."""
+@dataclass(frozen=True, slots=True)
+class ShownLabels:
+    """The adapters that a caller may see."""
+
+    names: Mapping[str, str]
+    """tenant/name:vN by digest."""
+    shows_unnamed: bool
+    """Whether digests without a name, which may be other tenants', are shown too."""
+
+    def shows(self, digest: str) -> bool:
+        """Whether the caller may see this adapter."""
+        return self.shows_unnamed or digest in self.names
+
+
+def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
+    """State of one worker; with `labels` also the adapters that it holds and the caller may see."""
     load = view.load
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",
@@ -110,8 +132,8 @@ def worker_state(view: WorkerView, labels: dict[str, str] | None) -> admin_pb2.W
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
     )
     if labels is not None:
-        held = view.adapters.values()
-        state.adapters.extend(_resident(r, labels.get(r.digest, "")) for r in held)
+        held = [r for r in view.adapters.values() if labels.shows(r.digest)]
+        state.adapters.extend(_resident(r, labels.names.get(r.digest, "")) for r in held)
     return state
 
 

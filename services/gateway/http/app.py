@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -160,9 +159,9 @@ class OpenAIEndpoints:
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
         call = parse(await read_json(request), _origin(request, caller.tenant))
-        prepare = asyncio.gather(*[self._generation.prepare(each) for each in call.calls])
         try:
-            prepared = [self._styled(each, call) for each in await prepare]
+            prepared = await self._generation.prepare_all(call.calls)
+            prepared = [self._styled(each, call) for each in prepared]
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
         info = ResponseInfo(_completion_id(call, request), int(time.time()), call, prepared)

@@ -168,7 +168,7 @@ def _float(name: str, value: object) -> float:
 
 
 def _is_integer_text(key: object) -> bool:
-    return isinstance(key, str) and key.lstrip("-").isdecimal() and len(key) < 20
+    return isinstance(key, str) and key.removeprefix("-").isdecimal() and len(key) < 20
 
 
 def _type_name(value: object) -> str:

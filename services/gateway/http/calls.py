@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
+from services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from services.gateway.http.body import Body, bad_type, is_id
 from services.gateway.http.guided import read_grammar
 from services.gateway.http.tool_choice import read_tools, template_messages
@@ -109,6 +110,7 @@ def _call(
     if not model:
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
+    _check_sequences(len(prompts), asked.n or 1)
     include_usage = _include_usage(body.raw("stream_options"), stream)
     return_token_ids = body.flag("return_token_ids")
     adapters = _adapters(body.raw("adapters"))
@@ -273,6 +275,16 @@ def _adapter(item: Any, field: str) -> AskedAdapter:
         raise InvalidRequest.field(f"{field}.ref", "", "name an adapter")
     body.finish()
     return AskedAdapter(ref, weight)
+
+
+def _check_sequences(num_prompts: int, num_choices: int) -> None:
+    """Raises: InvalidRequest if one request becomes too many sequences."""
+    if num_prompts * num_choices > MAX_SEQUENCES_PER_REQUEST:
+        raise InvalidRequest.field(
+            "n",
+            num_choices,
+            f"{num_prompts} prompts times n exceed {MAX_SEQUENCES_PER_REQUEST} sequences",
+        )
 
 
 def _include_usage(options: Any, stream: bool) -> bool:

@@ -15,13 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
 from services.common.addresses import is_loopback
+from services.common.limits import HTTP_BODY
 from services.gateway.http.body import parse_object
 from services.gateway.http.errors import error_body
 
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_IDLE_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:@]*))(?::[0-9]*)?")
 _PROBES = frozenset({"/healthz", "/health", "/readyz"})
 
 
@@ -131,10 +133,9 @@ async def _read_capped(request: Request) -> bytes:
 
 
 def _host_of(header: str) -> str:
-    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`; "" for what is no host."""
+    match = _HOST.fullmatch(header)
+    return (match[1] or match[2]) if match else ""
 
 
 def _bad_host() -> LoraplexError:

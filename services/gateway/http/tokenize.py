@@ -32,8 +32,11 @@ class TokenizeEndpoints:
         resolver: Resolver,
         fleet: Fleet,
         adapter_text: AdapterText,
+        charge: Callable[[str], Awaitable[object]],
     ) -> None:
+        """`charge(tenant)` counts a request for its rate. Raises ResourceExhausted."""
         self._caller = caller
+        self._charge = charge
         self._resolver = resolver
         self._fleet = fleet
         self._adapter_text = adapter_text
@@ -48,6 +51,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
+        await self._charge(caller.tenant)
         body = Body(await read_json(request))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
@@ -58,23 +62,28 @@ class TokenizeEndpoints:
             ids = await served.tokenizer.encode(prompt, served.model)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field}) from None
-        names = [served.tokenizer.tokens.name_of(token_id) for token_id in ids]
+        name_of = served.tokenizer.tokens.name_of
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": served.model.max_model_len,
                 "tokens": list(ids),
-                "token_strs": names if shows_names else None,
+                "token_strs": [name_of(token_id) for token_id in ids] if shows_names else None,
             }
         )
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
+        await self._charge(caller.tenant)
         body = Body(await read_json(request))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._served(model, caller, TokenPrompt(ids))
+        if len(ids) > served.model.max_model_len:
+            raise InvalidRequest.field(
+                "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"
+            )
         try:
             check_ids(ids, served.model.vocab_size)
         except LoraplexError as error:

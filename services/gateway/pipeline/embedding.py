@@ -88,11 +88,11 @@ async def pool_all(generation: Generation, calls: Sequence[GenerateCall]) -> Poo
 
     Raises: what `Generation.prepare` and `Generation.run` raise.
     """
-    prepared = await asyncio.gather(*[generation.prepare(call) for call in calls])
+    prepared = await generation.prepare_all(calls)
     tasks = [asyncio.create_task(_pool(generation, each)) for each in prepared]
     try:
         found = await asyncio.gather(*tasks)
-        return Pooled(list(prepared), [vector for vector, _ in found], found[0][1])
+        return Pooled(prepared, [vector for vector, _ in found], found[0][1])
     finally:
         for task in tasks:
             task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -23,12 +23,13 @@ from services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
+from services.gateway.pipeline.call_limits import check_call
 from services.gateway.pipeline.choice_text import ChoiceText
 from services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from services.gateway.pipeline.prepared import PreparedRequest
 from services.gateway.pipeline.sampling import resolve
 from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.tenants import TenantDirectory
+from services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from services.gateway.request import (
     ChatPrompt,
     FinishReason,
@@ -98,7 +99,7 @@ class Generation:
     async def prepare(self, call: GenerateCall) -> PreparedRequest:
         """Check a request and resolve everything that a worker needs.
 
-        Raises: NotFound, InvalidRequest, Unsupported, Unavailable.
+        Raises: ResourceExhausted, NotFound, InvalidRequest, Unsupported, Unavailable.
         """
         if self._is_draining:
             raise Unavailable(
@@ -106,7 +107,9 @@ class Generation:
                 reason="DRAINING",
                 retry_after_s=1.0,
             )
+        check_call(call)
         arrival_s = now_s()
+        limits = await self.charge_request(call.tenant)
         target = await self._resolver.target(call)
         pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
@@ -134,11 +137,33 @@ class Generation:
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s,
             first_token_due_s=_first_token_due_s(call, arrival_s),
-            limits=await self._tenants.limits(call.tenant),
+            limits=limits,
             pooling=pooling,
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
         )
+
+    async def charge_request(self, tenant: str) -> TenantLimits:
+        """Charge a tenant for a request before any work is done for it; returns its limits.
+
+        Raises: ResourceExhausted.
+        """
+        limits = await self._tenants.limits(tenant)
+        try:
+            await self._rates.charge_request(limits)
+        except LoraplexError as error:
+            REJECTIONS.labels(error.reason).inc()
+            raise
+        return limits
+
+    async def prepare_all(self, calls: Sequence[GenerateCall]) -> list[PreparedRequest]:
+        """Prepare the prompts of one request one after another, so that the event loop serves
+        other requests between them. The first error ends it. Raises as `prepare` does."""
+        prepared = []
+        for call in calls:
+            prepared.append(await self.prepare(call))
+            await asyncio.sleep(0)
+        return prepared
 
     async def run(self, prepared: PreparedRequest) -> TextDeltas:
         """Yield the text of all choices as it comes; each choice ends with a finish reason.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest
+from services.common.limits import MAX_TOKEN_IDS_PER_FIELD
 from services.gateway.request import AskedSampling, Grammar, Sampling, ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
@@ -17,7 +18,6 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
-MAX_IDS = 1 << 16
 MAX_GRAMMAR_CHARS = 128 << 10
 _SEED_MASK = (1 << 64) - 1
 _INT32_MAX = (1 << 31) - 1
@@ -199,16 +199,18 @@ def _logprobs(field: str, value: int | None) -> int | None:
 def _logit_bias(
     biases: tuple[tuple[int, float], ...], vocab_size: int
 ) -> tuple[tuple[int, float], ...]:
-    _ids("logit_bias", (token_id for token_id, _ in biases), vocab_size)
+    if len(_ids("logit_bias", (token_id for token_id, _ in biases), vocab_size)) < len(biases):
+        raise _bad("logit_bias", "", "names a token twice")
     for _, bias in biases:
         _number("logit_bias", bias, 0.0, -100.0, 100.0)
     return biases
 
 
 def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    checked = tuple(ids)
-    if len(checked) > MAX_IDS:
-        raise _bad(field, len(checked), f"at most {MAX_IDS} token ids")
+    """Each id once, in the order of the request: workers look at all of them in every step."""
+    checked = tuple(dict.fromkeys(ids))
+    if len(checked) > MAX_TOKEN_IDS_PER_FIELD:
+        raise _bad(field, len(checked), f"at most {MAX_TOKEN_IDS_PER_FIELD} token ids")
     for index, token_id in enumerate(checked):
         if not 0 <= token_id < vocab_size:
             raise _bad(field, "", f"token id at index {index} is outside 0..{vocab_size - 1}")

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from services.common.callers import Caller
+from services.common.recent import Recent
 from services.gateway.event_loop import now_s
 
 FRESH_S = 2.0
-MAX_REMEMBERED = 100_000
+MAX_KNOWN = 20_000
+MAX_REFUSED = 5_000
 _SCOPES_THAT_RUN = frozenset({"reader", "publisher", "admin", "root"})
 _OPERATOR_METHODS = "/loraplex.v1.AdminService/"
 
@@ -26,10 +28,19 @@ KeyCheck = Callable[[str], Awaitable[Caller]]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The registry's last answer about a key."""
+    """The registry's last answer about a good key."""
 
     asked_s: float
-    answer: Caller | Unauthenticated
+    caller: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The registry's last answer about a bad key. Its text, because an exception that is kept
+    keeps the frames, and so the requests, that it was raised through."""
+
+    asked_s: float
+    message: str
 
 
 class KeyRing:
@@ -38,8 +49,10 @@ class KeyRing:
     def __init__(self, check: KeyCheck, now: Callable[[], float] = now_s) -> None:
         self._check = check
         self._now = now
-        self._known: dict[bytes, _Known] = {}
-        """By sha256 of the token, so that no secrets are kept."""
+        # By sha256 of the token, so that no secrets are kept. Anybody can invent bad keys; they
+        # must not displace good ones.
+        self._known: Recent[bytes, _Known] = Recent(MAX_KNOWN)
+        self._refused: Recent[bytes, _Refused] = Recent(MAX_REFUSED)
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of a gRPC method. Raises: Unauthenticated, PermissionDenied."""
@@ -61,33 +74,39 @@ class KeyRing:
         return caller
 
     async def _remembered(self, token: str) -> Caller:
-        """Mutates: known."""
+        """Mutates: known, refused. Raises: Unauthenticated."""
         key = hashlib.sha256(token.encode()).digest()
-        known = self._known.get(key)
-        if known is None or self._now() - known.asked_s > FRESH_S:
-            known = await self._asked(token, known)
-            if len(self._known) >= MAX_REMEMBERED:
-                self._known.clear()
-            self._known[key] = known
-        if isinstance(known.answer, Unauthenticated):
-            raise known.answer
-        return known.answer
-
-    async def _asked(self, token: str, before: _Known | None) -> _Known:
+        known, refused = self._known.get(key), self._refused.get(key)
+        if known is not None and self._is_fresh(known.asked_s):
+            return known.caller
+        if refused is not None and self._is_fresh(refused.asked_s):
+            raise Unauthenticated(refused.message, reason="INVALID_API_KEY")
         try:
-            return _Known(self._now(), await self._check(token))
+            caller = await self._check(token)
         except Unauthenticated as error:
-            error.reason = "INVALID_API_KEY"
-            return _Known(self._now(), error)
+            self._known.drop(key)
+            self._refused.put(key, _Refused(self._now(), error.message))
+            raise Unauthenticated(error.message, reason="INVALID_API_KEY") from None
         except LoraplexError:
-            if before is None or isinstance(before.answer, Unauthenticated):
+            if known is None:
                 raise
-            return _Known(self._now(), before.answer)
+            caller = known.caller
+        self._known.put(key, _Known(self._now(), caller))
+        return caller
+
+    def _is_fresh(self, asked_s: float) -> bool:
+        return self._now() - asked_s <= FRESH_S
 
 
 def is_admin(caller: Caller) -> bool:
-    """True if the caller may see what concerns all tenants."""
+    """True if the caller may see the load of workers, which all tenants share."""
     return bool(caller.scopes & {"admin", "root"})
+
+
+def sees_all_adapters(caller: Caller) -> bool:
+    """True if the caller may see the adapters of all tenants: with the first admin key, or
+    without auth."""
+    return not caller.key_id or "root" in caller.scopes
 
 
 def require_admin(caller: Caller) -> None:

@@ -114,7 +114,9 @@ class Resolver:
     async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
         """Find a version; other tenants' private adapters look exactly like missing ones."""
         version = self.snapshot.find(ref, split_key)
-        if version is None:
+        if version is None or not version.visible_to(tenant):
+            # The registry is asked in both cases: the time of a refusal must not tell whether
+            # another tenant has a private adapter of this name.
             version = await self._ask(ref, split_key)
         if version is None or not version.visible_to(tenant):
             raise AdapterNotFound(

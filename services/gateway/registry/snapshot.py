@@ -150,11 +150,16 @@ class RegistrySnapshot:
                 kept = tuple(tag for tag in tags if tag.sides)
                 yield Listing(owner, name, tuple(versions), kept)
 
-    def labels(self) -> dict[str, str]:
-        """tenant/name:vN of every digest that is not deleted."""
+    def labels(self, tenant: str | None = None) -> dict[str, str]:
+        """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
+        given."""
         entries = self._entries.values()
         versions = (v for entry in entries for v in entry.versions.values() if not v.deleted)
-        return {version.digest: version.label for version in versions}
+        return {
+            version.digest: version.label
+            for version in versions
+            if tenant is None or version.visible_to(tenant)
+        }
 
     @property
     def num_adapters(self) -> int:

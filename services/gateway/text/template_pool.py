@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unavailable
 from services.common.piped_process import start_module
+from services.common.recent import Recent
+from services.gateway.event_loop import now_s
 from services.gateway.text.template_process import FRAME
 
 MAX_TEMPLATE_CHARS = 256 << 10
+START_TIMEOUT_S = 15.0
+"""The start of Python, with nothing to render."""
+REFUSED_S = 30.0
+"""How long an adapter's template is refused after it ran out of time."""
+_MAX_REFUSED = 1024
+_NOTHING = json.dumps({"template": "", "variables": {}}).encode()
+
+
+class _TookTooLong(Exception):
+    """A job exceeded its time limit."""
 
 
 class _Renderer:
@@ -58,18 +71,42 @@ class TemplatePool:
             self._idle.put_nowait(renderer)
         self._timeout_s = timeout_s
         self._started: set[_Renderer] = set()
+        self._refused: Recent[bytes, float] = Recent(_MAX_REFUSED)
+        """When an adapter's template ran out of time, by its sha256."""
 
-    async def render(self, template: str, variables: dict[str, Any]) -> str:
-        """The template's text. Raises: InvalidRequest naming chat_template or messages."""
+    async def render(
+        self, template: str, variables: dict[str, Any], *, is_adapters: bool = False
+    ) -> str:
+        """The template's text.
+
+        Args:
+            is_adapters: the template is an adapter's own. One that runs out of time is refused for
+                `REFUSED_S`, so that it does not hold the processes that all tenants share. A
+                base's is not: one tenant's conversation must not end the chats of all.
+
+        Raises: InvalidRequest naming chat_template or messages.
+        """
         if len(template) > MAX_TEMPLATE_CHARS:
             raise _bad_template(f"it is longer than {MAX_TEMPLATE_CHARS} characters")
         frame = json.dumps({"template": template, "variables": variables}).encode()
+        key = hashlib.sha256(template.encode(errors="surrogatepass")).digest()
         renderer = await self._idle.get()
         try:
+            if is_adapters:
+                self._check_refused(key)
             answer = await self._ask(renderer, frame)
+        except _TookTooLong:
+            if is_adapters:
+                self._refused.put(key, now_s())
+            raise _bad_template(f"it took longer than {self._timeout_s:g} s") from None
         finally:
             self._idle.put_nowait(renderer)
         return _text_of(answer)
+
+    def _check_refused(self, key: bytes) -> None:
+        refused_s = self._refused.get(key)
+        if refused_s is not None and now_s() - refused_s < REFUSED_S:
+            raise _bad_template("it ran out of time a moment ago")
 
     async def close(self) -> None:
         """End all processes."""
@@ -77,22 +114,27 @@ class TemplatePool:
             await renderer.close()
 
     async def _ask(self, renderer: _Renderer, frame: bytes) -> dict[str, str]:
-        # The first job of a process gets more time, because it includes the start of Python.
-        is_warm = renderer in self._started
+        """Raises: _TookTooLong, Unavailable."""
         try:
-            async with asyncio.timeout(self._timeout_s if is_warm else self._timeout_s + 15):
-                answer = await renderer.ask(frame)
+            if renderer not in self._started:
+                # Apart from the job, whose time limit does not include the start of Python.
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await renderer.ask(_NOTHING)
+                self._started.add(renderer)
+            async with asyncio.timeout(self._timeout_s):
+                return await renderer.ask(frame)
         except TimeoutError:
+            was_started = renderer in self._started
             self._drop(renderer)
-            raise _bad_template(f"it took longer than {self._timeout_s:g} s") from None
+            if was_started:
+                raise _TookTooLong from None
+            raise Unavailable("the chat template's process does not start; try again") from None
         except (EOFError, OSError):
             self._drop(renderer)
             raise Unavailable("the chat template's process died; try again") from None
         except BaseException:
             self._drop(renderer)
             raise
-        self._started.add(renderer)
-        return answer
 
     def _drop(self, renderer: _Renderer) -> None:
         renderer.kill()

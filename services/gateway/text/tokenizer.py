@@ -19,13 +19,14 @@ from tokenizers import Tokenizer, decoders, models
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, Unsupported
+from services.common.limits import MAX_CHARS_PER_TOKEN
 from services.gateway.request import ChatPrompt, Prompt, ServedModel, TextPrompt, TokenPrompt
 from services.gateway.text.chat_style import ChatStyle, detected
 from services.gateway.text.detokenize import TokenBytes
 from services.gateway.text.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
-"""Longer texts are tokenized in a thread."""
+"""Longer texts are tokenized in a thread, while the event loop goes on."""
 _TOKEN_BYTES = 1024
 """Approximate size of an added token."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -47,6 +48,8 @@ class BaseTokenizer:
         self._chat = chat_format(files)
         self._tokenizer = _load(files["tokenizer.json"])
         self._pool = pool
+        self._has_own_chat = False
+        """Whether the template is an adapter's."""
         self.source = files["tokenizer.json"]
         """Content of tokenizer.json."""
         self.num_own_bytes = len(self.source)
@@ -77,6 +80,7 @@ class BaseTokenizer:
         made = copy.copy(self)
         known = self._chat.special_tokens if self._chat else {}
         made._chat = ChatFormat(chat.template, {**known, **chat.special_tokens})
+        made._has_own_chat = True
         made.style = detected(chat.template)
         return made
 
@@ -90,12 +94,14 @@ class BaseTokenizer:
             case TokenPrompt(ids):
                 return check_ids(ids, base.vocab_size)
             case TextPrompt(text, add_special):
-                ids = await self._ids(text, add_special_tokens=add_special) if text else ()
                 field = "prompt"
+                check_length(text, base, field)
+                ids = await self._ids(text, add_special_tokens=add_special) if text else ()
             case ChatPrompt():
-                special = prompt.add_special_tokens
-                ids = await self._ids(await self._render(prompt), add_special_tokens=special)
                 field = "messages"
+                text = await self._render(prompt)
+                check_length(text, base, field)
+                ids = await self._ids(text, add_special_tokens=prompt.add_special_tokens)
         if not ids:
             raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
         return ids
@@ -122,14 +128,21 @@ class BaseTokenizer:
             "documents": None,
             **self._chat.special_tokens,
         }
-        return await self._pool.render(template, variables)
+        return await self._pool.render(template, variables, is_adapters=self._has_own_chat)
 
     async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+        def encode_long() -> tuple[int, ...]:
+            # Unlike `encode`, it releases the GIL: the event loop goes on.
+            [encoding] = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return tuple(encoding.ids)
+
         _check_unicode(text)
-        return await asyncio.to_thread(encode) if len(text) > _SLOW_TEXT_CHARS else encode()
+        return await asyncio.to_thread(encode_long) if len(text) > _SLOW_TEXT_CHARS else encode()
 
 
 class IdsOnly:
@@ -154,6 +167,20 @@ class IdsOnly:
 def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
     """OpenAI's newer name of the system role, for templates that do not know it."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def check_length(text: str, base: ServedModel, field: str) -> None:
+    """Raises: InvalidRequest for a text that cannot fit the context, however it is tokenized."""
+    most = base.max_model_len * MAX_CHARS_PER_TOKEN
+    if len(text) > most:
+        error = InvalidRequest.field(
+            field,
+            "",
+            f"this model's maximum context length is {base.max_model_len} tokens, and a text of "
+            f"{len(text)} characters is longer; shorten it",
+        )
+        error.reason = "CONTEXT_LENGTH_EXCEEDED"
+        raise error
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

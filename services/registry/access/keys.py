@@ -14,7 +14,9 @@ from loraplex.api_keys import TOKEN, draw_key, token_of
 from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
 from loraplex.refs import DEFAULT_TENANT
 from services.common.callers import Caller
+from services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
 from services.common.objects import ObjectStore
+from services.common.recent import Recent
 from services.registry import documents, layout
 from services.registry.access.permissions import ROOT
 from services.registry.records import KeyRecord, now_s
@@ -22,6 +24,7 @@ from services.registry.records import KeyRecord, now_s
 SCOPES = ("reader", "publisher", "admin")
 CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
+MAX_CACHED = 20_000
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
 
@@ -31,16 +34,20 @@ class Keys:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._cache: Recent[str, tuple[float, KeyRecord]] = Recent(MAX_CACHED)
+        self._unknown: Recent[str, float] = Recent(MAX_CACHED)
+        """When an id was last looked up in vain. Anybody can invent ids; they must not displace
+        known keys."""
         self._creating_first = asyncio.Lock()
 
     async def create(
         self, tenant: str, scopes: Sequence[str], ttl_s: float, description: str
     ) -> tuple[KeyRecord, str]:
-        """A new key and its token. Raises InvalidRequest for unknown scopes."""
+        """A new key and its token. Raises InvalidRequest for unknown scopes, a lifetime
+        that is not finite or out of range, or a long description."""
         _check_scopes(scopes)
-        if ttl_s < 0:
-            raise InvalidRequest.field("ttl_s", ttl_s, "must not be negative; 0 = never expires")
+        KEY_LIFETIME_S.check("ttl_s", ttl_s)
+        check_chars("description", description, MAX_DESCRIPTION_CHARS)
         return await self._created(tenant, scopes, ttl_s, description)
 
     async def create_first(self) -> tuple[KeyRecord, str]:
@@ -50,7 +57,9 @@ class Keys:
             AlreadyExists: there is one already, even if it was revoked.
         """
         async with self._creating_first:
-            if any(ROOT in record.scopes for record in await self.list("")):
+            # Not `list`: a damaged record may be the first key's.
+            keys = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
+            if any(ROOT in record.scopes for record in keys):
                 raise AlreadyExists(
                     "the first admin key exists already; create others with it, or put a new one "
                     "into the file LORAPLEX_ADMIN_KEY_FILE and restart the registry",
@@ -76,8 +85,11 @@ class Keys:
         return record, token_of(key_id, secret)
 
     async def list(self, tenant: str) -> list[KeyRecord]:
-        """Keys of one tenant, or of all where `tenant` is empty, ordered by id."""
-        records = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
+        """Keys of one tenant, or of all where `tenant` is empty, ordered by id.
+
+        Damaged records are logged and left out, so that one does not hide all others.
+        """
+        records = await documents.read_intact(self._store, layout.KEYS, KeyRecord)
         return [record for record in records if tenant in ("", record.tenant)]
 
     async def get(self, key_id: str) -> KeyRecord:
@@ -103,7 +115,7 @@ class Keys:
 
         record = await documents.change(self._store, layout.key(key_id), KeyRecord, step)
         assert record is not None, "keys are never removed"
-        self._cache.pop(key_id, None)
+        self._cache.drop(key_id)
         return record
 
     async def check(self, token: str) -> Caller:
@@ -156,12 +168,17 @@ class Keys:
         await documents.change(self._store, layout.key(match[1]), KeyRecord, step)
 
     async def _cached(self, key_id: str) -> KeyRecord | None:
-        read_s, record = self._cache.get(key_id, (float("-inf"), None))
-        if time.monotonic() - read_s > CACHE_S:
-            record = await documents.read(self._store, layout.key(key_id), KeyRecord)
-            if len(self._cache) > 100_000:
-                self._cache.clear()
-            self._cache[key_id] = (time.monotonic(), record)
+        fresh_from_s = time.monotonic() - CACHE_S
+        read_s, record = self._cache.get(key_id) or (float("-inf"), None)
+        if read_s >= fresh_from_s:
+            return record
+        if (self._unknown.get(key_id) or float("-inf")) >= fresh_from_s:
+            return None
+        record = await documents.read(self._store, layout.key(key_id), KeyRecord)
+        if record is None:
+            self._unknown.put(key_id, time.monotonic())
+        else:
+            self._cache.put(key_id, (time.monotonic(), record))
         return record
 
 

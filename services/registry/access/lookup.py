@@ -15,7 +15,13 @@ from services.registry.access.permissions import Access
 from services.registry.index.catalog import Catalog, CatalogDown, Found
 from services.registry.index.items import scope_of
 from services.registry.index.watch import Batch, watch
-from services.registry.records import AdapterRecord, TagRecord, VersionRecord
+from services.registry.records import (
+    PRIVATE,
+    AdapterRecord,
+    TagRecord,
+    VersionRecord,
+    to_fields,
+)
 
 _SCAN_ADAPTERS = 500
 
@@ -212,7 +218,8 @@ def _kept(found: Found, query: Query, access: Access, scope: str) -> list[Versio
 async def visible_batches(catalog: Catalog, access: Access, token: str) -> AsyncIterator[Batch]:
     """The watch of one caller: own adapters, public ones and shared ones.
 
-    An adapter that stops being visible is reported as deleted.
+    Each version and tag that stops being visible is reported as deleted, once and without its
+    content; what comes after that is not reported.
     """
     seen: set[str] = set()
     async for batch in watch(catalog, token):
@@ -237,10 +244,31 @@ async def _shown(
         )
     else:
         adapter = (await catalog.find(scope, "tag", doc["tag"])).adapter
+    item = f"{kind} {scope} {doc['version'] if kind == 'version' else doc['tag']}"
     if access.may_see(doc["tenant"], adapter):
-        seen.add(scope)
+        seen.add(item)
         return event
-    if scope not in seen:
+    if item not in seen:
         return None
-    gone = {"generation": max(2, doc["generation"])} if kind == "version" else {"targets": []}
-    return {"kind": kind, "doc": {**doc, **gone}}
+    seen.discard(item)
+    return {"kind": kind, "doc": _gone(kind, doc)}
+
+
+def _gone(kind: str, doc: dict[str, Any]) -> dict[str, Any]:
+    """What a caller learns of a version or tag that it may no longer see: only its end."""
+    if kind == "tag":
+        return to_fields(
+            TagRecord(doc["tenant"], doc["name"], doc["tag"], (), doc["generation"], 0.0)
+        )
+    version = VersionRecord(
+        tenant=doc["tenant"],
+        name=doc["name"],
+        version=doc["version"],
+        digest=doc["digest"],
+        base_id=doc["base_id"],
+        base_fingerprint="",
+        created_s=0.0,
+        files=(),
+        generation=max(2, doc["generation"]),
+    )
+    return {**to_fields(version), "visibility": PRIVATE, "shared_with": []}

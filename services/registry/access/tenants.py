@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from loraplex.errors import InvalidRequest, ResourceExhausted
+from services.common.limits import FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
 from services.common.objects import ObjectStore
 from services.registry import documents, layout
 from services.registry.index.catalog import Catalog
@@ -17,6 +18,15 @@ FIELDS = tuple(
     if field.name not in ("tenant", "generation")
 )
 """What can be set of a tenant."""
+
+_NUMBERS = {
+    "max_bytes": QUOTA,
+    "max_versions": QUOTA,
+    "requests_per_s": RATE_PER_S,
+    "tokens_per_s": RATE_PER_S,
+    "max_concurrent": QUOTA,
+    "fairness_weight": FAIRNESS_WEIGHT,
+}
 
 
 class Tenants:
@@ -35,8 +45,9 @@ class Tenants:
         """Create a tenant, or change the named `fields` of it; none named = all.
 
         Raises:
-            InvalidRequest: a tenant has no such field.
+            InvalidRequest: a tenant has no such field, or a number is not finite or out of range.
         """
+        _check_numbers(record)
         for field in fields:
             if field not in FIELDS:
                 raise InvalidRequest.field("fields", field, f"must be one of {', '.join(FIELDS)}")
@@ -54,8 +65,8 @@ class Tenants:
         return stored
 
     async def all(self) -> list[TenantRecord]:
-        """Every tenant that was set, ordered by id."""
-        return await documents.read_folder(self._store, layout.TENANTS, TenantRecord)
+        """Every tenant that was set, ordered by id. Damaged records are logged and left out."""
+        return await documents.read_intact(self._store, layout.TENANTS, TenantRecord)
 
     async def check_quota(self, tenant: str, more_bytes: int) -> None:
         """Raises ResourceExhausted if another version of this size exceeds the quota."""
@@ -76,3 +87,9 @@ class Tenants:
                 f"needs {more_bytes}; {way_out}",
                 reason="QUOTA_BYTES",
             )
+
+
+def _check_numbers(record: TenantRecord) -> None:
+    """Raises InvalidRequest."""
+    for field, limits in _NUMBERS.items():
+        limits.check(f"tenant.{field}", getattr(record, field))

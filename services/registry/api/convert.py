@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from loraplex.convert import (
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
+from services.common.limits import WAIT_S
 from services.registry.access.lookup import Cursor, ResolvedVersion
 from services.registry.access.signatures import Offered, checked_keys
 from services.registry.publish.uploads import FileState, Options
@@ -48,6 +48,7 @@ _VISIBILITY = {
 }
 
 MAX_LABELS = 64
+MAX_TAGS = 64
 MAX_LABEL_KEY_CHARS = 63
 MAX_LABEL_VALUE_CHARS = 256
 
@@ -55,10 +56,12 @@ MAX_LABEL_VALUE_CHARS = 256
 def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
     """What the client asked an upload to become. Raises InvalidRequest naming the field."""
     owner, name = parse_name(message.name, tenant, field="options.name")
+    if len(message.tags) > MAX_TAGS:
+        raise InvalidRequest.field("options.tags", len(message.tags), f"at most {MAX_TAGS} tags")
     tags = [check_tag(tag, field="options.tags") for tag in message.tags]
     if not message.no_latest:
         tags.append(LATEST)
-    check_seconds(message.when_loaded_s, "options.when_loaded_s")
+    WAIT_S.check("options.when_loaded_s", message.when_loaded_s)
     if message.visibility == pb.VISIBILITY_SHARED:
         description = "an upload makes an adapter private or public; share it afterwards"
         raise InvalidRequest.field("options.visibility", "shared", description)
@@ -81,12 +84,6 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
 def offered_from_proto(messages: Iterable[pb.Signature]) -> list[Offered]:
     """Signatures as a publisher sends them."""
     return [Offered(message.bundle, message.public_key) for message in messages]
-
-
-def check_seconds(value: float, field: str) -> None:
-    """Raises InvalidRequest for what is no length of time."""
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidRequest.field(field, value, "must be a number of seconds, 0 or more")
 
 
 def check_labels(labels: Mapping[str, str], field: str) -> None:
@@ -321,6 +318,6 @@ def cursor_of(token: str) -> Cursor:
     try:
         scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
         return Cursor(str(scope), int(version))
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         description = "is not a page token of this list; start again without one"
         raise InvalidRequest.field("page_token", token, description) from None

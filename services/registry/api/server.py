@@ -15,6 +15,7 @@ from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from services.common import grpc_server
+from services.common.limits import WAIT_S
 from services.registry.access.lookup import Query, visible_batches
 from services.registry.access.permissions import Access
 from services.registry.api import convert
@@ -168,7 +169,7 @@ class RegistryService(AdminService):
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
         place = TagAddress(tenant, name, check_tag(request.tag))
-        convert.check_seconds(request.when_loaded_s, "when_loaded_s")
+        WAIT_S.check("when_loaded_s", request.when_loaded_s)
         if request.when_loaded_s and (request.rollback or request.delete):
             raise Unsupported.field(
                 "when_loaded_s", request.when_loaded_s, "only moves to named versions can be staged"

@@ -37,6 +37,7 @@ import redis.asyncio
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from loraplex.errors import Unavailable
+from services.registry.index.feed import EventFeed
 from services.registry.index.gathering import RequestBatcher
 from services.registry.index.items import Item, arguments_of
 from services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord, decode
@@ -84,6 +85,8 @@ class Catalog:
         self.make_index: Callable[[], Awaitable[None]] | None = None
         """Called by writers that find no index; set once the part that can is there."""
         self._redis = client
+        self.feed = EventFeed(self.position, self.read_events)
+        """The newest events, for watchers."""
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(

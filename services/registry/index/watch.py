@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.errors import Unavailable
 from services.registry.index.catalog import Catalog, CatalogDown, Found
+from services.registry.index.feed import MAX_READ, FeedLost
 from services.registry.index.items import base_item, tag_item, version_item
 
 _PAGE_SCOPES = 200
-_EVENTS = 500
-_BLOCK_MS = 1000
 _RETRY_S = 0.5
 
 
@@ -54,22 +54,27 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
             except (CatalogDown, _SnapshotNeeded):
                 epoch = ""
                 await asyncio.sleep(_RETRY_S)
-        except CatalogDown:
+        except Unavailable:
             await asyncio.sleep(_RETRY_S)
 
 
 async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Batch]:
     """Events after a number until the epoch ends. Empty batches show that the watch is alive."""
     await _last_sequence(catalog, epoch, after)
-    while True:
-        entries = await catalog.read_events(epoch, after, _EVENTS, _BLOCK_MS)
-        if entries:
+    async with catalog.feed.joined():
+        while True:
+            try:
+                entries = await catalog.feed.after(epoch, after)
+            except FeedLost:
+                raise _SnapshotNeeded from None
+            if entries is None:
+                entries = await catalog.read_events(epoch, after, MAX_READ, None)
+                if not entries:
+                    raise _SnapshotNeeded
             if [number for number, _ in entries] != _run(after, len(entries)):
                 raise _SnapshotNeeded
-            after = entries[-1][0]
+            after = entries[-1][0] if entries else after
             yield Batch(tuple(event for _, event in entries), f"{epoch}:{after}")
-        else:
-            await _last_sequence(catalog, epoch, after)
 
 
 async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
@@ -107,7 +112,7 @@ async def _catch_up(
     """Changes made while the pages were read, without those already shown; ends the snapshot."""
     end = await _last_sequence(catalog, epoch, begin)
     while begin < end:
-        entries = await catalog.read_events(epoch, begin, min(_EVENTS, end - begin), None)
+        entries = await catalog.read_events(epoch, begin, min(MAX_READ, end - begin), None)
         if [number for number, _ in entries] != _run(begin, len(entries)) or not entries:
             raise _SnapshotNeeded
         begin = entries[-1][0]

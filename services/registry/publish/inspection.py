@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from loraplex.adapter_format import (
@@ -29,6 +30,9 @@ from services.registry.publish.scanning import Scans
 from services.registry.records import BaseRecord
 
 DEFAULT_MAX_RANK = 256
+
+_CHECKS = ThreadPoolExecutor(2, thread_name_prefix="validation")
+"""Apart from the threads that read and write objects: validations must not make these wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +142,11 @@ async def check(
 ) -> tuple[BaseRecord, Report, tuple[Violation, ...]]:
     """Validate config and header against the base that the adapter is for."""
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
-    config = await asyncio.to_thread(parse_config, config_bytes)
+    loop = asyncio.get_running_loop()
+    config = await loop.run_in_executor(_CHECKS, parse_config, config_bytes)
     base, warnings = await bases.choose(base_id, config)
-    report = await asyncio.to_thread(
+    report = await loop.run_in_executor(
+        _CHECKS,
         validate,
         config_bytes,
         header_bytes,

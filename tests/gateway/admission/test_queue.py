@@ -25,6 +25,51 @@ def test_runs_until_full_then_waits_then_refuses() -> None:
     assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
 
 
+@pytest.mark.hostile
+def test_priority_puts_no_tenant_before_another() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    running = AdmissionRequest("globex", priority=-(1 << 31))
+    queue.offer(running, 0.0)
+    urgent = [AdmissionRequest("globex", priority=-(1 << 31)) for _ in range(50)]
+    for request in urgent:
+        queue.offer(request, 0.0)
+    polite = AdmissionRequest("acme")
+    assert queue.offer(polite, 0.0) is Decision.WAIT
+    queue.release(running, 1.0)
+    assert queue.take_ready() == [polite]
+
+
+@pytest.mark.hostile
+def test_full_queue_sheds_no_other_tenants_request_for_an_urgent_one() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=2))
+    polite = [AdmissionRequest("acme") for _ in range(2)]
+    for request in polite:
+        queue.offer(request, 0.0)
+    urgent = [AdmissionRequest("globex", priority=-priority) for priority in (1, 2, 2)]
+    queue.offer(urgent[0], 0.0)
+    queue.offer(urgent[1], 0.0)
+    assert queue.dropped == [urgent[0]], "its own, which was less urgent"
+    with pytest.raises(ResourceExhausted):
+        queue.offer(urgent[2], 0.0)
+    assert queue.dropped == [urgent[0]]
+
+
+def test_urgent_request_passes_only_those_of_its_own_tenant() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    running = AdmissionRequest("z")
+    queue.offer(running, 0.0)
+    early, urgent = AdmissionRequest("z"), AdmissionRequest("z", priority=-1)
+    other = AdmissionRequest("b")
+    for request in (early, other, urgent):
+        queue.offer(request, 0.0)
+    order = []
+    for _ in range(3):
+        queue.release(running, 1.0)
+        (running,) = queue.take_ready()
+        order.append(running)
+    assert order == [other, urgent, early]
+
+
 def test_waiting_tickets_start_by_priority_then_arrival() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1))
     running = AdmissionRequest("a")
@@ -163,7 +208,7 @@ def test_full_queue_sheds_the_newest_of_the_tenant_that_waits_most() -> None:
     assert queue.num_waiting == 3
 
 
-def test_full_queue_sheds_the_less_urgent_whoever_sent_them() -> None:
+def test_full_queue_sheds_the_less_urgent_of_the_same_tenant() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1, max_waiting=1))
     running, waiting = AdmissionRequest("a"), AdmissionRequest("a")
     queue.offer(running, 0.0)

@@ -57,6 +57,7 @@ async def _charge(
 ) -> None:
     """Run a request that uses all of its tokens, or `num_used` of them."""
     used = num_tokens if num_used is None else num_used
+    await rates.charge_request(limits)
     async with rates.charged(limits, num_tokens, lambda: used):
         pass
 

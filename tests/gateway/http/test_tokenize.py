@@ -69,6 +69,8 @@ async def test_a_conversation_becomes_the_tokens_that_a_chat_would_send(stack: S
         ("/tokenize", {"model": "nobody", "prompt": "a"}, 404, "model"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [999]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1] * 513}, 400, "tokens"),
+        ("/tokenize", {"prompt": "a" * (512 * 128 + 1)}, 400, "prompt"),
     ],
     ids=str,
 )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from typing import Any
+
 import grpc
 import openai
 import pytest
 
-from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated, Unavailable
-from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
+from loraplex.errors import (
+    AdapterNotFound,
+    LoraplexError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from loraplex.refs import Ref
+from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
 from services.common.callers import Caller
-from services.gateway.registry.keyring import FRESH_S, KeyRing
+from services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 
 READER = "lpx_reader01_" + "a" * 32
@@ -124,3 +135,98 @@ async def test_operator_apis_are_for_admins(stack: Stack) -> None:
                 await stub.GetStatus(request, metadata=metadata)
             assert caught.value.code().name == code
         await stub.GetStatus(request, metadata=(("authorization", f"Bearer {ADMIN}"),))
+
+
+@pytest.mark.hostile
+async def test_tenants_admin_sees_no_other_tenants_adapters_on_workers(stack: Stack) -> None:
+    _with_keys(stack)
+    root = "lpx_root0001_" + "c" * 32
+    stack.registry.keys[root] = registry_pb2.Key(
+        key_id="root0001", tenant="default", scopes=["admin", "root"]
+    )
+    put = [stack.registry.put("mine", tenant="acme"), stack.registry.put("theirs", tenant="other")]
+    await stack.start(ready=False)
+    await eventually(lambda: stack.running.readiness.missing() == "")
+    stack.workers[0].publish(
+        *(
+            worker_pb2.AdapterResidency(
+                digest=version.digest, tier=worker_pb2.ADAPTER_TIER_DEVICE, max_rank=8
+            )
+            for version in put
+        )
+    )
+    await eventually(lambda: any(len(view.adapters) == 2 for view in stack.running._fleet.views()))
+
+    async def shown(token: str) -> set[str]:
+        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+            answer = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
+                admin_pb2.GetStatusRequest(include_adapters=True),
+                metadata=(("authorization", f"Bearer {token}"),),
+            )
+        return {adapter.ref for worker in answer.workers for adapter in worker.adapters}
+
+    assert await shown(ADMIN) == {"acme/mine:v1"}
+    assert await shown(root) == {"acme/mine:v1", "other/theirs:v1"}
+
+
+@pytest.mark.hostile
+async def test_refusal_of_a_private_adapter_takes_the_path_of_a_missing_one(stack: Stack) -> None:
+    _with_keys(stack)
+    stack.registry.put("theirs", tenant="other")
+    await stack.start(ready=False)
+    await eventually(lambda: stack.running.readiness.missing() == "")
+    resolver = stack.running._resolver
+    lookups: list[str] = []
+    lookup = resolver._registry.lookup
+
+    async def counted(ref: Ref, split_key: str) -> Any:
+        lookups.append(ref.name)
+        return await lookup(ref, split_key)
+
+    resolver._registry.lookup = counted  # type: ignore[method-assign]
+    for name in ("theirs", "missing"):
+        with pytest.raises(AdapterNotFound):
+            await resolver.model(f"other/{name}", "acme")
+    assert lookups == ["theirs", "missing"]
+
+
+@pytest.mark.hostile
+async def test_bad_keys_take_no_memory_that_grows_and_displace_no_good_key() -> None:
+    """An exception that was kept held the frames of each request that it refused: 19 KB a key."""
+    registry = RegistryLookup()
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+
+    async def refused(number: int) -> None:
+        body = bytearray(4096)
+        with pytest.raises(Unauthenticated):
+            await ring.caller(f"Bearer lpx_bad{number:08}_{'c' * 32}")
+        assert body
+
+    tracemalloc.start()
+    try:
+        for number in range(MAX_REFUSED + 500):
+            await refused(number)
+            await refused(number)
+        gc.collect()
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < MAX_REFUSED * 1024
+    num_asked = registry.num_asked
+    await ring.caller(f"Bearer {READER}")
+    assert registry.num_asked == num_asked, "the good key is remembered still"
+
+
+@pytest.mark.hostile
+async def test_each_refusal_of_a_remembered_bad_key_is_an_error_of_its_own() -> None:
+    ring = RegistryLookup().ring()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(Unauthenticated) as caught:
+            await ring.caller(f"Bearer {ADMIN}")
+        errors.append(caught.value)
+    assert len({id(error) for error in errors}) == 3
+    assert {(error.message, error.reason) for error in errors} == {
+        ("unknown key", "INVALID_API_KEY")
+    }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from loraplex.errors import InvalidRequest
+from services.common.limits import MAX_CHARS_PER_TOKEN
 from services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
 from services.gateway.text.template_pool import TemplatePool
 from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
@@ -125,3 +127,26 @@ async def test_base_without_a_tokenizer_takes_ids_only() -> None:
     assert await IdsOnly().encode(TokenPrompt((5,)), BASE) == (5,)
     assert await _field_of_refusal(IdsOnly(), TextPrompt("x")) == "prompt"
     assert IdsOnly().tokens.of(5) == b""
+
+
+@pytest.mark.hostile
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(pool: TemplatePool) -> None:
+    tokenizer = BaseTokenizer(tokenizer_files(), pool)
+    prompt = TextPrompt("a" * (BASE.max_model_len * MAX_CHARS_PER_TOKEN + 1))
+    with pytest.raises(InvalidRequest, match="maximum context length is 512") as caught:
+        await tokenizer.encode(prompt, BASE)
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+@pytest.mark.hostile
+async def test_event_loop_goes_on_while_a_long_text_is_tokenized(pool: TemplatePool) -> None:
+    tokenizer = BaseTokenizer(tokenizer_files(), pool)
+    base = ServedModel("base", VOCAB_SIZE, 1 << 20)
+    text = "hello world, " * 60_000
+    encoding = asyncio.create_task(tokenizer.encode(TextPrompt(text), base))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10, "with the GIL held there are two or three"
+    assert await encoding == (BOS_ID, *text.encode())

@@ -11,12 +11,13 @@ import redis.asyncio
 
 from services.registry.access.lookup import visible_batches
 from services.registry.access.permissions import Access
+from services.registry.api.convert import event_to_proto
 from services.registry.assembly import Registry
-from services.registry.index import watch as watch_module
+from services.registry.index import feed as feed_module
 from services.registry.index.catalog import PREFIX
 from services.registry.index.watch import Batch, watch
 from services.registry.publish.tags import TagAddress
-from services.registry.records import PUBLIC, TargetRecord
+from services.registry.records import PRIVATE, PUBLIC, TargetRecord
 from tests.registry.house import publish
 
 PROD = TagAddress("default", "sql", "prod")
@@ -68,7 +69,7 @@ class Mirror:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_BLOCK_MS", 50)
+    monkeypatch.setattr(feed_module, "BLOCK_MS", 50)
 
 
 async def test_a_watch_begins_with_everything_there_is(registry: Registry) -> None:
@@ -177,3 +178,64 @@ async def test_others_see_what_is_public_and_hear_when_it_no_longer_is(registry:
     await publish(registry, "open", 4, visibility=1)
     await mirror.until("open:v1", "deleted")
     assert not any(key.startswith("sql") for key in mirror.known)
+
+
+@pytest.mark.hostile
+async def test_watch_shows_nothing_of_an_adapter_after_it_was_unshared(registry: Registry) -> None:
+    """Later private versions arrived with digest, labels and file hashes, marked as deleted."""
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    await publish(registry, "open", 1, visibility=PUBLIC)
+    batches: list[Batch] = []
+
+    async def recorded() -> AsyncIterator[Batch]:
+        async for batch in visible_batches(registry.catalog, stranger, ""):
+            batches.append(batch)
+            yield batch
+
+    mirror = Mirror(recorded())
+    await mirror.snapshot()
+    await publish(registry, "open", 2, visibility=PRIVATE)
+    await mirror.until("open:v1", "deleted")
+    await publish(registry, "open", 3, "secret-project")
+    await publish(registry, "other", 4, visibility=PUBLIC)
+    await mirror.until("other:v1", PUBLIC)
+    assert set(mirror.known) == {"example/tiny", "open:v1", "open:latest", "other:v1"} | (
+        {"other:latest"} & set(mirror.known)
+    )
+    for batch in batches:
+        for event in batch.events:
+            if event["kind"] == "version" and event["doc"]["generation"] > 1:
+                shown = event_to_proto(event).version
+                assert not (shown.files or shown.labels or shown.creator or shown.shared_with)
+
+
+@pytest.mark.hostile
+async def test_watchers_that_wait_hold_no_connections_of_their_own(
+    registry: Registry, metadata_url: str
+) -> None:
+    """Each watch blocked a connection; a hundred of them stopped all publishing."""
+    mirrors = [Mirror(watch(registry.catalog, "")) for _ in range(150)]
+    for mirror in mirrors:
+        await mirror.snapshot()
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await asyncio.gather(*[mirror.step() for mirror in mirrors])
+    waiting = [asyncio.create_task(mirror.until("sql:latest", [1])) for mirror in mirrors]
+    for _ in range(10):
+        clients = await raw.client_list(_type="normal")
+        assert sum("b" in client["flags"] for client in clients) <= 1
+        await asyncio.sleep(0.01)
+    await raw.aclose()
+    await publish(registry, "sql", 1)
+    await asyncio.gather(*waiting)
+    assert {mirror.snapshots for mirror in mirrors} == {1}
+    assert {tuple(mirror.events) for mirror in mirrors} == {tuple(mirrors[0].events)}
+
+
+async def test_feed_reads_only_while_somebody_watches(registry: Registry) -> None:
+    feed = registry.catalog.feed
+    async with feed.joined(), feed.joined():
+        task = feed._task
+        assert task is not None and not task.done()
+    assert feed._task is None
+    with pytest.raises(asyncio.CancelledError):
+        await task

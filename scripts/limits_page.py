@@ -1,0 +1,101 @@
+"""Print docs/reference/limits.md from the table of limits: scripts/limits_page.py > PAGE."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from services.common import limits
+from services.common.limits import KIB, MIB, MethodLimits, NumberLimits
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "limits.md"
+
+INTRODUCTION = """\
+# Limits
+
+Every size and number that a caller chooses has a limit. `services/common/limits.py` holds this
+table, and `scripts/limits_page.py` prints this page from it.
+
+A server checks the caller's key before it receives a message, and the size of the message before it
+parses it. A message that is too large is refused with `RESOURCE_EXHAUSTED`. An HTTP body that is
+too large is refused with status 400 and the code `body_too_large`. A field or a number beyond its
+limit is refused with `INVALID_ARGUMENT`, and the error names the field.
+
+## Messages and calls
+
+Calls per tenant are those that the keys of one tenant may have open at one process. Services and
+callers without auth are not counted. A call beyond the limit is refused with `RESOURCE_EXHAUSTED`
+and the reason `TOO_MANY_CALLS`.
+
+"""
+
+COUNTS = {
+    "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
+    "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
+    "MAX_MODEL_CHARS": "characters in `model`, and in each adapter reference of a request",
+    "MAX_CACHE_SALT_CHARS": "characters in `cache_salt`",
+    "MAX_REQUEST_ID_CHARS": "characters in the `request_id` of a gRPC request",
+    "MAX_TRACE_CHARS": "characters in the `traceparent` header",
+    "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
+    "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
+    "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
+    "MAX_QUEUED_JOB_BYTES_PER_TENANT": "bytes of one tenant's requests that wait to be sent to one "
+    "worker; more are refused with status 429",
+    "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
+    "is refused before it is tokenized",
+    "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
+    "`bad_token_ids` and `logit_bias`",
+}
+NUMBERS = {
+    "KEY_LIFETIME_S": "lifetime of an API key in seconds; 0 = it does not expire",
+    "WAIT_S": "seconds that a tag waits for its adapter to be loaded",
+    "QUOTA": "`max_bytes`, `max_versions` and `max_concurrent` of a tenant; 0 = no limit",
+    "RATE_PER_S": "`requests_per_s` and `tokens_per_s` of a tenant; 0 = no limit",
+    "FAIRNESS_WEIGHT": "`fairness_weight` of a tenant; 0 = 1",
+}
+
+
+def page() -> Iterator[str]:
+    """The lines of the page."""
+    yield from INTRODUCTION.splitlines()
+    yield "| method | largest message | open calls per tenant |"
+    yield "|---|---|---|"
+    for method, row in sorted(limits.METHODS.items()):
+        yield _row(f"`{method.removeprefix('/loraplex.v1.')}`", row)
+    yield _row("every other gRPC method", limits.DEFAULT)
+    yield _row("every HTTP endpoint (body)", limits.HTTP_BODY)
+    yield ""
+    yield "## Sizes within a request"
+    yield ""
+    yield "| at most | of |"
+    yield "|---|---|"
+    for name, meaning in COUNTS.items():
+        count = getattr(limits, name)
+        shown = _sized(count) if "bytes" in meaning else f"{count:,}"
+        yield f"| {shown} | {meaning} |"
+    yield ""
+    yield "## Numbers"
+    yield ""
+    yield "Each must be finite and within its range."
+    yield ""
+    yield "| from | to | number |"
+    yield "|---|---|---|"
+    for name, meaning in NUMBERS.items():
+        number: NumberLimits = getattr(limits, name)
+        yield f"| {number.least:g} | {number.most:g} | {meaning} |"
+
+
+def _row(name: str, row: MethodLimits) -> str:
+    calls = str(row.max_calls_per_tenant or "no limit")
+    return f"| {name} | {_sized(row.max_message_bytes)} | {calls} |"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))

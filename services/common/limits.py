@@ -1,0 +1,168 @@
+"""What a caller can make large, and how large: one table for gRPC and HTTP.
+
+Servers check a caller's key before they receive its message, and the message's size before they
+parse it: a parsed message takes up to 33 times the memory of its bytes. `docs/reference/limits.md`
+shows this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from loraplex.errors import InvalidRequest, ResourceExhausted
+from services.common.callers import Caller
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+SERVICE_KEY_IDS = frozenset({"", "service"})
+"""Key ids of callers without a tenant's key: services, and everybody where auth is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodLimits:
+    """Limits of one gRPC method or HTTP endpoint."""
+
+    max_message_bytes: int = 1 * MIB
+    """Size of one message, or of an HTTP body."""
+    max_calls_per_tenant: int = 0
+    """Calls that the keys of one tenant may have open at one process; 0 = no limit. Services and
+    callers without auth are not limited."""
+
+
+DEFAULT = MethodLimits()
+
+_INFERENCE = "/loraplex.v1.InferenceService/"
+_REGISTRY = "/loraplex.v1.RegistryService/"
+_WORKER = "/loraplex.v1.WorkerService/"
+
+METHODS: Mapping[str, MethodLimits] = {
+    _INFERENCE + "Generate": MethodLimits(max_message_bytes=4 * MIB),
+    _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB),
+    _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB),
+    # A safetensors header of at most 8 MiB, and the config.
+    _REGISTRY + "ValidateAdapter": MethodLimits(max_message_bytes=9 * MIB, max_calls_per_tenant=2),
+    # Chunks have at most 1 MiB.
+    _REGISTRY + "UploadPart": MethodLimits(max_message_bytes=2 * MIB, max_calls_per_tenant=32),
+    _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32),
+    _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16),
+    _WORKER + "Session": MethodLimits(max_message_bytes=16 * MIB),
+    _WORKER + "Generate": MethodLimits(max_message_bytes=16 * MIB),
+}
+"""Methods whose limits are not `DEFAULT`."""
+
+HTTP_BODY = MethodLimits(max_message_bytes=8 * MIB)
+"""Bodies of all HTTP endpoints of the gateway."""
+
+MAX_STREAMS_PER_CONNECTION = 4096
+"""Calls that one HTTP/2 connection may have open."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberLimits:
+    """The range of one number that a caller sends."""
+
+    least: float
+    most: float
+
+    def check(self, field: str, value: float) -> float:
+        """The same number. Raises InvalidRequest if it is not finite or outside the range."""
+        if not (math.isfinite(value) and self.least <= value <= self.most):
+            raise InvalidRequest.field(
+                field, value, f"must be a number from {self.least:g} to {self.most:g}"
+            )
+        return value
+
+
+YEAR_S = 365.0 * 24 * 3600
+KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
+WAIT_S = NumberLimits(0, YEAR_S)
+"""How long a tag waits until its adapter is loaded."""
+QUOTA = NumberLimits(0, float(1 << 62))
+"""Bytes, versions and sequences of a tenant; 0 = no limit."""
+RATE_PER_S = NumberLimits(0, 1e12)
+"""Tokens and requests per second of a tenant; 0 = no limit."""
+FAIRNESS_WEIGHT = NumberLimits(0, 1000)
+
+MAX_DESCRIPTION_CHARS = 256
+"""Characters in the description of a key."""
+MAX_MODEL_CHARS = 512
+MAX_CACHE_SALT_CHARS = 256
+MAX_REQUEST_ID_CHARS = 256
+MAX_TRACE_CHARS = 256
+MAX_SPLIT_KEY_CHARS = 1024
+MAX_ADAPTERS_PER_REQUEST = 64
+MAX_SEQUENCES_PER_REQUEST = 1024
+"""Prompts times choices of one HTTP request."""
+MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
+"""Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
+MAX_CHARS_PER_TOKEN = 128
+"""A text with more characters per token of the context is refused before it is tokenized. Tokens of
+natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
+MAX_TOKEN_IDS_PER_FIELD = 4096
+"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+
+
+def limits_of(method: str) -> MethodLimits:
+    """The limits of `/package.Service/Method`."""
+    return METHODS.get(method, DEFAULT)
+
+
+def max_receive_bytes(services: Collection[str]) -> int:
+    """The size of the largest message that any method of these services takes."""
+    sizes = [
+        limits.max_message_bytes
+        for method, limits in METHODS.items()
+        if method.split("/")[1] in services
+    ]
+    return max([DEFAULT.max_message_bytes, *sizes])
+
+
+def check_message(method: str, num_bytes: int) -> None:
+    """Raises ResourceExhausted if a message is larger than its method allows."""
+    most = limits_of(method).max_message_bytes
+    if num_bytes > most:
+        raise ResourceExhausted(
+            f"the message has {num_bytes} bytes; {method} takes at most {most}",
+            reason="MESSAGE_TOO_LARGE",
+        )
+
+
+def check_chars(field: str, text: str, most: int) -> str:
+    """The same text. Raises InvalidRequest if it is longer than `most` characters."""
+    if len(text) > most:
+        raise InvalidRequest.field(field, "", f"has {len(text)} characters; send at most {most}")
+    return text
+
+
+class OpenCalls:
+    """Counts the open calls of each method and tenant. Entries without calls are dropped."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def counted(self, method: str, caller: Caller) -> Iterator[None]:
+        """Hold one call. Raises ResourceExhausted if the tenant has as many as it may have."""
+        most = limits_of(method).max_calls_per_tenant
+        if not most or caller.key_id in SERVICE_KEY_IDS:
+            yield
+            return
+        key = (method, caller.tenant)
+        if self._counts[key] >= most:
+            raise ResourceExhausted(
+                f"tenant {caller.tenant!r} has {most} calls of {method} open, which is the limit",
+                reason="TOO_MANY_CALLS",
+                retry_after_s=1.0,
+            )
+        self._counts[key] += 1
+        try:
+            yield
+        finally:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]

@@ -1,0 +1,131 @@
+"""The newest events of the index, read once per process for all of its watchers.
+
+A watcher that read the stream itself would hold a connection to Redis for as long as it waits. A
+hundred of them would take the whole pool, and nothing could be published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from loraplex.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 2_000
+"""Events kept in memory; a watcher that is further behind reads the index."""
+MAX_READ = 500
+"""Events per read, and per answer to a watcher."""
+BLOCK_MS = 1000
+_RETRY_S = 0.5
+
+Entries = list[tuple[int, dict[str, Any]]]
+"""(number, event), in order."""
+
+
+class FeedLost(Exception):
+    """The index has another epoch, or no longer has the watcher's position."""
+
+
+class EventFeed:
+    """Follows the stream while there are watchers. Lives on the event loop."""
+
+    def __init__(
+        self,
+        position: Callable[[], Awaitable[tuple[str, int]]],
+        read: Callable[[str, int, int, int | None], Awaitable[Entries]],
+    ) -> None:
+        """`position()` gives the epoch and its last number, `read` events after a number; both
+        raise Unavailable where there is no index."""
+        self._position = position
+        self._read = read
+        self._epoch = ""
+        self._last = 0
+        """Number of the last event that was read."""
+        self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
+        """Events up to `_last` without a gap."""
+        self._problem = ""
+        self._num_watchers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._round = asyncio.Event()
+        """Set at the end of each read; the next one gets its own."""
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[None]:
+        """Follow the stream for one watcher more."""
+        self._num_watchers += 1
+        if self._task is None:
+            # What happened while nobody watched is not caught up with.
+            self._epoch, self._last = "", 0
+            self._kept.clear()
+            self._task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def after(self, epoch: str, number: int) -> Entries | None:
+        """At most `MAX_READ` events after a number; waits about `BLOCK_MS` for the first one.
+
+        Returns None if the memory does not reach back so far, [] if nothing happened.
+
+        Raises:
+            FeedLost: the watcher needs a snapshot.
+            Unavailable: there is no index at the moment.
+        """
+        # The first round may have begun before the caller learned its number.
+        for _ in range(2):
+            if self._has_more(epoch, number):
+                break
+            await self._round.wait()
+            if self._epoch == epoch and self._last == number:
+                break
+        if self._problem:
+            raise Unavailable(self._problem, reason="INDEX_UNAVAILABLE")
+        if self._epoch != epoch or self._last < number:
+            raise FeedLost
+        first = self._kept[0][0] if self._kept else self._last + 1
+        if number + 1 < first:
+            return None
+        begin = number + 1 - first
+        return [self._kept[i] for i in range(begin, min(begin + MAX_READ, len(self._kept)))]
+
+    def _has_more(self, epoch: str, number: int) -> bool:
+        return not self._problem and self._epoch == epoch and self._last > number
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._read_once()
+                self._problem = ""
+            except Unavailable as error:
+                self._problem = error.message
+            except Exception:
+                logger.exception("the events of the index cannot be read")
+                self._problem = "the events of the index cannot be read; see the registry's log"
+            self._round.set()
+            self._round = asyncio.Event()
+            if self._problem:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _read_once(self) -> None:
+        """Read what is new, waiting for it. Mutates: epoch, last, kept. Raises: Unavailable."""
+        epoch, last = await self._position()
+        if epoch != self._epoch or last < self._last:
+            self._epoch, self._last = epoch, last
+            self._kept.clear()
+            return
+        entries = await self._read(epoch, self._last, MAX_READ, BLOCK_MS)
+        for number, event in entries:
+            if number != self._last + 1:
+                self._kept.clear()
+            self._kept.append((number, event))
+            self._last = number

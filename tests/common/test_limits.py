@@ -1,0 +1,167 @@
+"""What strangers and tenants can make a gRPC server do, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import pytest
+
+from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+from loraplex.wire_errors import from_rpc_error
+from services.common import limits
+from services.common.callers import LOCAL, Caller
+from services.common.grpc_server import start
+
+pytestmark = pytest.mark.hostile
+
+NAME = "loraplex.v1.RegistryService"
+CREATE_UPLOAD = f"/{NAME}/CreateUpload"
+EMPTY_FILE = b"\x12\x00"
+"""An empty FileSpec of a CreateUploadRequest: two bytes that take 66 when parsed."""
+
+
+class CountingServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """Counts calls; a watch lasts until its client leaves."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def CreateUpload(
+        self, request: pb.CreateUploadRequest, context: Any
+    ) -> pb.CreateUploadResponse:
+        self.num_calls += 1
+        return pb.CreateUploadResponse()
+
+    async def UploadPart(
+        self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
+    ) -> pb.UploadPartResponse:
+        async for _ in request_iterator:
+            self.num_calls += 1
+        return pb.UploadPartResponse()
+
+    async def WatchAdapters(
+        self, request: pb.WatchAdaptersRequest, context: Any
+    ) -> AsyncIterator[pb.WatchAdaptersResponse]:
+        self.num_calls += 1
+        yield pb.WatchAdaptersResponse(resume_token="1:1")
+        await asyncio.Event().wait()
+
+
+class TenantKeys:
+    """Accepts any key; its text is the tenant."""
+
+    async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
+        if "authorization" not in metadata:
+            raise Unauthenticated("no key")
+        tenant = metadata["authorization"]
+        return Caller(tenant, "service" if tenant == "gateway" else "k1", frozenset({"reader"}))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[CountingServicer, grpc.aio.Channel]]:
+    servicer = CountingServicer()
+    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, servicer, NAME)
+    running = await start([service], ["127.0.0.1:0"], auth=TenantKeys())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        yield servicer, channel
+    await running.stop(0)
+
+
+def _key(tenant: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", tenant),)
+
+
+async def _refusal(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def test_message_without_a_key_is_refused_before_it_takes_memory(server: Any) -> None:
+    servicer, channel = server
+    create = channel.unary_unary(CREATE_UPLOAD)
+    body = EMPTY_FILE * (limits.DEFAULT.max_message_bytes // 2)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(4):
+        refusals = await asyncio.gather(*[_refusal(create(body)) for _ in range(4)])
+        assert {type(refusal) for refusal in refusals} == {Unauthenticated}
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert grown_kib < 24 << 10, "client and server together; one parsed message takes 33 MiB"
+    assert servicer.num_calls == 0
+
+
+async def test_message_above_its_methods_limit_is_refused_without_parsing(server: Any) -> None:
+    servicer, channel = server
+    body = EMPTY_FILE * (limits.DEFAULT.max_message_bytes // 2 + 1)
+    refusal = await _refusal(channel.unary_unary(CREATE_UPLOAD)(body, metadata=_key("acme")))
+    assert (type(refusal), refusal.reason) == (ResourceExhausted, "MESSAGE_TOO_LARGE")
+    assert servicer.num_calls == 0
+
+
+async def test_message_of_a_stream_above_its_limit_ends_the_call(server: Any) -> None:
+    servicer, channel = server
+    part = b"\x00" * (limits.limits_of(f"/{NAME}/UploadPart").max_message_bytes + 1)
+    call = channel.stream_unary(f"/{NAME}/UploadPart")(iter([part]), metadata=_key("acme"))
+    assert (await _refusal(call)).reason == "MESSAGE_TOO_LARGE"
+    assert servicer.num_calls == 0
+
+
+async def test_malformed_message_is_an_invalid_request(server: Any) -> None:
+    _, channel = server
+    refusal = await _refusal(channel.unary_unary(CREATE_UPLOAD)(b"\x12", metadata=_key("acme")))
+    assert type(refusal) is InvalidRequest
+
+
+async def test_unary_call_without_a_message_is_an_invalid_request(server: Any) -> None:
+    _, channel = server
+    call = channel.stream_unary(CREATE_UPLOAD)(iter([]), metadata=_key("acme"))
+    assert type(await _refusal(call)) is InvalidRequest
+
+
+async def test_one_tenants_watches_leave_space_for_those_of_others(server: Any) -> None:
+    _, channel = server
+    watch = registry_pb2_grpc.RegistryServiceStub(channel).WatchAdapters
+    most = limits.limits_of(f"/{NAME}/WatchAdapters").max_calls_per_tenant
+
+    async def opened(tenant: str) -> Any:
+        call = watch(pb.WatchAdaptersRequest(), metadata=_key(tenant))
+        await call.read()
+        return call
+
+    held = [await opened("globex") for _ in range(most)]
+    refusal = await _refusal(opened("globex"))
+    assert (type(refusal), refusal.reason) == (ResourceExhausted, "TOO_MANY_CALLS")
+    held.append(await opened("acme"))
+    held += [await opened("gateway") for _ in range(most + 1)]
+    held.pop(0).cancel()
+    async with asyncio.timeout(5):
+        while True:  # The server notices a cancelled call a moment later.
+            try:
+                held.append(await opened("globex"))
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+    for call in held:
+        call.cancel()
+
+
+def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:
+    calls = limits.OpenCalls()
+    watch = f"/{NAME}/WatchAdapters"
+    for tenant in ("acme", "globex"):
+        with calls.counted(watch, Caller(tenant, "k", frozenset())):
+            assert calls._counts
+    with calls.counted(watch, LOCAL):
+        assert not calls._counts
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0, 1e300])
+def test_number_that_is_not_finite_or_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest):
+        limits.KEY_LIFETIME_S.check("ttl_s", value)

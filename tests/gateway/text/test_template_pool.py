@@ -1,0 +1,54 @@
+"""Templates that run out of time do not hold the processes that all tenants share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from services.gateway.text.template_pool import TemplatePool, _Renderer
+
+pytestmark = pytest.mark.hostile
+
+LOOPING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TemplatePool]:
+    made = TemplatePool(size=1, timeout_s=0.3)
+    yield made
+    await made.close()
+
+
+async def _refusal(pool: TemplatePool, template: str, *, is_adapters: bool) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await pool.render(template, {}, is_adapters=is_adapters)
+    return caught.value.message
+
+
+async def test_looping_template_of_an_adapter_runs_once_for_many_requests(
+    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills: list[_Renderer] = []
+    kill = _Renderer.kill
+
+    def counted(renderer: _Renderer) -> None:
+        kills.append(renderer)
+        kill(renderer)
+
+    monkeypatch.setattr(_Renderer, "kill", counted)
+    requests = [_refusal(pool, LOOPING, is_adapters=True) for _ in range(6)]
+    said = await asyncio.gather(*requests)
+    assert len(kills) == 1
+    assert sum("took longer than 0.3 s" in message for message in said) == 1
+    assert sum("a moment ago" in message for message in said) == 5
+    assert await pool.render("{{ 1 + 1 }}", {}, is_adapters=True) == "2"
+
+
+async def test_one_slow_conversation_does_not_end_the_chats_of_a_base(pool: TemplatePool) -> None:
+    template = "{% if loops %}" + LOOPING + "{% endif %}fine"
+    with pytest.raises(InvalidRequest, match="took longer"):
+        await pool.render(template, {"loops": True})
+    assert await pool.render(template, {"loops": False}) == "fine"
