@@ -16,10 +16,10 @@ from services.worker.cache.kv_blocks import KvLayout, kv_owner
 from services.worker.cache.prefix_cache import PrefixCache
 from services.worker.cache.reclaimer import Reclaimer
 from services.worker.scheduling.admission import peak_kv_blocks, too_large
+from services.worker.scheduling.block_allocator import BlockAllocator
 from services.worker.scheduling.budget import TokenBudget
 from services.worker.scheduling.deadlines import Deadlines
 from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.placement import Placement
 from services.worker.scheduling.policies import (
     FIRST_COME,
     Policy,
@@ -65,7 +65,7 @@ class Scheduler:
         self._counters = counters
         self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
-        self._placement = Placement(layout, arena, prefixes, reclaimer, self._running)
+        self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
@@ -158,9 +158,9 @@ class Scheduler:
         for request in must_go:
             self._preempt(request, now)
         shares, budget = self.budget.share(self._running, bool(self._waiting))
-        wanted = self._placement.wanted(shares)
+        wanted = self._allocator.wanted(shares)
         has_preempted = False
-        if not self._placement.grow_all(wanted, now):
+        if not self._allocator.grow_all(wanted, now):
             if self._num_in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
@@ -172,7 +172,7 @@ class Scheduler:
             if arrive is not None and arrive(len(decodes) + num_others):
                 started += self._admit(now, budget - sum(row.num_tokens for row in started))
             left = budget - sum(row.num_tokens for row in started)
-            self._placement.grow_further(shares, left, now)
+            self._allocator.grow_further(shares, left, now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         return self._number(in_batch_order(decodes, others + started))
@@ -245,7 +245,7 @@ class Scheduler:
         index = 0
         while index < len(queue):
             member = queue[index]
-            if member not in wanted or self._placement.grow(member, wanted[member], now):
+            if member not in wanted or self._allocator.grow(member, wanted[member], now):
                 index += 1
             else:
                 self._preempt(queue.pop().request, now)
@@ -260,7 +260,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _vacate(self, request: Request, now: float) -> None:
-        self._placement.leave(request, now)
+        self._allocator.leave(request, now)
         self._cache.release(request.adapters.digests, now)
 
     def _admit(self, now: float, budget: int) -> list[PlannedRow]:
@@ -358,7 +358,7 @@ class Scheduler:
         num_tokens = min(request.num_pending, budget)
         weights = (weight for _, weight in request.adapters.adapters)
         member = self._running.add(request, tuple(zip(slots, weights, strict=True)))
-        if not self._placement.grow(member, request.num_computed + num_tokens, now):
+        if not self._allocator.grow(member, request.num_computed + num_tokens, now):
             self._running.pop(request.request_id)
             self._vacate(request, now)
             return None

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import reference
 from services.worker.ops.lora.dense import add_dense
 from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
 from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
@@ -25,7 +25,7 @@ def test_a_dense_run_equals_the_naive_truth(dtype, int8):
     run = RowRun(5, 0.5, 1, 6)
     x, y = torch.randn(7, 600).to(dtype), torch.randn(7, 41).to(dtype)
     expected = y.clone()
-    naive.add_lora(expected, x, SITE, LoraBatch((run,), {(5, SITE): delta}))
+    reference.add_lora(expected, x, SITE, LoraBatch((run,), {(5, SITE): delta}))
     add_dense(y, x, delta, run)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(y.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -50,7 +50,7 @@ def test_a_slice_whose_tiles_lie_next_to_each_other_is_one_product():
     run = RowRun(1, 2.0, 0, 5)
     x, y = torch.randn(5, num_inputs), torch.randn(5, num_outputs)
     expected = y.clone()
-    naive.add_lora(expected, x, SITE, LoraBatch((run,), {(1, SITE): delta}))
+    reference.add_lora(expected, x, SITE, LoraBatch((run,), {(1, SITE): delta}))
     with torch.profiler.profile() as profile:
         add_dense(y, x, delta, run)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)

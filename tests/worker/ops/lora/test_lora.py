@@ -1,4 +1,4 @@
-"""The fast paths against the naive truth: odd shapes, named adapter mixes, poisoned outputs."""
+"""The fast paths against the reference: odd shapes, named adapter mixes, poisoned outputs."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import reference
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora.cpu import NativeLora
 from services.worker.ops.lora.records import Records
@@ -128,7 +128,7 @@ def compare_with_naive(fast, mix, shape, dtype, stored, tolerance):
     x = inside_of_nan(torch.randn(num_rows, num_inputs).to(dtype))
     base = torch.randn(num_rows, num_outputs).to(dtype)
     expected, actual = base.clone(), inside_of_nan(base)
-    naive.add_lora(expected, x, SITE, lora)
+    reference.add_lora(expected, x, SITE, lora)
     fast(actual, x, SITE, lora)
     assert not expected.isnan().any()
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -152,7 +152,7 @@ def test_integers_are_widened_and_scaled_by_rank_row(fast, dtype):
     batch = batch_of([RowRun(1, 0.5, 0, 3)], {(1, SITE): delta})
     x, base = torch.randn(4, 33).to(dtype), torch.randn(4, 41).to(dtype)
     expected, actual = base.clone(), base.clone()
-    naive.add_lora(expected, x, SITE, batch)
+    reference.add_lora(expected, x, SITE, batch)
     fast(actual, x, SITE, batch)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -216,7 +216,7 @@ def test_runs_that_overlap_in_part_equal_the_naive_truth(fast):
     table = {k: SiteDelta(d.slices, d.a, d.b, d.scales) for k, d in table.items()}
     x, expected = torch.randn(45, 20), torch.randn(45, 30)
     actual = expected.clone()
-    naive.add_lora(expected, x, SITE, batch_of(runs, table))
+    reference.add_lora(expected, x, SITE, batch_of(runs, table))
     fast(actual, x, SITE, batch_of(runs, table))
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 

@@ -1,9 +1,9 @@
-"""Rows of its own and LoRA at the embedding: the portable path against the naive truth."""
+"""Rows of its own and LoRA at the embedding: the portable path against the reference."""
 
 import pytest
 import torch
 
-from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import reference
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora.runs import RowRun
 from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
@@ -51,7 +51,7 @@ def test_the_embedding_equals_the_naive_truth(dtype, has_rows):
     lora = LoraBatch((RowRun(1, 0.5, 1, 7), RowRun(2, 1.0, 7, 9)), {(1, SITE): delta})
     expected = torch.randn(len(token_ids), WIDTH).to(dtype)
     actual = expected.clone()
-    naive.add_lora_embedding(expected, token_ids, SITE, lora)
+    reference.add_lora_embedding(expected, token_ids, SITE, lora)
     portable.add_lora_embedding(actual, token_ids, SITE, lora)
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -66,7 +66,7 @@ def test_the_head_equals_the_naive_truth(dtype):
     lora = LoraBatch((RowRun(1, 1.0, 2, 5),), {(1, SITE): delta})
     expected = torch.randn(6, VOCAB).to(dtype)
     before, actual = expected.clone(), expected.clone()
-    naive.add_lora(expected, x, SITE, lora)
+    reference.add_lora(expected, x, SITE, lora)
     portable.add_lora(actual, x, SITE, lora)
     tolerance = 1e-5 if dtype is torch.float32 else 8e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Shrink and expand against the naive truth: odd shapes, named mixes, poisoned workspaces."""
+"""Shrink and expand against the reference: odd shapes, named mixes, poisoned workspaces."""
 
 import itertools
 import random
@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-from services.worker.ops.lora import reference as naive
-from services.worker.ops.lora import step_work
+from services.worker.ops.lora import reference, step_work
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora import triton as fast
 from services.worker.ops.lora.device_records import Part
@@ -66,7 +65,7 @@ def check(
     x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
     base = torch.randn(num_rows, num_outputs, device=device).to(dtype)
     expected, actual = base.clone(), base.clone()
-    naive.add_lora(expected, x, SITE, LoraBatch(runs, table))
+    reference.add_lora(expected, x, SITE, LoraBatch(runs, table))
     apply(actual, x, runs, tables)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -108,7 +107,7 @@ def test_rows_that_combine_adapters_add_up(device):
         tables.enter(slot, {SITE: plain[slot, SITE]}, set())
     x, y = torch.randn(4, 20, device=device), torch.zeros(4, 20, device=device)
     expected = y.clone()
-    naive.add_lora(expected, x, SITE, LoraBatch(runs, plain))
+    reference.add_lora(expected, x, SITE, LoraBatch(runs, plain))
     apply(y, x, runs, tables)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
 
@@ -187,7 +186,7 @@ def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     assert fast.can_fuse(x, weight)
     actual = lora.product(weight, x, SITE, batch)
     expected = x.double() @ weight.double().T
-    naive.add_lora(expected, x.double(), SITE, LoraBatch(tuple(runs), table))
+    reference.add_lora(expected, x.double(), SITE, LoraBatch(tuple(runs), table))
     torch.testing.assert_close(actual.double(), expected, rtol=4e-3, atol=4e-3)
 
 

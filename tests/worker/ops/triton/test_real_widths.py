@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.worker.ops.attention.shapes import HeadShape
-from services.worker.ops.lora import reference as naive
+from services.worker.ops.lora import reference
 from services.worker.ops.lora import torch as portable
 from services.worker.ops.lora import triton as fast
 from services.worker.ops.lora.device_records import Part
@@ -135,7 +135,7 @@ def test_adapters_of_real_widths_equal_float64(stage, spans, device):
     portable.add_lora(plain, x, 0, batch)
     rows = rows_to_check(runs, num_rows)
     exact = base[rows].double()
-    naive.add_lora(exact, x[rows], 0, batch.select(rows))
+    reference.add_lora(exact, x[rows], 0, batch.select(rows))
     error, other = ((y[rows].double() - exact).abs() for y in (ours, plain))
     assert (exact - base[rows].double()).abs().mean() > 0.05, "the adapters do something"
     # Library products round the intermediate, and may add up partial sums in half precision.

@@ -1,4 +1,4 @@
-"""Blocks for what running requests compute next, and back again. Decides for nobody who must go."""
+"""Allocates and frees the blocks of running requests. It does not decide which are preempted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from services.worker.scheduling.running import Member, RunningBatch
 from services.worker.types.request import Request
 
 
-class Placement:
-    """Gives running requests a place for the positions of their next step."""
+class BlockAllocator:
+    """Gives running requests blocks for the positions of their next step."""
 
     def __init__(
         self,
