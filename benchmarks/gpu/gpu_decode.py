@@ -46,6 +46,7 @@ CASES = (
     Case(64, 64, 16, ALL_SEVEN),
     Case(64, 1, 16, ATTENTION),
     Case(64, 4, 16, ALL_SEVEN),
+    Case(1, 1, 16, ALL_SEVEN),
     *(Case(size, 1, 16, ATTENTION) for size in (1, 8)),
     Case(8, 4, 16, ALL_SEVEN),
     *(Case(size, size, 16, targets) for size in (8, 32) for targets in (ATTENTION, ALL_SEVEN)),

@@ -81,6 +81,13 @@ def _not_registered(*args: object, **kwargs: object) -> None:
     raise AttributeError("operators are not registered here")
 
 
+def _nothing(name: str) -> Nothing:
+    """Any attribute of an empty module but what Python itself asks of modules."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Nothing()
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Real files for kernels, empty modules for the rest of a package."""
 
@@ -107,7 +114,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "cached_triton_kernel": _as_is,
             "get_device_name": _device_name,
         }
-        module.__dict__.update(known, __getattr__=lambda name: Nothing())
+        module.__dict__.update(known, __getattr__=_nothing)
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:

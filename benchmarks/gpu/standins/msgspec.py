@@ -6,6 +6,7 @@ bytes are JSON: images written with it are read with it only.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import inspect
 import json
@@ -41,6 +42,8 @@ def _built(kind: Any, value: Any) -> Any:
         return [_built(arguments[0], part) for part in value]
     if origin is tuple:
         return tuple(value)
+    if kind is bytes and isinstance(value, str):
+        return base64.b64decode(value)
     return value
 
 
@@ -53,7 +56,11 @@ class _Decoder:
 
 
 def _encode(value: Any) -> bytes:
-    return json.dumps(dataclasses.asdict(value)).encode()
+    return json.dumps(dataclasses.asdict(value), default=_text).encode()
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
 
 
 msgpack = types.SimpleNamespace(Decoder=_Decoder, Encoder=object, encode=_encode)

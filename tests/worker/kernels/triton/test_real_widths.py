@@ -138,8 +138,10 @@ def test_adapters_of_real_widths_equal_float64(stage, spans, device):
     naive.add_lora(exact, x[rows], 0, batch.select(rows))
     error, other = ((y[rows].double() - exact).abs() for y in (ours, plain))
     assert (exact - base[rows].double()).abs().mean() > 0.05, "the adapters do something"
-    assert error.mean() <= 1.1 * other.mean()
-    assert (error <= EPS * (exact.abs() + 0.5 * exact.std())).all()
+    # Library products round the intermediate, and may add up partial sums in half precision.
+    mean, most = (1.5, 4.0) if dense_runs(runs) else (1.1, 1.0)
+    assert error.mean() <= mean * other.mean()
+    assert (error <= most * EPS * (exact.abs() + 0.5 * exact.std())).all()
 
 
 @pytest.mark.timeout(200)
