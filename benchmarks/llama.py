@@ -51,6 +51,11 @@ class Shape:
         linears = sum(i * o for i, o in self.linears.values())
         return self.num_layers * linears + self.vocab_size * self.hidden_size
 
+    @property
+    def num_layer_weights(self) -> int:
+        """The same without the head, which a captured step does not hold."""
+        return self.num_weights - self.vocab_size * self.hidden_size
+
     def num_adapter_weights(self, rank: int, targets: Sequence[str] = ALL_SEVEN) -> int:
         """A and B of one adapter."""
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in targets)

@@ -36,10 +36,10 @@ def floor_s(
     itemsize: int,
     bytes_per_s: float,
 ) -> float:
-    """The time that a decode step's bytes take at the measured copy bandwidth: weights once, keys
-    and values of every sequence, each distinct adapter once."""
+    """The time that the bytes of a decode step without its head take at the measured copy
+    bandwidth: weights once, keys and values of every sequence, each distinct adapter once."""
     num_bytes = (
-        itemsize * shape.num_weights
+        itemsize * shape.num_layer_weights
         + shape.kv_bytes(batch_size * context, itemsize)
         + num_adapters * adapter_bytes
     )

@@ -192,7 +192,7 @@ def compare_contexts(
             check_step(bench, plan)
             times[kind] = times_of(bench, plan, args)
         best = "gpu_ms" if "gpu_ms" in times["even"] else "step_ms"
-        num_bytes = bench.itemsize * bench.shape.num_weights
+        num_bytes = bench.itemsize * bench.shape.num_layer_weights
         floor_s = (num_bytes + bench.shape.kv_bytes(sum(lens), bench.itemsize)) / bandwidth
         row: dict[str, Any] = {"contexts": name, "batch": len(lens), "tokens": sum(lens)}
         row |= {f"{kind}_{best}": times[kind][best] for kind in times}

@@ -358,14 +358,16 @@ def check_values(
 
 
 def peer_revisions(args: argparse.Namespace) -> dict[str, str]:
-    """The commits of the checkouts whose kernels ran; a folder without git is told as such."""
+    """The versions whose kernels ran: a checkout's commit, else what the file VERSION says."""
     found = {}
     for engine, path in (("vllm", args.vllm), ("sglang", args.sglang)):
         if path is not None:
-            done = subprocess.run(
-                ["git", "-C", str(path), "rev-parse", "HEAD"], capture_output=True, text=True
-            )
-            found[engine] = done.stdout.strip() or "no commit known"
+            command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True).stdout.split()
+            is_checkout = done and not common.RESULTS.is_relative_to(done[0])
+            version = path / "VERSION"
+            known = version.read_text().strip() if version.exists() else "unknown"
+            found[engine] = done[1] if is_checkout else known
     return found
 
 
