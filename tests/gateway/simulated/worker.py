@@ -22,7 +22,7 @@ from services.worker.scheduling.policies import (
     OUTPUT_TOKEN_COST,
     Account,
     VirtualCounters,
-    kept_places,
+    reserved_slots,
 )
 from tests.gateway.simulated.network import Send, Way
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
@@ -294,7 +294,7 @@ class SimulatedWorker:
         while able and (num_free := self.speed.batch - len(self._running)) > 0:
             row = min(able, key=lambda row: row.account.served)
             is_least = self._served.is_least_served(row.request.tenant, now_s)
-            if num_free <= kept_places(self.speed.batch) and not is_least:
+            if num_free <= reserved_slots(self.speed.batch) and not is_least:
                 break
             able.remove(row)
             self._waiting.remove(row)
