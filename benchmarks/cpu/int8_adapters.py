@@ -4,7 +4,7 @@
 
 Uses the demo's base and its trained adapters on a CPU, in float32. Held-out questions with their
 right answers are scored by each adapter as published and by the same adapter with
-LORAPLEX_ADAPTER_DTYPE=int8. Prints how far log probabilities of their tokens move, how far the
+LORAPLEX_LORA_DTYPE=int8. Prints how far log probabilities of their tokens move, how far the
 adapter itself moves them from the base, and the bytes of both in the arena. Tokens of questions are
 hard to predict and move more; those of answers are almost certain.
 """

@@ -242,11 +242,11 @@ DTYPE: Knob[str] = Knob(
     "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
     "else float32.",
 )
-ADAPTER_DTYPE: Knob[str] = Knob(
-    "LORAPLEX_ADAPTER_DTYPE",
+LORA_DTYPE: Knob[str] = Knob(
+    "LORAPLEX_LORA_DTYPE",
     choice("auto", "int8"),
     "auto",
-    "worker",
+    "up worker",
     "How A and B are kept; auto = as computed with or published, int8 = half those bytes, rounded.",
 )
 CPU_ISA: Knob[str] = Knob(
@@ -279,8 +279,12 @@ MAX_LORA_RANK: Knob[int] = Knob(
 MAX_RESIDENT: Knob[int] = Knob(
     "LORAPLEX_MAX_RESIDENT", whole(1), 4096, "worker", "Slots of the device tables."
 )
-MAX_NUM_TOKENS: Knob[int] = Knob(
-    "LORAPLEX_MAX_NUM_TOKENS", whole(1), 2048, "worker", "Token budget of one step."
+MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
+    "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
+    whole(1),
+    2048,
+    "up worker",
+    "Token budget of one step, shared by prompts and by requests that decode.",
 )
 MAX_STEP_S: Knob[float] = Knob(
     "LORAPLEX_MAX_STEP_S",
@@ -289,8 +293,8 @@ MAX_STEP_S: Knob[float] = Knob(
     "worker",
     "Prompts are cut so that steps in which others decode take no longer; 0 = as long as it takes.",
 )
-MAX_BATCH: Knob[int] = Knob(
-    "LORAPLEX_MAX_BATCH", whole(1), 256, "worker", "Requests computed in one step."
+MAX_NUM_SEQS: Knob[int] = Knob(
+    "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",

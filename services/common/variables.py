@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
+from loraplex.errors import InvalidRequest
 from services.common import env
 from services.common.knob import Knob
 
@@ -19,6 +20,21 @@ def known_names() -> set[str]:
     """Every variable that some service reads."""
     files = {f"{knob.name}_FILE" for knob in env.ALL_KNOBS if knob.secret}
     return files | {knob.name for knob in env.ALL_KNOBS}
+
+
+RENAMED = {
+    "LORAPLEX_ADAPTER_DTYPE": "LORAPLEX_LORA_DTYPE",
+    "LORAPLEX_MAX_BATCH": "LORAPLEX_MAX_NUM_SEQS",
+    "LORAPLEX_MAX_NUM_TOKENS": "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
+}
+"""Old name -> present name. A silent change would be worse than an error."""
+
+
+def refuse_renamed(environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequest where a variable has a name that is no longer read."""
+    for old, new in RENAMED.items():
+        if old in environ:
+            raise InvalidRequest.field(old, environ[old], f"the variable is called {new} now")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

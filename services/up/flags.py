@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.errors import InvalidRequest
-from services.common import env
+from loraplex.errors import InvalidRequest, Unsupported
+from services.common import env, variables
 from services.common.addresses import is_loopback
 from services.common.knob import Knob
 from services.common.units import whole
@@ -58,6 +58,9 @@ class UpConfig:
     """0 = chosen by the worker."""
     max_loras: int
     max_lora_rank: int
+    lora_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
     tensor_parallel: int
     drain_s: float
     auth: str
@@ -73,6 +76,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         InvalidRequest: a value is wrong; names the flag or the variable.
     """
     args = make_parser().parse_args(argv)
+    variables.refuse_renamed(environ)
+    _refuse_unsupported(args)
 
     def given(flag: str, knob: Knob[Any]) -> Any:
         text = getattr(args, flag)
@@ -94,6 +99,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         kv_memory_bytes=given("kv_memory", env.KV_MEMORY),
         max_loras=given("max_loras", env.MAX_LORAS),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
+        lora_dtype=given("lora_dtype", env.LORA_DTYPE),
+        max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
+        max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
         tensor_parallel=given("tensor_parallel", env.TENSOR_PARALLEL),
         drain_s=given("drain_s", env.DRAIN_S),
         auth=env.AUTH.read(environ),
@@ -103,6 +111,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     )
     _check_bind(config)
     return config
+
+
+UNSUPPORTED = {
+    "--max-model-len": ((), "contexts are as long as the base's config.json says"),
+    "--gpu-memory-utilization": ((), "set --kv-memory, the bytes of KV cache and adapters"),
+    "--model-impl": (("auto", "native"), "only model families with an implementation here run"),
+    "--quantization": (("none",), "bases run in float32, bfloat16 or float16"),
+    "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
+}
+"""Flags to come: the values that mean what happens today, and what happens today."""
+
+
+def _refuse_unsupported(args: argparse.Namespace) -> None:
+    for flag, (accepted, today) in UNSUPPORTED.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value not in accepted:
+            raise Unsupported.field(flag, value, f"not supported yet: {today}")
 
 
 def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
@@ -198,6 +223,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", metavar="BYTES", help="whole arena, such as 24MiB (chosen)")
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
     parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
+    parser.add_argument("--lora-dtype", metavar="NAME", help="of adapters: auto or int8 (auto)")
+    parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
+    parser.add_argument(
+        "--max-num-batched-tokens", metavar="N", help="token budget of one step (2048)"
+    )
+    for flag in UNSUPPORTED:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--tensor-parallel", metavar="N", help="ranks that share a model (1)")
     parser.add_argument("--drain-s", metavar="SECONDS", help="longest drain (20)")
     parser.add_argument("--insecure", action="store_true", help="allow --host without keys")

@@ -114,6 +114,9 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
         "LORAPLEX_KV_MEMORY": str(config.kv_memory_bytes),
         "LORAPLEX_MAX_LORAS": str(config.max_loras),
         "LORAPLEX_MAX_LORA_RANK": str(config.max_lora_rank),
+        "LORAPLEX_LORA_DTYPE": config.lora_dtype,
+        "LORAPLEX_MAX_NUM_SEQS": str(config.max_num_seqs),
+        "LORAPLEX_MAX_NUM_BATCHED_TOKENS": str(config.max_num_batched_tokens),
         "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
     }
     return ChildSpec(name, "services.worker", environ, listen)

@@ -104,7 +104,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         raise Unsupported.field(
             "LORAPLEX_TENSOR_PARALLEL", ranks, "this build runs one rank; use 1"
         )
-    max_step_tokens = env.MAX_NUM_TOKENS.read(environ)
+    max_step_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -129,12 +129,12 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         max_loras=env.MAX_LORAS.read(environ) or None,
         max_step_tokens=max_step_tokens,
         max_step_s=env.MAX_STEP_S.read(environ),
-        max_running=min(env.MAX_BATCH.read(environ), max_step_tokens),
+        max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
         first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
-        adapter_dtype=env.ADAPTER_DTYPE.read(environ),
+        adapter_dtype=env.LORA_DTYPE.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
     )
 

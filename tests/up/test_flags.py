@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unsupported
 from services.up.flags import Door, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
@@ -91,3 +91,34 @@ def test_bad_values_name_flag_or_variable(
 def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
     doors = parse([*MODEL, "--host", "0.0.0.0", *argv], environ).doors
     assert {door.host for door in doors.values()} == {"0.0.0.0"}
+
+
+def test_limits_of_a_step_have_the_names_that_vllm_users_know() -> None:
+    config = parse([*MODEL, "--max-num-seqs", "8", "--max-num-batched-tokens", "64"], {})
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 64)
+    assert parse([*MODEL, "--lora-dtype", "int8"], {}).lora_dtype == "int8"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--max-model-len", "4096"),
+        ("--gpu-memory-utilization", "0.9"),
+        ("--model-impl", "transformers"),
+        ("--quantization", "fp8"),
+        ("--kv-cache-dtype", "fp8"),
+    ],
+)
+def test_flags_to_come_are_refused_with_a_sentence(flag: str, value: str) -> None:
+    with pytest.raises(Unsupported, match=f"{flag}.*not supported yet: .*"):
+        parse([*MODEL, flag, value], {})
+
+
+def test_flags_to_come_may_ask_for_what_happens_today() -> None:
+    today = ["--model-impl", "auto", "--quantization", "none", "--kv-cache-dtype", "auto"]
+    assert parse([*MODEL, *today], {}) == parse(MODEL, {})
+
+
+def test_a_variable_with_an_old_name_is_refused_with_its_new_one() -> None:
+    with pytest.raises(InvalidRequest, match="LORAPLEX_MAX_NUM_SEQS"):
+        parse(MODEL, {"LORAPLEX_MAX_BATCH": "8"})

@@ -61,7 +61,7 @@ class PackedArena:
 
 
 def integers(matrix):
-    """As packed with LORAPLEX_ADAPTER_DTYPE=int8: int8, and a factor for each row."""
+    """As packed with LORAPLEX_LORA_DTYPE=int8: int8, and a factor for each row."""
     values, factors = Values(matrix.float().numpy(), "F32").to_int8()
     return torch.from_numpy(values.data), torch.from_numpy(factors)
 
