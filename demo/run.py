@@ -1,6 +1,6 @@
 """`make demo`: publish the bundled adapters, decode them in one batch, check every answer.
 
-Everything goes through the front doors: `loraplex up`, `registry upload`, the gateway's API.
+Everything goes through the public interfaces: `loraplex up`, `registry upload`, the gateway's API.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that can go wrong, once: typed errors with fields, and the one table of their codes.
 
-Domain code raises these; doors translate them with `code_of`. Nothing here knows gRPC or HTTP
+Domain code raises these; servers translate them with `code_of`. Nothing here knows gRPC or HTTP
 beyond the names and numbers in the table.
 """
 
@@ -179,7 +179,7 @@ class Cancelled(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How one error looks at every door."""
+    """How one error looks in every API."""
 
     grpc: int
     """google.rpc code."""

@@ -85,7 +85,7 @@ def page() -> Iterator[str]:
     yield "|---|---|---|"
     for name, meaning in NUMBERS.items():
         number: NumberLimits = getattr(limits, name)
-        yield f"| {number.least:g} | {number.most:g} | {meaning} |"
+        yield f"| {number.least:,g} | {number.most:,.0f} | {meaning} |"
 
 
 def _row(name: str, row: MethodLimits) -> str:

@@ -74,7 +74,7 @@ class Summary:
     per_token: Percentiles
     """Mean gap between a finished request's output tokens."""
     outside: Percentiles
-    """Of the first token's latency, the time outside the engine: gateway, doors, network."""
+    """Of the first token's latency, the time outside the engine: gateway, servers, network."""
     latency: Percentiles
     """From arrival to the last token, of finished requests."""
     slo_s: float

@@ -1,4 +1,4 @@
-"""Who is calling: set by the auth check of a door, read by handlers below it."""
+"""Who is calling: set by the auth check of a server, read by its handlers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Caller:
 
 
 LOCAL = Caller(DEFAULT_TENANT, "", ALL_SCOPES)
-"""Everybody, where the door listens on loopback without auth."""
+"""Everybody, where the server listens on loopback without auth."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=LOCAL)
 
@@ -34,7 +34,7 @@ peer_names: ContextVar[tuple[str, ...]] = ContextVar("peer_names", default=())
 
 
 class Auth(Protocol):
-    """Decides about every call of a gRPC door before its handler runs."""
+    """Decides about every call of a gRPC server before its handler runs."""
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of `/package.Service/Method`.

@@ -91,10 +91,10 @@ TLS_SERVER_NAME = text_knob(
 REGISTRY_SERVICE_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
-    "A second gRPC door, for services: callers must show a certificate of LORAPLEX_CA.",
+    "Address of a gRPC server for services: callers must show a certificate of LORAPLEX_CA.",
 )
 REGISTRY_LISTEN = listen_knob(
-    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC door.", "127.0.0.1:50052"
+    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC server.", "127.0.0.1:50052"
 )
 OBJECTS = text_knob(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
@@ -121,10 +121,10 @@ FAILPOINTS = text_knob(
 
 # Gateway
 GATEWAY_LISTEN = listen_knob(
-    "LORAPLEX_GATEWAY_LISTEN", "up gateway", "Address of the gRPC door.", "127.0.0.1:50051"
+    "LORAPLEX_GATEWAY_LISTEN", "up gateway", "Address of the gRPC server.", "127.0.0.1:50051"
 )
 HTTP_LISTEN = listen_knob(
-    "LORAPLEX_HTTP_LISTEN", "up gateway", "Address of the HTTP door.", "127.0.0.1:8080"
+    "LORAPLEX_HTTP_LISTEN", "up gateway", "Address of the HTTP server.", "127.0.0.1:8080"
 )
 WORKERS: Knob[tuple[str, ...]] = Knob(
     "LORAPLEX_WORKERS",
@@ -156,7 +156,7 @@ MAX_IN_FLIGHT_PER_TENANT: Knob[int] = Knob(
 HTTP_CERT = path_knob(
     "LORAPLEX_HTTP_CERT",
     "up gateway",
-    "PEM certificate chain of the HTTP door; unset = plain HTTP.",
+    "PEM certificate chain of the HTTP server; unset = plain HTTP.",
 )
 HTTP_KEY = path_knob("LORAPLEX_HTTP_KEY", "up gateway", "PEM private key of that certificate.")
 ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
@@ -206,7 +206,7 @@ LORA_ROOT = path_knob(
 
 # Worker
 WORKER_LISTEN = listen_knob(
-    "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC door.", "127.0.0.1:50053"
+    "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
 WORKER_ID = text_knob("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
 MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")

@@ -1,4 +1,4 @@
-"""The gRPC server that every service builds its door on: health, reflection, limits, drain."""
+"""The gRPC server of every service: health, reflection, limits, drain."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Service = tuple[Callable[[Any, grpc.aio.Server], None], object, str]
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """Files of a TLS door."""
+    """The files of a server that speaks TLS."""
 
     cert: Path
     """PEM chain of the server."""
@@ -114,14 +114,14 @@ async def start(
     *,
     auth: Auth | None = None,
     tls: ServerTls | None = None,
-    service_door: tuple[str, ServerTls] | None = None,
+    service_listener: tuple[str, ServerTls] | None = None,
     setting: str = "--listen",
 ) -> RunningServer:
     """Start serving; not ready yet.
 
     Args:
         listen: `HOST:PORT` (port 0 = any free one) or `unix:/path` addresses.
-        service_door: one more address, whose callers must show a certificate.
+        service_listener: one more address, whose callers must show a certificate.
         setting: flag or variable to name when an address cannot be had.
 
     Raises:
@@ -138,8 +138,10 @@ async def start(
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
-    doors = [(address, tls) for address in listen] + ([service_door] if service_door else [])
-    ports = [_bind(server, address, door_tls, setting) for address, door_tls in doors]
+    listeners = [(address, tls) for address in listen] + (
+        [service_listener] if service_listener else []
+    )
+    ports = [_bind(server, address, listener_tls, setting) for address, listener_tls in listeners]
     running = RunningServer(server, health_servicer, names, ports)
     # A server that hangs does not answer, and a worker restarts a silent engine by itself.
     await health_servicer.set(LIVENESS, _serving(True))

@@ -32,7 +32,7 @@ class ServiceAuth:
         scheme, _, shown = metadata.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not is_service_token(shown, self._token):
             raise Unauthenticated(
-                "this door is for services that show the service token, or a certificate of theirs"
+                "only services may call this: show the service token or a service's certificate"
             )
         return LOCAL
 

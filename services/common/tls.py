@@ -1,4 +1,4 @@
-"""The certificate of a service and the CA of its peers, for its doors and for its own calls."""
+"""The certificate of a service and the CA of its peers, for its servers and for its own calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.common.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. Doors read them again when they were replaced, channels when they are opened."""
+    """PEM files. Servers read them again when they were replaced, channels when they are opened."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -26,15 +26,15 @@ class TlsFiles:
 
     @property
     def proves_services(self) -> bool:
-        """Whether a door with these files can tell services by their certificates."""
+        """Whether a server with these files can tell services by their certificates."""
         return self.ca is not None and self.cert is not None
 
-    def door(self, *, for_services: bool = False) -> ServerTls | None:
-        """TLS of a door, None without a certificate.
+    def server(self, *, for_services: bool = False) -> ServerTls | None:
+        """TLS of a server, None without a certificate.
 
         Args:
-            for_services: with a CA, callers must show a certificate of it. Doors for people do not
-                ask: they come with API keys.
+            for_services: with a CA, callers must show a certificate of it. People come with
+                API keys instead.
         """
         if self.cert is None or self.key is None:
             return None

@@ -195,7 +195,7 @@ class Gateway:
             [server.service(self._generation, self._resolver), admin.service(operators)],
             [self._config.grpc_listen],
             auth=self._keys,
-            tls=self._config.tls.door(),
+            tls=self._config.tls.server(),
             setting=GATEWAY_LISTEN.name,
         )
 

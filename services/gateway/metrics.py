@@ -6,8 +6,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 REQUESTS = Counter(
     "loraplex_gateway_requests_total",
-    "Finished requests by API (label door) and outcome.",
-    ["door", "outcome"],
+    "Finished requests by API and outcome.",
+    ["api", "outcome"],
 )
 REJECTIONS = Counter(
     "loraplex_gateway_rejections_total", "Requests refused before any work.", ["reason"]

@@ -52,8 +52,8 @@ async def run(config: RegistryConfig) -> None:
             [service(registry)],
             config.listen,
             auth=caller_auth(config, registry.keys),
-            tls=config.tls.door(),
-            service_door=_service_door(config),
+            tls=config.tls.server(),
+            service_listener=_service_listener(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
         )
         if config.metrics_listen:
@@ -68,8 +68,8 @@ async def run(config: RegistryConfig) -> None:
             keeper.result()
 
 
-def _service_door(config: RegistryConfig) -> tuple[str, grpc_server.ServerTls] | None:
-    tls = config.tls.door(for_services=True)
+def _service_listener(config: RegistryConfig) -> tuple[str, grpc_server.ServerTls] | None:
+    tls = config.tls.server(for_services=True)
     return (config.service_listen, tls) if config.service_listen and tls else None
 
 

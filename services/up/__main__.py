@@ -41,7 +41,7 @@ def _run(config: flags.UpConfig) -> int:
 
 
 def _supervise(config: flags.UpConfig, state: StateDir) -> int:
-    addresses = addresses_of(choose_ports(config.doors))
+    addresses = addresses_of(choose_ports(config.listeners))
     specs = child_specs(config, addresses, state, os.environ)
     scheme = "http" if env.HTTP_CERT.read(os.environ) is None else "https"
     line = (

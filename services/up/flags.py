@@ -19,7 +19,7 @@ from services.common.units import whole
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-DOORS = {
+LISTENERS = {
     "--http-port": env.HTTP_LISTEN,
     "--grpc-port": env.GATEWAY_LISTEN,
     "--registry-port": env.REGISTRY_LISTEN,
@@ -28,7 +28,7 @@ DOORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Listener:
     """Where one server that people reach listens."""
 
     host: str
@@ -45,7 +45,7 @@ class UpConfig:
     served_model_name: str
     """"" = chosen by the worker."""
     state_dir: Path
-    doors: Mapping[str, Door]
+    listeners: Mapping[str, Listener]
     """Where to listen, by the flag of the port: --http-port, --grpc-port, --registry-port."""
     metrics_listen: str
     """First of a row of ports, one a child; "" = nowhere."""
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         model=_model(given("model", env.MODEL)),
         served_model_name=given("served_model_name", env.SERVED_MODEL_NAME),
         state_dir=_state_dir(given("state_dir", env.STATE_DIR), environ),
-        doors={flag: _door(flag, args, environ) for flag in DOORS},
+        listeners={flag: _listener(flag, args, environ) for flag in LISTENERS},
         metrics_listen=_no_socket(env.METRICS_LISTEN, environ),
         num_workers=_num_workers(args.workers, environ),
         device=given("device", env.DEVICE),
@@ -137,11 +137,11 @@ def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidRequest.field(flag, text, str(error)) from None
 
 
-def _door(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Door:
+def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Listener:
     """The flags, else the variable, else its default."""
-    host, _, port = _no_socket(DOORS[flag], environ).rpartition(":")
+    host, _, port = _no_socket(LISTENERS[flag], environ).rpartition(":")
     given = getattr(args, flag.removeprefix("--").replace("-", "_"))
-    return Door(
+    return Listener(
         args.host or host.strip("[]"),
         int(port) if given is None else _parsed(flag, given, whole(0, 65535)),
     )
@@ -186,13 +186,13 @@ def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
 def _check_bind(config: UpConfig) -> None:
     if config.auth == "keys" or config.insecure:
         return
-    for flag, door in config.doors.items():
-        if not is_loopback(door.host):
+    for flag, listener in config.listeners.items():
+        if not is_loopback(listener.host):
             raise InvalidRequest.field(
                 "--host",
-                door.host,
-                f"{door.host} ({DOORS[flag].name}) would let other machines in without a key: "
-                "set LORAPLEX_AUTH=keys, or add --insecure",
+                listener.host,
+                f"{listener.host} ({LISTENERS[flag].name}) would let other machines in without "
+                "a key: set LORAPLEX_AUTH=keys, or add --insecure",
             )
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from loraplex.errors import AlreadyExists, InvalidRequest
-from services.up.flags import Door
+from services.up.flags import Listener
 
 
 def address_of(host: str, port: int) -> str:
@@ -15,24 +15,24 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def choose_ports(wanted: Mapping[str, Door]) -> dict[str, Door]:
+def choose_ports(wanted: Mapping[str, Listener]) -> dict[str, Listener]:
     """A usable port for each flag.
 
     Args:
-        wanted: door by flag; port 0 = any free one.
+        wanted: listener by flag; port 0 = any free one.
 
     Raises:
         AlreadyExists: a port is taken; names port and flag.
         InvalidRequest: a host is not an address of this machine.
     """
     held: list[socket.socket] = []
-    chosen: dict[str, Door] = {}
+    chosen: dict[str, Listener] = {}
     try:
         # Explicit ports first, so that a free one drawn for another flag is not one of them.
-        for flag, door in sorted(wanted.items(), key=lambda item: item[1].port == 0):
-            holder = _bound(door.host, door.port, flag)
+        for flag, listener in sorted(wanted.items(), key=lambda item: item[1].port == 0):
+            holder = _bound(listener.host, listener.port, flag)
             held.append(holder)
-            chosen[flag] = Door(door.host, holder.getsockname()[1])
+            chosen[flag] = Listener(listener.host, holder.getsockname()[1])
     finally:
         for holder in held:
             holder.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import services
 from loraplex.errors import InvalidRequest
 from services.common import env
-from services.up.flags import DOORS, Door, UpConfig
+from services.up.flags import LISTENERS, Listener, UpConfig
 from services.up.ports import address_of
 from services.up.state import StateDir
 
@@ -34,7 +34,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where people reach the stack, in the order of DOORS."""
+    """Where people reach the stack, in the order of LISTENERS."""
 
     http: str
     grpc: str
@@ -76,9 +76,11 @@ def child_specs(
     return _with_metrics(specs, config.metrics_listen)
 
 
-def addresses_of(doors: Mapping[str, Door]) -> Addresses:
+def addresses_of(listeners: Mapping[str, Listener]) -> Addresses:
     """Addresses for what was chosen for the flags."""
-    return Addresses(*(address_of(doors[flag].host, doors[flag].port) for flag in DOORS))
+    return Addresses(
+        *(address_of(listeners[flag].host, listeners[flag].port) for flag in LISTENERS)
+    )
 
 
 def _with_metrics(specs: list[ChildSpec], listen: str) -> list[ChildSpec]:

@@ -41,7 +41,7 @@ async def serve(config: WorkerConfig) -> None:
         [worker_service(config, api_server)],
         [config.listen],
         auth=_auth(config),
-        tls=config.tls.door(for_services=True),
+        tls=config.tls.server(for_services=True),
         setting=env.WORKER_LISTEN.name,
     )
     metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id))

@@ -55,8 +55,8 @@ def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: 
 
 async def test_a_grpc_door_shows_the_certificate_that_lies_there_now(house: Authority) -> None:
     pair = house.issue("door")
-    door = TlsFiles(cert=pair.cert, key=pair.key).door()
-    running = await grpc_server.start([], ["127.0.0.1:0"], tls=door)
+    server = TlsFiles(cert=pair.cert, key=pair.key).server()
+    running = await grpc_server.start([], ["127.0.0.1:0"], tls=server)
     first = await _serial(house, running.port)
     house.issue("door")
     second = await _serial(house, running.port)

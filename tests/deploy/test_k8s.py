@@ -214,7 +214,7 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
     modules = {"registry": registry_config, "gateway": gateway_config, "worker": worker_config}
     config = modules[name].from_env(environ)
     assert config.tls.proves_services
-    assert config.tls.door(for_services=True) is not None
+    assert config.tls.server(for_services=True) is not None
 
 
 def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.up.flags import Door, parse
+from services.up.flags import Listener, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 MODEL = ["--model", BASE]
@@ -15,7 +15,9 @@ MODEL = ["--model", BASE]
 
 def test_defaults_are_those_of_the_contract() -> None:
     config = parse(MODEL, {"XDG_STATE_HOME": "/x"})
-    assert list(config.doors.values()) == [Door("127.0.0.1", p) for p in (8080, 50051, 50052)]
+    assert list(config.listeners.values()) == [
+        Listener("127.0.0.1", p) for p in (8080, 50051, 50052)
+    ]
     assert (config.num_workers, config.device, config.dtype) == (1, "auto", "auto")
     assert (config.max_lora_rank, config.tensor_parallel, config.drain_s) == (256, 1, 20.0)
     assert config.state_dir == Path("/x/loraplex")
@@ -34,10 +36,14 @@ def test_flags_win_over_variables_and_the_last_over_the_first() -> None:
 
 def test_listen_variables_stand_in_for_host_and_ports() -> None:
     environ = {"LORAPLEX_HTTP_LISTEN": "127.0.0.2:9", "LORAPLEX_GATEWAY_LISTEN": "[::1]:0"}
-    doors = parse([*MODEL, "--registry-port", "7"], environ).doors
-    assert list(doors.values()) == [Door("127.0.0.2", 9), Door("::1", 0), Door("127.0.0.1", 7)]
-    doors = parse([*MODEL, "--http-port", "8", "--host", "localhost"], environ).doors
-    assert list(doors.values()) == [Door("localhost", p) for p in (8, 0, 50052)]
+    listeners = parse([*MODEL, "--registry-port", "7"], environ).listeners
+    assert list(listeners.values()) == [
+        Listener("127.0.0.2", 9),
+        Listener("::1", 0),
+        Listener("127.0.0.1", 7),
+    ]
+    listeners = parse([*MODEL, "--http-port", "8", "--host", "localhost"], environ).listeners
+    assert list(listeners.values()) == [Listener("localhost", p) for p in (8, 0, 50052)]
 
 
 def test_workers_variable_is_a_number_here() -> None:
@@ -89,8 +95,8 @@ def test_bad_values_name_flag_or_variable(
     [(["--insecure"], {}), ([], {"LORAPLEX_AUTH": "keys"}), ([], {"LORAPLEX_INSECURE": "1"})],
 )
 def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
-    doors = parse([*MODEL, "--host", "0.0.0.0", *argv], environ).doors
-    assert {door.host for door in doors.values()} == {"0.0.0.0"}
+    listeners = parse([*MODEL, "--host", "0.0.0.0", *argv], environ).listeners
+    assert {listener.host for listener in listeners.values()} == {"0.0.0.0"}
 
 
 def test_limits_of_a_step_have_the_names_that_vllm_users_know() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from services.common import env, variables
-from services.up.flags import DOORS, Door, parse
+from services.up.flags import LISTENERS, Listener, parse
 from services.up.state import StateDir
 from services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
 
@@ -104,8 +104,8 @@ def test_keys_come_with_a_private_service_token(state: StateDir) -> None:
 
 
 def test_open_host_is_dialled_over_loopback(state: StateDir) -> None:
-    doors = {flag: Door("0.0.0.0", 1 + place) for place, flag in enumerate(DOORS)}
-    specs = _specs(state, ["--insecure"], {}, addresses_of(doors))
+    listeners = {flag: Listener("0.0.0.0", 1 + place) for place, flag in enumerate(LISTENERS)}
+    specs = _specs(state, ["--insecure"], {}, addresses_of(listeners))
     assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "0.0.0.0:3"
     assert specs["gateway"].environ["LORAPLEX_REGISTRY_ADDRESS"] == "127.0.0.1:3"
     assert specs["gateway"].health == "127.0.0.1:2"

@@ -46,14 +46,14 @@ class Doors:
 async def doors(registry: Registry, house: Authority) -> AsyncIterator[Doors]:
     own = house.issue("registry")
     tls = TlsFiles(house.ca, own.cert, own.key)
-    service_tls = tls.door(for_services=True)
+    service_tls = tls.server(for_services=True)
     assert service_tls is not None
     running = await grpc_server.start(
         [server.service(registry)],
         ["127.0.0.1:0"],
         auth=KeyAuth(registry.keys, "", ("gateway", "worker")),
-        tls=tls.door(),
-        service_door=("127.0.0.1:0", service_tls),
+        tls=tls.server(),
+        service_listener=("127.0.0.1:0", service_tls),
     )
     _, token = await registry.keys.create("default", ["admin"], 0, "")
     yield Doors(running.ports[0], running.ports[1], token)
@@ -149,7 +149,7 @@ async def test_the_api_for_services_takes_the_token_or_the_certificate(
         [server.service(registry)],
         ["127.0.0.1:0"],
         auth=ServiceAuth(token := secrets.token_hex(16), ["gateway"]),
-        tls=TlsFiles(house.ca, own.cert, own.key).door(for_services=True),
+        tls=TlsFiles(house.ca, own.cert, own.key).server(for_services=True),
     )
     address = f"127.0.0.1:{running.port}"
     try:
