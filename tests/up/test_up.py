@@ -127,9 +127,7 @@ def test_children_die_with_a_killed_supervisor_and_state_is_kept(tmp_path: Path)
         command = [*registry, "show", "mask", "--json", "--registry", up.registry]
         shown = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, cwd=REPO)
         assert json.loads(shown.stdout)["digest"] == json.loads(uploaded.stdout)["digest"]
-        workers = json.loads(up.loraplex("status", "--json").stdout)["workers"]
-        assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
-        assert all(worker["ready"] for worker in workers)
+        assert _ready_workers(up, 2) == ["worker-0", "worker-1"]
         _check_commands(up)
 
         family = _family(up)
@@ -141,6 +139,20 @@ def test_children_die_with_a_killed_supervisor_and_state_is_kept(tmp_path: Path)
         up.process.terminate()
         assert up.process.wait(30) == 128 + signal.SIGTERM
         _assert_all_ended(family)
+
+
+def _ready_workers(up: Up, num_workers: int, timeout_s: float = 30.0) -> list[str]:
+    """Ids of ready workers, once there are `num_workers` or time is over.
+
+    A gateway is ready with its first worker, and learns the ids of others when they connect.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        workers = json.loads(up.loraplex("status", "--json").stdout)["workers"]
+        ready = [worker["worker_id"] for worker in workers if worker["ready"]]
+        if len(ready) >= num_workers or time.monotonic() > deadline_s:
+            return ready
+        time.sleep(0.1)
 
 
 def _check_commands(up: Up) -> None:
