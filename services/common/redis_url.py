@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
@@ -51,11 +51,12 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
     Raises:
         InvalidRequest: naming LORAPLEX_METADATA, without showing passwords.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "redis+sentinel":
-        return _through_sentinel(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS)
+    before, separator, rest = url.partition("://")
+    scheme = before.lower() if separator else ""
+    if scheme == "redis+sentinel":
+        return _through_sentinel(rest)
+    if scheme not in ("redis", "rediss", "unix"):
+        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS)
     try:
         return BoundedRedis.from_url(
             url,
@@ -65,22 +66,27 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
             health_check_interval=_HEALTH_CHECK_S,
         )
     except ValueError:
-        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS) from None
+        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS) from None
 
 
-def _through_sentinel(url: str) -> redis.asyncio.Redis:
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query))
-    credentials, _, hosts = parts.netloc.rpartition("@")
+def _through_sentinel(address: str) -> redis.asyncio.Redis:
+    """`address`: what follows `redis+sentinel://`.
+
+    urlsplit is of no use here: recent versions of Python refuse an IPv6 address after another node.
+    """
+    nodes_and_path, _, query = address.partition("?")
+    options = dict(parse_qsl(query))
+    netloc, _, path = nodes_and_path.partition("/")
+    credentials, _, hosts = netloc.rpartition("@")
     user, _, password = credentials.partition(":")
-    service, _, database = parts.path.strip("/").partition("/")
+    service, _, database = path.strip("/").partition("/")
     try:
         nodes = [_node(host) for host in hosts.split(",")]
         number = int(database or 0)
     except ValueError:
         nodes, number = [], 0
     if not nodes or not service:
-        raise InvalidRequest.field("LORAPLEX_METADATA", parts.scheme, _FORMS)
+        raise InvalidRequest.field("LORAPLEX_METADATA", "redis+sentinel", _FORMS)
     shared: dict[str, Any] = {
         "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
         **{name: options[name] for name in _TLS_FILES if name in options},
