@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback that fails ends the run: to log it would let virtual time go on for ever."""
+        """A callback that fails ends the run: to log it would let virtual time go on forever."""
         if "handle" in context:
             raise context["exception"]
         super().call_exception_handler(context)

@@ -29,7 +29,7 @@ class Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.was_ready = False
-        """Set by whoever sees it ready: from then on it is restarted for ever."""
+        """Set by whoever sees it ready: from then on it is restarted forever."""
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 

@@ -49,7 +49,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Run until a signal or a hopeless child. Returns the exit code.
+        """Run until a signal or a child that cannot start. Returns the exit code.
 
         Raises:
             ChildFailed: a child cannot be started.

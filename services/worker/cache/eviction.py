@@ -21,7 +21,7 @@ COPY_S_PER_BLOCK = 1e-4
 
 
 class CopyTimes:
-    """How long copies to the device take, as measured lately."""
+    """How long copies to the device take, as measured recently."""
 
     def __init__(self) -> None:
         self._s_per_block = COPY_S_PER_BLOCK

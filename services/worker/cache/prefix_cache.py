@@ -66,7 +66,7 @@ class PrefixCache:
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks that lie behind the window of the request that left them."""
         self.token_s = DEFAULT_TOKEN_S
-        """Seconds to compute one token again, as measured lately."""
+        """Seconds to compute one token again, as measured recently."""
 
     @property
     def num_idle(self) -> int:

@@ -100,7 +100,7 @@ class AdapterLoads:
     def await_copies(self, num_rows: int, step_s: float) -> bool:
         """Wait for the copies under way where that gains more than it costs: all rows of the step
         that is about to run wait, and requests that would come a step later do not. False when
-        there was nothing to wait for, or it would have taken too long, as measured lately.
+        there was nothing to wait for, or it would have taken too long, as measured recently.
 
         Args:
             num_rows: of the step, without what is being copied.

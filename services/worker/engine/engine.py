@@ -344,7 +344,7 @@ class Engine:
 
 
 def _base_key(info: ModelInfo, layout: KvLayout) -> str:
-    """Base, arithmetic and KV layout. What rope an adapter brings is told of each request."""
+    """Base, arithmetic and KV layout. The rope of an adapter is given with each request."""
     parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
     return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))
 

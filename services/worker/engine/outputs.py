@@ -1,4 +1,4 @@
-"""Between messages and requests: what comes in, when a request ends, what is told of it."""
+"""Between messages and requests: what comes in, when a request ends, what is reported."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ServerSocket:
         return decode_config(bodies[0])
 
     def commands(self, timeout_s: float | None) -> list[Command]:
-        """Everything that has come; waits up to `timeout_s` (None = for ever) for the first.
+        """Everything that has come; waits up to `timeout_s` (None = forever) for the first.
 
         Raises:
             ServerGone: the API server process closed its end.

@@ -1,7 +1,7 @@
 """Gives up requests that cannot meet their deadline, so that the tokens of steps go to others.
 
 A waiting request expires when it could not have its first token before its deadline even if
-it started now: what remains is less than loading and prefill take, as measured here lately. Work
+it started now: what remains is less than loading and prefill take, as measured here recently. Work
 that has begun is never thrown away.
 
 Source: S-LoRA section 4.3 (early abort), with deadlines of the requests' own and measured times.
@@ -48,7 +48,7 @@ class Samples:
 
 @dataclass(slots=True)
 class ServiceTimes:
-    """How long the ways to a first token took lately."""
+    """How long the ways to a first token took recently."""
 
     prefills: dict[int, Samples] = field(default_factory=dict)
     """From first step to first token, by bit length of the number of tokens."""

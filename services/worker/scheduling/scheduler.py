@@ -393,7 +393,7 @@ class Scheduler:
         return peak_kv_blocks((*self._running, request), self._layout) <= left
 
     def _too_large(self, request: Request) -> ResourceExhausted | None:
-        """Refuses what would wait for ever; adapters not fetched yet count nothing."""
+        """Refuses what would wait forever; adapters not fetched yet count nothing."""
         known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
         left = self._arena.num_blocks - self._cache.pinned_blocks
         return too_large(request, self._layout, self._cache.unpinned_blocks(known), left)

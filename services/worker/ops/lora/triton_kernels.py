@@ -47,7 +47,7 @@ def update_site(
     """y = base product (or y as it is) + the update of one site.
 
     Grid: `num_shrink` programs that compute h, then one for each tile of outputs and rows. Those of
-    a launch that does both wait for the groups of their part. They cannot wait for ever: programs
+    a launch that does both wait for the groups of their part. They cannot wait forever: programs
     start in the order of their numbers, so all that shrink are running or done.
     """
     pid = tl.program_id(0)
