@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from services.worker.ops.compiled import CAPABILITIES, resources, variants
+from loraplex_services.worker.ops.compiled import CAPABILITIES, resources, variants
 
 
 def main() -> None:

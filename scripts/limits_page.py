@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from services.common import limits
-from services.common.limits import KIB, MIB, MethodLimits, NumberLimits
+from loraplex_services.common import limits
+from loraplex_services.common.limits import KIB, MIB, MethodLimits, NumberLimits
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "limits.md"
 

@@ -208,14 +208,14 @@ needs_compiler() {
 # The tests compare the kernels of every instruction set that this machine has.
 build_kernels() { # $@: the groups
     case " $* " in *" test "*) which=--host ;; *) which= ;; esac
-    "$venv/bin/python" -m services.worker.native.build $which >"$kernels_log" 2>&1 ||
+    "$venv/bin/python" -m loraplex_services.worker.native.build $which >"$kernels_log" 2>&1 ||
         say "could not compile the CPU kernels (see $kernels_log): workers compute with torch alone, slower"
 }
 
 # Import what services, and tests, import, so that later starts find it compiled.
 keep_bytecode() { # $@: the groups
-    modules=services.gateway.__main__,services.registry.__main__
-    [ "$torch_free" ] || modules=$modules,services.worker.runner.building
+    modules=loraplex_services.gateway.__main__,loraplex_services.registry.__main__
+    [ "$torch_free" ] || modules=$modules,loraplex_services.worker.runner.building
     case " $* " in *" test "*) modules=$modules,hypothesis,model_signing,moto.server,openai,peft ;; esac
     "$venv/bin/python" -c "import $modules" >>"$log" 2>&1 || true
 }

@@ -17,7 +17,7 @@ END = "<!-- end of settings -->"
 def main() -> None:
     """Replace what stands between the two marks of the page."""
     sys.path.insert(0, str(ROOT))
-    from services.common.variables import markdown_table
+    from loraplex_services.common.variables import markdown_table
 
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]

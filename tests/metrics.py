@@ -9,15 +9,15 @@ from itertools import chain
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-from services.gateway import metrics as gateway_metrics
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.admission.scaling import ScalingSignals
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.workers.fleet import Fleet
-from services.registry.publish import metrics as registry_metrics
-from services.worker.server import metrics as worker_metrics
-from services.worker.server.status import StatusBoard
+from loraplex_services.gateway import metrics as gateway_metrics
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.admission.scaling import ScalingSignals
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.registry.publish import metrics as registry_metrics
+from loraplex_services.worker.server import metrics as worker_metrics
+from loraplex_services.worker.server.status import StatusBoard
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from services.common.objects import ObjectStore, open_store
-from services.common.objects.probe import probe
+from loraplex_services.common.objects import ObjectStore, open_store
+from loraplex_services.common.objects.probe import probe
 
 FILE_AND_S3 = ["file", pytest.param("s3", marks=pytest.mark.s3)]
 """Stores to run a test on: a folder always, a real S3 server where `-m s3` asks for it."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.registry.index.metadata_server import find_binary
+from loraplex_services.registry.index.metadata_server import find_binary
 
 
 def free_port() -> int:

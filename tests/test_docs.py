@@ -13,9 +13,9 @@ import pytest
 from benchmarks.__main__ import summaries
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
-from services.common import env
-from services.simulate import flags as simulate
-from services.up import flags as up
+from loraplex_services.common import env
+from loraplex_services.simulate import flags as simulate
+from loraplex_services.up import flags as up
 from tests.metrics import exported
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(path for top in ("demo", "docs", "services") for path in (ROOT / top).rglob("*.md")),
 ]
-PACKAGES = "benchmarks|demo|loraplex|scripts|services|tests"
+PACKAGES = "benchmarks|demo|loraplex|loraplex_services|scripts|services|tests"
 VARIABLES = {knob.name for knob in env.ALL_KNOBS} | {"AWS_ENDPOINT_URL_S3"}
 BENCHMARKS = summaries()
 PARSERS = {

@@ -113,7 +113,7 @@ def test_setup_script_installs_the_torch_that_is_pinned() -> None:
     assert str(pins()["torch"].specifier) == f"=={version}"
 
 
-@pytest.mark.parametrize("package", ["loraplex", "services"])
+@pytest.mark.parametrize("package", ["loraplex", "loraplex_services"])
 def test_every_folder_with_code_is_a_package(package: str) -> None:
     """A folder without __init__.py works from a checkout but is left out of the wheel."""
     folders = {path.parent for path in (ROOT / package).rglob("*.py")}
@@ -131,7 +131,7 @@ def test_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
 
 
 def test_sdk_import_brings_in_no_server_library_and_no_torch() -> None:
-    heavy = ["torch", "numpy", "redis", "boto3", "starlette", "tokenizers", "services"]
+    heavy = ["torch", "numpy", "redis", "boto3", "starlette", "tokenizers", "loraplex_services"]
     code = f"import sys, loraplex; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
@@ -139,7 +139,9 @@ def test_sdk_import_brings_in_no_server_library_and_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["loraplex.client", "services", "services.worker.engine.engine"])
+@pytest.mark.parametrize(
+    "module", ["loraplex.client", "loraplex_services", "loraplex_services.worker.engine.engine"]
+)
 def test_warning_raised_by_our_own_module_is_an_error(module: str) -> None:
     with pytest.raises(DeprecationWarning):
         warn_as(module)

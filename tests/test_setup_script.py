@@ -31,7 +31,8 @@ case "$1 $2" in
                 echo 2.13.0+cpu >"$here/torch" ;;
             *torch==2.13.0*) echo 2.13.0+cu130 >"$here/torch" ;;
         esac ;;
-    "-m services.worker.native.build") echo "$*" >"$here/built"; exit "${BUILD_STATUS:-0}" ;;
+    "-m loraplex_services.worker.native.build")
+        echo "$*" >"$here/built"; exit "${BUILD_STATUS:-0}" ;;
     "-c "*version_info*) echo VERSION ;;
     "-c "*ensurepip*) HAS_VENV ;;
     "-c "*torch*) cat "$here/torch" ;;
@@ -277,7 +278,7 @@ def test_tests_get_the_kernels_of_every_instruction_set_here(
 ) -> None:
     assert checkout.setup(*groups).returncode == 0
     built = (checkout.folder / ".venv" / "bin" / "built").read_text()
-    assert built == f"-m services.worker.native.build{asked}\n"
+    assert built == f"-m loraplex_services.worker.native.build{asked}\n"
 
 
 def test_a_compiler_is_installed_where_there_is_none(checkout: Checkout) -> None:

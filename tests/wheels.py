@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("loraplex", "services")
+PACKAGES = ("loraplex", "loraplex_services")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 

@@ -33,7 +33,7 @@ from benchmarks.cpu_model import (
     rank_of,
 )
 from benchmarks.machine import read_results, write_results
-from services.worker.native.isa import choose_isa, has_amx
+from loraplex_services.worker.native.isa import choose_isa, has_amx
 
 NUM_THREADS = torch.get_num_threads()
 CASES = "8x0,32x0,8x1,32x1,32x8,8x8,32x32"

@@ -21,11 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.machine import write_results
 from demo.skills import held_out
-from services.worker.adapters.device.loader import AtOnce
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.request import Request, SamplingParams
-from services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20

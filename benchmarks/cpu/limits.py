@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import write_results
-from services.worker.native.bindings import load_native
-from services.worker.native.isa import has_amx
+from loraplex_services.worker.native.bindings import load_native
+from loraplex_services.worker.native.isa import has_amx
 
 READ_BYTES = 512 << 20
 ROUNDS = 9

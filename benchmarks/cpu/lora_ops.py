@@ -15,15 +15,15 @@ from torch import Tensor
 from benchmarks.cpu.limits import best_s, measure_limits
 from benchmarks.cpu_model import rank_of
 from benchmarks.machine import write_results
-from services.worker.layers.operators import AddLora
-from services.worker.native.bindings import load_native
-from services.worker.native.isa import has_amx
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.cpu import NativeLora
-from services.worker.ops.lora.records import Records
-from services.worker.ops.lora.runs import row_runs
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.layers.operators import AddLora
+from loraplex_services.worker.native.bindings import load_native
+from loraplex_services.worker.native.isa import has_amx
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.cpu import NativeLora
+from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.runs import row_runs
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 NUM_ROWS = 32
 ROTATED_BYTES = 128 << 20

@@ -26,8 +26,8 @@ import torch
 from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
 from benchmarks.machine import write_results
-from services.worker.native import bindings
-from services.worker.native.build import FLAGS, SOURCE_DIR, find_compiler
+from loraplex_services.worker.native import bindings
+from loraplex_services.worker.native.build import FLAGS, SOURCE_DIR, find_compiler
 
 ARENA_BYTES = 1_000_000_000
 NUM_TOKENS = 48

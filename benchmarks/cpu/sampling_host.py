@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.worker.sampling.drawing import DrawOperators
-from services.worker.sampling.next_token import NextToken
-from services.worker.sampling.sampler import sample
-from services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.sampling.next_token import NextToken
+from loraplex_services.worker.sampling.sampler import sample
+from loraplex_services.worker.types.request import Request, SamplingParams
 
 VOCABULARY = 256
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
-from services.worker.types.request import AdapterSet, SamplingParams
-from services.worker.types.runner_protocol import DoneStep
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.runner_protocol import DoneStep
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts, rank_of
 from benchmarks.machine import write_results
-from services.worker.native.build import build_library
-from services.worker.native.isa import TORCH, choose_isa
+from loraplex_services.worker.native.build import build_library
+from loraplex_services.worker.native.isa import TORCH, choose_isa
 
 ARENA_BYTES = 2_000_000_000
 NUM_TOKENS = 8

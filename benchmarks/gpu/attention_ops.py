@@ -22,19 +22,19 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import common
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.ops.attention import triton as kernels
-from services.worker.ops.attention import work_items
-from services.worker.ops.attention.backend import KvCacheParams
-from services.worker.ops.attention.shapes import (
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from loraplex_services.worker.ops.attention import triton as kernels
+from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.attention.backend import KvCacheParams
+from loraplex_services.worker.ops.attention.shapes import (
     HeadShape,
     Tiling,
     context_tiling,
     generation_tiling,
 )
-from services.worker.ops.attention.triton_backend import TritonAttentionMetadata
-from services.worker.ops.launch import INTERPRETING, shared_bytes
+from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
+from loraplex_services.worker.ops.launch import INTERPRETING, shared_bytes
 
 HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
 TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)

@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.gpu import common
 from benchmarks.llama import Shape, write_adapter
-from services.worker.adapters.device.loader import AtOnce, CopiedImage
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.request import Request, SamplingParams
-from services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.adapters.device.loader import AtOnce, CopiedImage
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 GPU_RESERVE_BYTES = 7 << 30
 """Left to activations, graphs and libraries when the arena takes the rest."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench_runner import BenchRunner
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.types.step_plan import StepPlan
 
 MAX_DIFFERENCE = 2e-2
 """Of two ways to compute the same in half precision, over the largest value."""

@@ -22,10 +22,10 @@ from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter
-from services.worker.adapters.device.loader import AtOnce
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.runner_protocol import Copied
+from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.runner_protocol import Copied
 
 
 def main() -> None:

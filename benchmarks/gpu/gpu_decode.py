@@ -28,7 +28,7 @@ from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_opti
 from benchmarks.gpu.checks import WrongResult, check_step
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.types.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

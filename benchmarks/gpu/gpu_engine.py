@@ -30,9 +30,9 @@ from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.types.messages import EngineConfig, Prefetch, Unload
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.types.messages import EngineConfig, Prefetch, Unload
 
 MAX_RUNNING = 64
 RESIDENT = 64

@@ -32,16 +32,16 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult, compare, relative_difference
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora import triton as lora
-from services.worker.ops.lora.device_records import Part
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.plan import SitePlan, expand_plan
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.side_stream import SideStream
-from services.worker.ops.lora.step_work import StepWork
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora import triton as lora
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.plan import SitePlan, expand_plan
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.side_stream import SideStream
+from loraplex_services.worker.ops.lora.step_work import StepWork
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 L2_BYTES = 256 << 20
 MAX_SITES = 32

@@ -34,18 +34,18 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
-from services.worker.adapters.device.loader import AtOnce
-from services.worker.engine.engine import Engine
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.ops.attention.triton_backend import TritonAttentionMetadata
-from services.worker.ops.lora.step_work import StepWork
-from services.worker.runner.building import build_runner
-from services.worker.runner.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
-from services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
-from services.worker.runner.runner import TorchRunner
-from services.worker.runner.steps import StepOrder
-from services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
-from services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
+from loraplex_services.worker.ops.lora.step_work import StepWork
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
+from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import StepOrder
+from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16

@@ -23,11 +23,11 @@ from benchmarks import cpu_model
 from benchmarks.gpu import common
 from benchmarks.gpu.common import SHAPES
 from benchmarks.machine import write_results
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import Cancel, EngineConfig, Submit
-from services.worker.types.request import SamplingParams
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.messages import Cancel, EngineConfig, Submit
+from loraplex_services.worker.types.request import SamplingParams
 
 NUM_PROMPT = 64
 WARM_UP_STEPS = 8

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.tables import SiteDelta
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.tables import SiteDelta
 
 SEGMENT_ROWS = 16
 KERNEL_FOLDERS = (

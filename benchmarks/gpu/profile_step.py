@@ -28,7 +28,7 @@ from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.types.step_plan import StepPlan
 
 WARM_UP_STEPS = 3
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

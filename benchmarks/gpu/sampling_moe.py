@@ -28,14 +28,14 @@ from benchmarks.gpu.common import (
     print_table,
     write_results,
 )
-from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.moe import LoopedExperts
-from services.worker.ops.activation.triton import silu_and_multiply
-from services.worker.ops.linear.torch import DenseLinear
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.sampling.triton import draw
-from services.worker.ops.sampling.truncation import truncate
-from services.worker.sampling import masks
+from loraplex_services.worker.layers.grouped_experts import GroupedExperts
+from loraplex_services.worker.layers.moe import LoopedExperts
+from loraplex_services.worker.ops.activation.triton import silu_and_multiply
+from loraplex_services.worker.ops.linear.torch import DenseLinear
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.sampling.triton import draw
+from loraplex_services.worker.ops.sampling.truncation import truncate
+from loraplex_services.worker.sampling import masks
 
 VOCABULARY, HIDDEN = 128_256, 4096
 MIXTURES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}

@@ -17,13 +17,13 @@ from benchmarks.measuring import median_ratio, timed
 from benchmarks.registry import load
 from benchmarks.registry.process import RegistryProcess
 from loraplex.v1 import registry_pb2 as pb
-from services.common.objects import ObjectStore, open_store
-from services.common.objects.probe import probe
-from services.common.redis_url import connect_redis
-from services.registry import layout
-from services.registry.assembly import Registry, assemble
-from services.registry.index.catalog import Catalog
-from services.registry.index.metadata_server import MetadataServer
+from loraplex_services.common.objects import ObjectStore, open_store
+from loraplex_services.common.objects.probe import probe
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.metadata_server import MetadataServer
 
 _RESOLVES = 3000
 _IN_FLIGHT = 32

@@ -9,9 +9,9 @@ import random
 from pathlib import Path
 
 from loraplex.adapter_format import File, Geometry, Module
-from services.common.objects import ObjectStore
-from services.registry import layout
-from services.registry.records import (
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import layout
+from loraplex_services.registry.records import (
     BaseRecord,
     Move,
     TagRecord,

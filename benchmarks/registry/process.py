@@ -20,13 +20,13 @@ from loraplex.convert import geometry_to_proto
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
-from services.registry.records import BaseRecord
+from loraplex_services.registry.records import BaseRecord
 
 _START_TIMEOUT_S = 300.0
 
 
 class RegistryProcess:
-    """`python -m services.registry` with its embedded metadata server. An async context manager."""
+    """A registry process with its embedded metadata server. An async context manager."""
 
     def __init__(self, state_dir: Path, cores: Sequence[int] | None = None) -> None:
         """`cores` pins it, and the metadata server that it starts, to these."""
@@ -46,7 +46,7 @@ class RegistryProcess:
         }
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "services.registry"], env={**kept, **settings}
+            [sys.executable, "-m", "loraplex_services.registry"], env={**kept, **settings}
         )
         self.process = psutil.Process(self._child.pid)
         if self._cores is not None:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
-from services.worker.adapters.pack.contents import ModuleReader, base_geometry
-from services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
-from services.worker.adapters.pack.tiles import TileLayout
-from services.worker.cache.kv_layout import plan_kv_groups
-from services.worker.layers.operators import TorchOperators
-from services.worker.model.families import read_model_config
+from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry
+from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
+from loraplex_services.worker.adapters.pack.tiles import TileLayout
+from loraplex_services.worker.cache.kv_layout import plan_kv_groups
+from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.model.families import read_model_config
 
 HALF_BYTES = 2
 RANKS = (8, 16, 32, 64)

@@ -24,9 +24,9 @@ from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
-from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine.engine import CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE, POLICIES
-from services.worker.scheduling.policies import Policy, ServiceCounters, clustered
+from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.worker.engine.engine import CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE, POLICIES
+from loraplex_services.worker.scheduling.policies import Policy, ServiceCounters, clustered
 
 NUM_ADAPTERS = 32
 

@@ -20,7 +20,7 @@ from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, Capacity, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
-from services.simulate.simulation import Simulation
+from loraplex_services.simulate.simulation import Simulation
 
 SLO_S = 6.0
 RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)

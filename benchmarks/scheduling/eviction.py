@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.eviction import LeastExpectedLoss
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.types.residency import CachedAdapter
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.eviction import LeastExpectedLoss
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.types.residency import CachedAdapter
 
 NUM_ADAPTERS, RANKS, RANKS_PER_BLOCK = 2000, (64, 32, 16, 8), 4
 RATE_PER_S, DURATION_S, HOLD_S = 20.0, 900.0, 4.0

@@ -19,9 +19,9 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import write_results
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.simulate.virtual_loop import run_virtually
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen
 from tests.gateway.simulated.worker import BASE_ID, Speed
 

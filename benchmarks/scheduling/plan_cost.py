@@ -25,17 +25,17 @@ from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import SMALL
 from loraplex.cli.output import print_table
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import KvLayout
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.engine.engine import COUNTING_POLICIES, POLICIES
-from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import ServiceCounters, reserved_slots
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.request import AdapterSet, Request, SamplingParams
-from services.worker.types.residency import Load
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import KvLayout
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.engine.engine import COUNTING_POLICIES, POLICIES
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.policies import ServiceCounters, reserved_slots
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.residency import Load
 
 NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512
 NUM_BLOCKS, TOKENS_PER_BLOCK, BLOCKS_PER_ADAPTER = 16_000, 16, 4

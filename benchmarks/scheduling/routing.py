@@ -23,8 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
-from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
+from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
 
 NUM_WORKERS, NUM_SLOTS, NUM_ADAPTERS = 4, 8, 64
 EXPONENTS = (1.0, 1.2, 1.5, 2.0)

@@ -20,10 +20,10 @@ from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
-from services.simulate.rooflines import ROOFLINES
-from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine.engine import POLICIES
-from services.worker.types.messages import EngineConfig
+from loraplex_services.simulate.rooflines import ROOFLINES
+from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.worker.engine.engine import POLICIES
+from loraplex_services.worker.types.messages import EngineConfig
 
 COSTS = ROOFLINES["llama-7b@a10g"].costs
 BLOCK_BYTES = COSTS.block_bytes

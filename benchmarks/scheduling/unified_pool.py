@@ -30,19 +30,19 @@ from benchmarks.scheduling.slora_policies import BLOCK_BYTES, fleet
 from loraplex.cli.output import print_table
 from loraplex.units import parse_bytes
 from loraplex.workload import TracedRequest, UniformLengths, Workload, generate, ranks_of, summarize
-from services.simulate import worker as simulated_worker
-from services.simulate.simulation import Simulation
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.engine.adapter_loads import AdapterLoads
-from services.worker.engine.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
-from services.worker.engine.output_processor import OutputProcessor
-from services.worker.scheduling.admission import peak_kv_blocks
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.messages import EngineConfig
-from services.worker.types.request import Request
-from services.worker.types.runner_protocol import Runner
+from loraplex_services.simulate import worker as simulated_worker
+from loraplex_services.simulate.simulation import Simulation
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.engine.adapter_loads import AdapterLoads
+from loraplex_services.worker.engine.engine import MAX_ADAPTER_SHARE, MAX_PINNED_SHARE, Engine
+from loraplex_services.worker.engine.output_processor import OutputProcessor
+from loraplex_services.worker.scheduling.admission import peak_kv_blocks
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.messages import EngineConfig
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.runner_protocol import Runner
 
 PHASE_S, NUM_PHASES = 20.0, 4
 MANY = Workload(400, 40.0, PHASE_S, lengths=UniformLengths((8, 32), (4, 16)))

@@ -66,7 +66,7 @@ class House:
             "LORAPLEX_HTTP_LISTEN": f"127.0.0.1:{self.http_port}",
             "LORAPLEX_LOG_LEVEL": "warning",
         }
-        self.gateway = _python("-m", "services.gateway", env=env)
+        self.gateway = _python("-m", "loraplex_services.gateway", env=env)
         try:
             yield self
         finally:

@@ -32,8 +32,8 @@ from benchmarks.serving.many_adapters import (
     make_config,
 )
 from loraplex.cli.output import print_table
-from services.worker.engine.engine import Engine
-from services.worker.types.messages import Cancel, Submit, Unload
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.types.messages import Cancel, Submit, Unload
 
 NUM_STREAMS, PAUSE_STEPS = 8, 10
 RANK = 8

@@ -33,13 +33,13 @@ import torch
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
-from services.worker.adapters.pack.contents import ModuleReader
-from services.worker.adapters.pack.image import ImageFile, image_path
-from services.worker.adapters.pack.packing import Packer
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import (
+from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
+from loraplex_services.worker.adapters.pack.packing import Packer
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
     Fetched,
@@ -47,10 +47,10 @@ from services.worker.types.messages import (
     StepOutput,
     Submit,
 )
-from services.worker.types.request import AdapterSet, SamplingParams
-from services.worker.types.residency import Tier
-from services.worker.types.runner_protocol import LaunchedStep
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.runner_protocol import LaunchedStep
+from loraplex_services.worker.types.step_plan import StepPlan
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)

@@ -36,7 +36,7 @@ from benchmarks.serving.many_adapters import (
     make_config,
 )
 from loraplex.cli.output import print_table
-from services.worker.types.messages import Command, Unload
+from loraplex_services.worker.types.messages import Command, Unload
 
 NUM_ADAPTERS = 400
 MANY, FEW = (144, 8, 12), (12, 96, 96)

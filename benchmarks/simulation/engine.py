@@ -47,12 +47,12 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
-from services.simulate.costs import Costs
-from services.simulate.fitting import fit_trace
-from services.simulate.simulation import Fleet, Simulation
-from services.worker.engine.engine import Engine
-from services.worker.engine.step_trace import TracedRunner
-from services.worker.types.messages import Command, Submit
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.fitting import fit_trace
+from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.engine.step_trace import TracedRunner
+from loraplex_services.worker.types.messages import Command, Submit
 
 NUM_ADAPTERS = 400
 FIT_CV = 4.0

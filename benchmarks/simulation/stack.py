@@ -45,10 +45,10 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
-from services.simulate.costs import Costs
-from services.simulate.fitting import fit_trace
-from services.simulate.flags import fleet_of, make_parser
-from services.simulate.simulation import Simulation
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.fitting import fit_trace
+from loraplex_services.simulate.flags import fleet_of, make_parser
+from loraplex_services.simulate.simulation import Simulation
 
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20

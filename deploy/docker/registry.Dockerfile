@@ -5,7 +5,7 @@ FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
-COPY services services
+COPY services loraplex_services
 RUN python -m venv /opt/loraplex \
     && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[registry]'
 
@@ -18,4 +18,4 @@ EXPOSE 50052 9090
 # Kubernetes has probes of its own; this one is for plain containers, on the port without TLS.
 HEALTHCHECK --start-period=30s \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9090/healthz', timeout=5)"]
-ENTRYPOINT ["python", "-m", "services.registry"]
+ENTRYPOINT ["python", "-m", "loraplex_services.registry"]

@@ -13,10 +13,10 @@ RUN python -m venv /opt/loraplex \
     && /opt/loraplex/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH}"
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
-COPY services services
+COPY services loraplex_services
 RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker]'
 WORKDIR /
-RUN /opt/loraplex/bin/python -m services.worker.native.build --all
+RUN /opt/loraplex/bin/python -m loraplex_services.worker.native.build --all
 
 FROM ${PYTHON_IMAGE}
 ARG RUNTIME_PACKAGES=""
@@ -31,4 +31,4 @@ EXPOSE 50053 9090
 # Kubernetes has probes of its own; this one is for plain containers, on the port without TLS.
 HEALTHCHECK --start-period=20m \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9090/healthz', timeout=5)"]
-ENTRYPOINT ["python", "-m", "services.worker"]
+ENTRYPOINT ["python", "-m", "loraplex_services.worker"]

@@ -44,8 +44,8 @@ def make_parser() -> Parser:
 def main() -> int:
     """Entry point of the console script. `up` and `simulate` replace this process by theirs."""
     if sys.argv[1:2] in (["up"], ["simulate"]):
-        module = f"services.{sys.argv[1]}"
-        # -P: a folder called `services` where the command is run must not be taken for ours.
+        module = f"loraplex_services.{sys.argv[1]}"
+        # -P: a module in the folder where the command is run must not be taken for one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
     return main_of(make_parser(), sys.argv[1:])
 

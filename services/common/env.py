@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from loraplex.units import parse_bytes, parse_seconds
-from services.common.knob import Knob, listen_knob, path_knob, text_knob
-from services.common.units import (
+from loraplex_services.common.knob import Knob, listen_knob, path_knob, text_knob
+from loraplex_services.common.units import (
     choice,
     parse_bool,
     parse_list,

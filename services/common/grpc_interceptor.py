@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex.wire_errors import to_status
-from services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
-from services.common.limits import OpenCalls, check_message
+from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
+from loraplex_services.common.limits import OpenCalls, check_message
 
 logger = logging.getLogger(__name__)
 

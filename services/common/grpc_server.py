@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from loraplex.allocation import reuse_large_blocks
 from loraplex.errors import InvalidRequest
-from services.common.callers import Auth
-from services.common.grpc_interceptor import CallInterceptor
-from services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
-from services.common.rotation import Rotation
-from services.common.signals import stop_event
+from loraplex_services.common.callers import Auth
+from loraplex_services.common.grpc_interceptor import CallInterceptor
+from loraplex_services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
+from loraplex_services.common.rotation import Rotation
+from loraplex_services.common.signals import stop_event
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from services.common.units import parse_listen, parse_text
+from loraplex_services.common.units import parse_listen, parse_text
 
 T = TypeVar("T")
 

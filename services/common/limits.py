@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest, ResourceExhausted
-from services.common.callers import Caller
+from loraplex_services.common.callers import Caller
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
-from services.common import env, variables
-from services.common.log import setup_logging
-from services.common.stacks import print_stacks_on_signal
+from loraplex_services.common import env, variables
+from loraplex_services.common.log import setup_logging
+from loraplex_services.common.stacks import print_stacks_on_signal
 
 USAGE_STATUS = 2
 
@@ -38,7 +38,7 @@ def run_service(
         The exit status.
     """
     argparse.ArgumentParser(
-        prog=f"python -m services.{service}",
+        prog=f"python -m loraplex_services.{service}",
         description=f"Run one {service} in the foreground. Everything is set by environment "
         "variables; `loraplex up` starts a whole stack on one machine.",
         epilog=_variables(service),
@@ -48,7 +48,7 @@ def run_service(
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
         variables.refuse_renamed(os.environ)
         for warning in variables.unknown_variables(os.environ):
-            logging.getLogger(f"services.{service}").warning(warning)
+            logging.getLogger(f"loraplex_services.{service}").warning(warning)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(serve))
     except InvalidRequest as error:

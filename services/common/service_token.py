@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from services.common.callers import LOCAL, Caller, peer_names
-from services.common.env import SERVICE_TOKEN_FILE
-from services.common.tls import is_service
+from loraplex_services.common.callers import LOCAL, Caller, peer_names
+from loraplex_services.common.env import SERVICE_TOKEN_FILE
+from loraplex_services.common.tls import is_service
 
 
 class ServiceAuth:

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 
 from loraplex.errors import InvalidRequest
-from services.common import env
-from services.common.grpc_server import ServerTls
-from services.common.knob import Knob
-from services.common.rotation import Rotation
+from loraplex_services.common import env
+from loraplex_services.common.grpc_server import ServerTls
+from loraplex_services.common.knob import Knob
+from loraplex_services.common.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)

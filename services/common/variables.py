@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from loraplex.errors import InvalidRequest
-from services.common import env
-from services.common.knob import Knob
+from loraplex_services.common import env
+from loraplex_services.common.knob import Knob
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"

@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: HTTP and gRPC in one process."""
+"""`python -m loraplex_services.gateway`: HTTP and gRPC in one process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import gc
 import os
 import sys
 
-from services.common import grpc_server
-from services.common.process import run_service
-from services.common.signals import stop_event
-from services.gateway.config import GatewayConfig, from_env
-from services.gateway.event_loop import new_loop
-from services.gateway.gateway import Gateway
+from loraplex_services.common import grpc_server
+from loraplex_services.common.process import run_service
+from loraplex_services.common.signals import stop_event
+from loraplex_services.gateway.config import GatewayConfig, from_env
+from loraplex_services.gateway.event_loop import new_loop
+from loraplex_services.gateway.gateway import Gateway
 
 
 async def serve(config: GatewayConfig) -> None:

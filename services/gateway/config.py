@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from services.common import env
-from services.common.addresses import is_local
-from services.common.service_token import read_service_token
-from services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
-from services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.common import env
+from loraplex_services.common.addresses import is_local
+from loraplex_services.common.service_token import read_service_token
+from loraplex_services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
+from loraplex_services.gateway.admission.queue import AdmissionLimits
 
 
 @dataclass(frozen=True, slots=True)

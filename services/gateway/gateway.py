@@ -11,36 +11,39 @@ from starlette.types import ASGIApp
 from loraplex.errors import LoraplexError
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common import grpc_server
-from services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
-from services.common.grpc_channels import channel_opener
-from services.common.metrics import MetricsServer
-from services.common.redis_url import connect_redis
-from services.gateway.admission.concurrency import TenantConcurrency
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.admission.dispatch_window import ready_workers
-from services.gateway.admission.rate_limit_store import LocalRateLimitStore, RedisRateLimitStore
-from services.gateway.admission.rates import TenantRates
-from services.gateway.admission.scaling import ScalingSignals
-from services.gateway.config import GatewayConfig
-from services.gateway.console.app import ConsoleEndpoints
-from services.gateway.grpc import admin, server
-from services.gateway.http.aliases import AliasEndpoints
-from services.gateway.http.app import AppContext, OpenAIEndpoints
-from services.gateway.http.guard import HostRule
-from services.gateway.http.server import HttpServer
-from services.gateway.http.tokenize import TokenizeEndpoints
-from services.gateway.pipeline.generation import Generation
-from services.gateway.registry.keyring import KeyRing
-from services.gateway.registry.link import RegistryLink
-from services.gateway.registry.registrar import BaseRegistrar
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.staging import Stager
-from services.gateway.registry.tenants import TenantDirectory
-from services.gateway.routing.relay import Relay
-from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.workers.fleet import Fleet
+from loraplex_services.common import grpc_server
+from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
+from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.gateway.admission.concurrency import TenantConcurrency
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.admission.dispatch_window import ready_workers
+from loraplex_services.gateway.admission.rate_limit_store import (
+    LocalRateLimitStore,
+    RedisRateLimitStore,
+)
+from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.admission.scaling import ScalingSignals
+from loraplex_services.gateway.config import GatewayConfig
+from loraplex_services.gateway.console.app import ConsoleEndpoints
+from loraplex_services.gateway.grpc import admin, server
+from loraplex_services.gateway.http.aliases import AliasEndpoints
+from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
+from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.server import HttpServer
+from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.registry.keyring import KeyRing
+from loraplex_services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.registrar import BaseRegistrar
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.staging import Stager
+from loraplex_services.gateway.registry.tenants import TenantDirectory
+from loraplex_services.gateway.routing.relay import Relay
+from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 

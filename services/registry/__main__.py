@@ -1,4 +1,4 @@
-"""`python -m services.registry`: one registry process."""
+"""`python -m loraplex_services.registry`: one registry process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import os
 import sys
 
 from loraplex.errors import Unavailable
-from services.common import grpc_server
-from services.common.metrics import MetricsServer
-from services.common.objects import ObjectStore, open_store
-from services.common.objects.probe import probe
-from services.common.process import run_service
-from services.common.redis_url import connect_redis
-from services.common.signals import stop_event
-from services.registry import layout
-from services.registry.access.auth import caller_auth
-from services.registry.api.server import service
-from services.registry.assembly import Registry, assemble
-from services.registry.config import RegistryConfig, from_env
-from services.registry.index.catalog import Catalog
-from services.registry.index.metadata_server import MetadataServer
-from services.registry.layout import check_layout_number
-from services.registry.maintenance.housekeeping import (
+from loraplex_services.common import grpc_server
+from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.objects import ObjectStore, open_store
+from loraplex_services.common.objects.probe import probe
+from loraplex_services.common.process import run_service
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.common.signals import stop_event
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.auth import caller_auth
+from loraplex_services.registry.api.server import service
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.config import RegistryConfig, from_env
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.metadata_server import MetadataServer
+from loraplex_services.registry.layout import check_layout_number
+from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
     expire_regularly,
 )
-from services.registry.publish import failpoint
+from loraplex_services.registry.publish import failpoint
 
 logger = logging.getLogger(__name__)
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.objects import ObjectStore
-from services.registry.access.audit import Audit
-from services.registry.access.keys import Keys
-from services.registry.access.lookup import Lookup
-from services.registry.access.sharing import AdapterSharing
-from services.registry.access.signatures import Signatures
-from services.registry.access.tenants import Tenants
-from services.registry.index.catalog import Catalog
-from services.registry.index.versions import Versions
-from services.registry.maintenance.gc import Collector
-from services.registry.maintenance.indexing import Indexer
-from services.registry.maintenance.snapshots import Snapshots
-from services.registry.publish.bases import Bases
-from services.registry.publish.blobs import Blobs
-from services.registry.publish.deletion import Deletion
-from services.registry.publish.publisher import Publisher
-from services.registry.publish.scanning import Scans
-from services.registry.publish.staging import Staging
-from services.registry.publish.tags import Tags
-from services.registry.publish.uploads import Uploads
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.keys import Keys
+from loraplex_services.registry.access.lookup import Lookup
+from loraplex_services.registry.access.sharing import AdapterSharing
+from loraplex_services.registry.access.signatures import Signatures
+from loraplex_services.registry.access.tenants import Tenants
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.indexing import Indexer
+from loraplex_services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.registry.publish.bases import Bases
+from loraplex_services.registry.publish.blobs import Blobs
+from loraplex_services.registry.publish.deletion import Deletion
+from loraplex_services.registry.publish.publisher import Publisher
+from loraplex_services.registry.publish.scanning import Scans
+from loraplex_services.registry.publish.staging import Staging
+from loraplex_services.registry.publish.tags import Tags
+from loraplex_services.registry.publish.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True)

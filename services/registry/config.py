@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from services.common import env
-from services.common.tls import TlsFiles, tls_files
+from loraplex_services.common import env
+from loraplex_services.common.tls import TlsFiles, tls_files
 
 
 @dataclass(frozen=True, slots=True)

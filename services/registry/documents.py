@@ -9,8 +9,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from loraplex.errors import DataLoss
-from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, WriteUncertain
-from services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
+from loraplex_services.common.objects import (
+    ObjectMissing,
+    ObjectStore,
+    PreconditionFailed,
+    WriteUncertain,
+)
+from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
 
 logger = logging.getLogger(__name__)
 

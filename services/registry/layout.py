@@ -23,7 +23,7 @@ import json
 from urllib.parse import quote
 
 from loraplex.errors import LoraplexError
-from services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, store
+from loraplex_services.common.objects import ObjectMissing, ObjectStore, PreconditionFailed, store
 
 LAYOUT_KEY = "loraplex.json"
 LAYOUT_NUMBER = 1

@@ -1,4 +1,4 @@
-"""`python -m services.simulate`, which is `loraplex simulate`."""
+"""`python -m loraplex_services.simulate`, which is `loraplex simulate`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 from loraplex.cli.running import main_of
 from loraplex.errors import LoraplexError
-from services.simulate.flags import make_parser
+from loraplex_services.simulate.flags import make_parser
 
 
 def _run(args: argparse.Namespace) -> None:
     """Loads the worker's scheduler only now: `--help` does without."""
     try:
-        from services.simulate.command import run
+        from loraplex_services.simulate.command import run
     except ModuleNotFoundError as missing:
         raise LoraplexError(
             f"simulating needs the worker's scheduler, and {missing.name} is not installed: "

@@ -10,11 +10,11 @@ import time
 
 from loraplex.cli.workload_flags import print_summary, workload_of
 from loraplex.workload import generate, ranks_of, summarize
-from services.simulate.costs import Costs, read_costs
-from services.simulate.fitting import Fitted, fit_trace
-from services.simulate.flags import DEFAULT_ARENA_BYTES, fleet_of, rank_mix
-from services.simulate.rooflines import ROOFLINES
-from services.simulate.simulation import Simulation
+from loraplex_services.simulate.costs import Costs, read_costs
+from loraplex_services.simulate.fitting import Fitted, fit_trace
+from loraplex_services.simulate.flags import DEFAULT_ARENA_BYTES, fleet_of, rank_mix
+from loraplex_services.simulate.rooflines import ROOFLINES
+from loraplex_services.simulate.simulation import Simulation
 
 
 def run(args: argparse.Namespace) -> None:

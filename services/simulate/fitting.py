@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.simulate.costs import MANY_ROWS, Costs
-from services.simulate.least_squares import fit
+from loraplex_services.simulate.costs import MANY_ROWS, Costs
+from loraplex_services.simulate.least_squares import fit
 
 MIN_STEPS = 20
 """Fewer say nothing."""

@@ -14,8 +14,8 @@ from loraplex.errors import InvalidRequest
 from loraplex.workload import RANK_MIXES
 
 if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
-    from services.simulate.costs import Costs
-    from services.simulate.simulation import Fleet
+    from loraplex_services.simulate.costs import Costs
+    from loraplex_services.simulate.simulation import Fleet
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
 POLICY_NAMES = ("clustered", "fair", "fcfs")
@@ -106,9 +106,9 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
 
     Raises: InvalidRequest.
     """
-    from services.gateway.admission.queue import AdmissionLimits
-    from services.simulate.simulation import Fleet
-    from services.worker.types.messages import EngineConfig
+    from loraplex_services.gateway.admission.queue import AdmissionLimits
+    from loraplex_services.simulate.simulation import Fleet
+    from loraplex_services.worker.types.messages import EngineConfig
 
     for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
         if getattr(args, name) < 1:

@@ -9,19 +9,23 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from loraplex.workload import TracedRequest
-from services.gateway.admission.controller import AdmissionController, Permit
-from services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
-from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest, deadline_infeasible
-from services.gateway.routing.router import (
+from loraplex_services.gateway.admission.controller import AdmissionController, Permit
+from loraplex_services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
+from loraplex_services.gateway.admission.queue import (
+    AdmissionLimits,
+    AdmissionRequest,
+    deadline_infeasible,
+)
+from loraplex_services.gateway.routing.router import (
     ReplicaCounts,
     RoutingRequest,
     are_on_a_device,
     can_start_within,
     choose,
 )
-from services.gateway.workers.view import WorkerView
-from services.simulate.worker import SimulatedWorker
-from services.worker.server.status import MIN_INTERVAL_S
+from loraplex_services.gateway.workers.view import WorkerView
+from loraplex_services.simulate.worker import SimulatedWorker
+from loraplex_services.worker.server.status import MIN_INTERVAL_S
 
 TENANT = "default"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from services.simulate.costs import Costs
+from loraplex_services.simulate.costs import Costs
 
 TOKENS_PER_BLOCK = 16
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format.geometry import Geometry
-from services.simulate.costs import Costs
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.own_rope import BaseRopes
-from services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
-from services.worker.types.sites import SiteTable
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.own_rope import BaseRopes
+from loraplex_services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
+from loraplex_services.worker.types.sites import SiteTable
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 CONTEXT = 1 << 20
 VOCAB_SIZE = 1 << 30

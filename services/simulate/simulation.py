@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
-from services.gateway.admission.controller import Permit
-from services.gateway.admission.queue import AdmissionLimits
-from services.simulate.costs import Costs
-from services.simulate.gateway import Due, SimulatedGateway
-from services.simulate.virtual_loop import VirtualLoop
-from services.simulate.worker import SimulatedWorker
-from services.worker.types.messages import EngineConfig, StepOutput, Submit
-from services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.gateway.admission.controller import Permit
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.gateway import Due, SimulatedGateway
+from loraplex_services.simulate.virtual_loop import VirtualLoop
+from loraplex_services.simulate.worker import SimulatedWorker
+from loraplex_services.worker.types.messages import EngineConfig, StepOutput, Submit
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 """Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""

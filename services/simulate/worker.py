@@ -6,11 +6,17 @@ import heapq
 import itertools
 import math
 
-from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
-from services.simulate.costs import Costs
-from services.simulate.runner import TimedRunner, VirtualClock
-from services.worker.engine.engine import Engine
-from services.worker.types.messages import Command, EngineConfig, Fetched, StepOutput, Submit
+from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.runner import TimedRunner, VirtualClock
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.types.messages import (
+    Command,
+    EngineConfig,
+    Fetched,
+    StepOutput,
+    Submit,
+)
 
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""

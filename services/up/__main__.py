@@ -7,13 +7,13 @@ import os
 import sys
 
 from loraplex.errors import LoraplexError, codes_of
-from services.common import env, variables
-from services.common.log import setup_logging
-from services.up import flags
-from services.up.packages import check_packages
-from services.up.ports import choose_ports
-from services.up.state import StateDir
-from services.up.wiring import addresses_of, child_specs
+from loraplex_services.common import env, variables
+from loraplex_services.common.log import setup_logging
+from loraplex_services.up import flags
+from loraplex_services.up.packages import check_packages
+from loraplex_services.up.ports import choose_ports
+from loraplex_services.up.state import StateDir
+from loraplex_services.up.wiring import addresses_of, child_specs
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _supervise(config: flags.UpConfig, state: StateDir) -> int:
     # Loaded only now: --help must not wait for gRPC.
     import asyncio
 
-    from services.up.supervisor import ChildFailed, Supervisor
+    from loraplex_services.up.supervisor import ChildFailed, Supervisor
 
     async def supervise() -> int:
         return await Supervisor(specs, config.drain_s, line).run()

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from services.up.wiring import ChildSpec
+from loraplex_services.up.wiring import ChildSpec
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "services.up.launch",
+            "loraplex_services.up.launch",
             str(os.getpid()),
             self.spec.module,
             env=self.spec.environ,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.common import env, variables
-from services.common.addresses import is_loopback
-from services.common.knob import Knob
-from services.common.units import whole
+from loraplex_services.common import env, variables
+from loraplex_services.common.addresses import is_loopback
+from loraplex_services.common.knob import Knob
+from loraplex_services.common.units import whole
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

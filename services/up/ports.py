@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from loraplex.errors import AlreadyExists, InvalidRequest
-from services.up.flags import Listener
+from loraplex_services.up.flags import Listener
 
 
 def address_of(host: str, port: int) -> str:

@@ -9,9 +9,9 @@ import signal
 from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
-from services.common.health_check import is_serving
-from services.up.child import Child
-from services.up.wiring import ChildSpec
+from loraplex_services.common.health_check import is_serving
+from loraplex_services.up.child import Child
+from loraplex_services.up.wiring import ChildSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import services
+import loraplex_services
 from loraplex.errors import InvalidRequest
-from services.common import env
-from services.up.flags import LISTENERS, Listener, UpConfig
-from services.up.ports import address_of
-from services.up.state import StateDir
+from loraplex_services.common import env
+from loraplex_services.up.flags import LISTENERS, Listener, UpConfig
+from loraplex_services.up.ports import address_of
+from loraplex_services.up.state import StateDir
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
@@ -49,7 +49,7 @@ def child_specs(
     workers = [_worker(config, index, state, shared) for index in range(config.num_workers)]
     registry = ChildSpec(
         "registry",
-        "services.registry",
+        "loraplex_services.registry",
         {
             **shared,
             "LORAPLEX_REGISTRY_LISTEN": addresses.registry,
@@ -60,7 +60,7 @@ def child_specs(
     )
     gateway = ChildSpec(
         "gateway",
-        "services.gateway",
+        "loraplex_services.gateway",
         {
             **shared,
             "LORAPLEX_GATEWAY_LISTEN": addresses.grpc,
@@ -121,7 +121,7 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
         "LORAPLEX_MAX_NUM_BATCHED_TOKENS": str(config.max_num_batched_tokens),
         "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
     }
-    return ChildSpec(name, "services.worker", environ, listen)
+    return ChildSpec(name, "loraplex_services.worker", environ, listen)
 
 
 def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
         *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY", "LORAPLEX_REGISTRY_SERVICE_LISTEN"),
     )
     shared = {name: value for name, value in environ.items() if name not in private}
-    root = str(Path(services.__path__[0]).parent)
+    root = str(Path(loraplex_services.__path__[0]).parent)
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
     shared["PYTHONSAFEPATH"] = "1"
     shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"

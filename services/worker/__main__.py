@@ -1,4 +1,4 @@
-"""`python -m services.worker`: the API server process. It answers at once while the model loads."""
+"""`python -m loraplex_services.worker`: the API server process; it answers while the model loads."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import sys
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from services.common import env, grpc_server
-from services.common.metrics import MetricsServer
-from services.common.objects.opening import open_store
-from services.common.process import run_service
-from services.common.service_token import ServiceAuth
-from services.worker.adapters.fetch.disk_cache import DiskCache
-from services.worker.adapters.fetch.source import AdapterSource
-from services.worker.config import WorkerConfig, from_env
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.server.api_server import ApiServer
-from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
-from services.worker.server.engine_client import EngineClient
-from services.worker.server.metrics import AdapterCollector, OfModel
-from services.worker.server.servicer import worker_service
-from services.worker.server.status import StatusBoard
+from loraplex_services.common import env, grpc_server
+from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.objects.opening import open_store
+from loraplex_services.common.process import run_service
+from loraplex_services.common.service_token import ServiceAuth
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
+from loraplex_services.worker.adapters.fetch.source import AdapterSource
+from loraplex_services.worker.config import WorkerConfig, from_env
+from loraplex_services.worker.grammars.checker import GrammarChecker
+from loraplex_services.worker.server.api_server import ApiServer
+from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from loraplex_services.worker.server.engine_client import EngineClient
+from loraplex_services.worker.server.metrics import AdapterCollector, OfModel
+from loraplex_services.worker.server.servicer import worker_service
+from loraplex_services.worker.server.status import StatusBoard
 
-logger = logging.getLogger("services.worker")
+logger = logging.getLogger("loraplex_services.worker")
 
 
 async def serve(config: WorkerConfig) -> None:

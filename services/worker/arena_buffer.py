@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from services.worker.cache.kv_layout import MAX_BLOCK_BYTES, TOKENS_PER_BLOCK, KvGroups
+from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, TOKENS_PER_BLOCK, KvGroups
 
 
 class ArenaBuffer:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.common import env
-from services.common.addresses import is_local
-from services.common.service_token import read_service_token
-from services.common.tls import TlsFiles, tls_files
-from services.worker.types.messages import EngineConfig
+from loraplex_services.common import env
+from loraplex_services.common.addresses import is_local
+from loraplex_services.common.service_token import read_service_token
+from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.worker.types.messages import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

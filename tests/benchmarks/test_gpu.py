@@ -66,7 +66,7 @@ def test_a_machine_without_our_wheels_runs_them_with_stand_ins(tmp_path):
             *(sys.executable, "-c"),
             "import msgspec, runpy, sys\n"
             f"assert msgspec.__file__.startswith({str(standins)!r})\n"
-            "import services.worker.engine.engine\n"
+            "import loraplex_services.worker.engine.engine\n"
             "runpy.run_module('benchmarks.gpu.cold_load', run_name='__main__')",
             *options(tmp_path),
         ],

@@ -82,7 +82,7 @@ def registry(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iter
     variables = {"LORAPLEX_REGISTRY_LISTEN": address, "LORAPLEX_STATE_DIR": str(state)}
     with (state / "log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "services.registry"],
+            [sys.executable, "-m", "loraplex_services.registry"],
             env=environment(**variables),
             stderr=log,
             cwd=REPO,

@@ -127,7 +127,7 @@ def test_help_imports_neither_grpc_nor_asyncio(module: str) -> None:
 
 def test_help_of_up_imports_no_grpc() -> None:
     code = (
-        "import sys; sys.argv = ['x', '--help']\nfrom services.up.__main__ import main\n"
+        "import sys; sys.argv = ['x', '--help']\nfrom loraplex_services.up.__main__ import main\n"
         "try: main()\nexcept SystemExit: pass\nprint({'grpc', 'asyncio'} & set(sys.modules))"
     )
     done = subprocess.run(

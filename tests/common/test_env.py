@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common import env, variables
-from services.common.knob import Knob
+from loraplex_services.common import env, variables
+from loraplex_services.common.knob import Knob
 
 
 def test_no_name_looks_like_what_kubernetes_injects() -> None:

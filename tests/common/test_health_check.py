@@ -1,7 +1,7 @@
 """Asking a real server whether it is ready."""
 
-from services.common.grpc_server import start
-from services.common.health_check import is_serving
+from loraplex_services.common.grpc_server import start
+from loraplex_services.common.health_check import is_serving
 
 
 async def test_follows_a_server_through_its_life() -> None:

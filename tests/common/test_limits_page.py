@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from loraplex_services.common import limits
 from scripts import limits_page
-from services.common import limits
 
 
 def test_page_is_what_the_table_says() -> None:

@@ -3,12 +3,19 @@
 import json
 import logging
 
-from services.common.log import JsonFormatter, TextFormatter
+from loraplex_services.common.log import JsonFormatter, TextFormatter
 
 
 def _record() -> logging.LogRecord:
-    return logging.getLogger("services.x").makeRecord(
-        "services.x", logging.INFO, __file__, 1, "loaded %s", ("it",), None, extra={"slot": 3}
+    return logging.getLogger("loraplex_services.x").makeRecord(
+        "loraplex_services.x",
+        logging.INFO,
+        __file__,
+        1,
+        "loaded %s",
+        ("it",),
+        None,
+        extra={"slot": 3},
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from loraplex.errors import InvalidRequest
-from services.common.metrics import MetricsServer
+from loraplex_services.common.metrics import MetricsServer
 
 
 async def _get(port: int, path: str, method: str = "GET") -> tuple[int, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.objects import (
+from loraplex_services.common.objects import (
     ObjectMissing,
     ObjectStore,
     ObjectStoreError,
@@ -23,7 +23,7 @@ from services.common.objects import (
     open_store,
     read_chunks,
 )
-from services.common.objects.probe import probe
+from loraplex_services.common.objects.probe import probe
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 
 
@@ -281,7 +281,7 @@ async def test_write_that_a_full_disk_refuses_leaves_no_file(
         os.write(descriptor, data[:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("services.common.objects.file.write_all", full)
+    monkeypatch.setattr("loraplex_services.common.objects.file.write_all", full)
     for _ in range(3):
         with pytest.raises(ObjectStoreError):
             if composes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from loraplex.errors import InvalidRequest, Unavailable
-from services.common.process import run_service
+from loraplex_services.common.process import run_service
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.recent import Recent
+from loraplex_services.common.recent import Recent
 
 
 def test_entry_used_longest_ago_makes_space() -> None:

@@ -9,8 +9,8 @@ import pytest
 from redis.exceptions import TimeoutError as TimedOut
 
 from loraplex.errors import InvalidRequest
-from services.common import redis_url
-from services.common.redis_url import connect_redis
+from loraplex_services.common import redis_url
+from loraplex_services.common.redis_url import connect_redis
 
 
 def test_plain_tls_and_socket_urls_are_understood() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.common import grpc_server
-from services.common.rotation import Rotation
-from services.common.tls import TlsFiles
-from services.gateway.http.server import HttpServer
+from loraplex_services.common import grpc_server
+from loraplex_services.common.rotation import Rotation
+from loraplex_services.common.tls import TlsFiles
+from loraplex_services.gateway.http.server import HttpServer
 from tests.certificates import Authority
 
 

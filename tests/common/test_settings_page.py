@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.common.variables import markdown_table
+from loraplex_services.common.variables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path("docs/reference/settings.md")

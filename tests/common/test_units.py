@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.units import parse_listen, whole
+from loraplex_services.common.units import parse_listen, whole
 
 
 def test_whole_numbers_have_bounds() -> None:

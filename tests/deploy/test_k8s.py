@@ -11,13 +11,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.common import env, variables
-from services.common.objects.file import FileStore
-from services.gateway import config as gateway_config
-from services.registry import config as registry_config
-from services.registry.access.auth import caller_auth
-from services.registry.access.keys import Keys
-from services.worker import config as worker_config
+from loraplex_services.common import env, variables
+from loraplex_services.common.objects.file import FileStore
+from loraplex_services.gateway import config as gateway_config
+from loraplex_services.registry import config as registry_config
+from loraplex_services.registry.access.auth import caller_auth
+from loraplex_services.registry.access.keys import Keys
+from loraplex_services.worker import config as worker_config
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, render
 from tests.metrics import exported

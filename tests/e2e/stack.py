@@ -25,7 +25,11 @@ DEMO = REPO / "demo"
 BASE = DEMO / "base"
 BASE_ID = "loraplex-demo"
 ADAPTERS = sorted(path for path in (DEMO / "adapters").glob("*") if path.is_dir())
-TELLING = ("services.gateway", "services.worker", "services.worker.engine.process")
+TELLING = (
+    "loraplex_services.gateway",
+    "loraplex_services.worker",
+    "loraplex_services.worker.engine.process",
+)
 """Modules whose processes print their stacks on SIGUSR2."""
 READY = re.compile(r"^loraplex ready (http://\S+) grpc (\S+) registry (\S+)$")
 

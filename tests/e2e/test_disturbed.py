@@ -68,7 +68,7 @@ def metadata_server(stack: Stack) -> psutil.Process:
 
 
 VICTIMS: dict[str, Callable[[Stack], psutil.Process]] = {
-    "registry": lambda stack: stack.service("services.registry"),
+    "registry": lambda stack: stack.service("loraplex_services.registry"),
     "metadata server": metadata_server,
     "worker": lambda stack: workers(stack)[0],
 }
@@ -91,12 +91,14 @@ def test_service_behind_the_gateway_ends_under_load(
 @pytest.fixture
 def second(house: Stack, tmp_path: Path) -> Iterator[tuple[Stack, subprocess.Popen[bytes]]]:
     """Another gateway beside that of the stack, on the same workers and registry."""
-    env = dict(house.service("services.gateway").environ())
+    env = dict(house.service("loraplex_services.gateway").environ())
     port = free_port()
     env["LORAPLEX_HTTP_LISTEN"] = f"127.0.0.1:{port}"
     env["LORAPLEX_GATEWAY_LISTEN"] = f"unix:{tmp_path}/g.sock"
     env.pop("LORAPLEX_METRICS_LISTEN", None)
-    process = subprocess.Popen([sys.executable, "-m", "services.gateway"], cwd=REPO, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loraplex_services.gateway"], cwd=REPO, env=env
+    )
     other = replace(house, http=f"http://127.0.0.1:{port}")
 
     def is_ready() -> bool:

@@ -120,7 +120,7 @@ class Load:
 def workers(stack: Stack) -> list[psutil.Process]:
     """The API server processes of the workers."""
     children = psutil.Process(stack.process.pid).children(recursive=True)
-    return [child for child in children if "services.worker" in child.cmdline()]
+    return [child for child in children if "loraplex_services.worker" in child.cmdline()]
 
 
 def metric(stack: Stack, name: str) -> float:

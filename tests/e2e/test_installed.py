@@ -16,8 +16,8 @@ from typing import IO
 
 import pytest
 
-from services.worker.native.build import BuildFailed, build_library
-from services.worker.native.isa import TORCH, choose_isa
+from loraplex_services.worker.native.build import BuildFailed, build_library
+from loraplex_services.worker.native.isa import TORCH, choose_isa
 from tests.wheels import ROOT, build_wheel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -118,7 +118,9 @@ def up(installation: Installation) -> Iterator[str]:
 def test_an_installed_stack_serves_with_compiled_kernels(installation: Installation) -> None:
     installation.link(EVERYTHING)
     isa = offer_kernels(installation)
-    code = "import services, loraplex; print(services.__file__, loraplex.__file__)"
+    code = (
+        "import loraplex_services, loraplex; print(loraplex_services.__file__, loraplex.__file__)"
+    )
     files = installation.run("python", "-P", "-c", code)[1].split()
     assert [Path(file).is_relative_to(installation.packages) for file in files] == [True, True]
     lines = up(installation)
@@ -144,7 +146,7 @@ def test_a_client_is_told_what_a_stack_needs(installation: Installation) -> None
 
 def test_a_worker_without_torch_ends_with_one_line(installation: Installation) -> None:
     installation.link(NO_TORCH)
-    status, _, errors = installation.run("python", "-P", "-m", "services.worker")
+    status, _, errors = installation.run("python", "-P", "-m", "loraplex_services.worker")
     assert status == 2
     [line] = errors.splitlines()
     assert line.startswith("worker: torch is not installed: run `pip install torch`")

@@ -42,7 +42,13 @@ def list_works(stack: Stack) -> bool:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "module", ["services.registry", "services.gateway", "services.worker", "engine"]
+    "module",
+    [
+        "loraplex_services.registry",
+        "loraplex_services.gateway",
+        "loraplex_services.worker",
+        "engine",
+    ],
 )
 def test_a_killed_service_comes_back_and_loses_nothing(fragile: Stack, module: str) -> None:
     stop = threading.Event()
@@ -55,7 +61,7 @@ def test_a_killed_service_comes_back_and_loses_nothing(fragile: Stack, module: s
     for thread in threads:
         thread.start()
     try:
-        name = "services.worker.engine.process" if module == "engine" else module
+        name = "loraplex_services.worker.engine.process" if module == "engine" else module
         victim = fragile.service(name)
         victim.kill()
         eventually(lambda: not victim.is_running() or victim.status() == "zombie")

@@ -77,7 +77,7 @@ def test_services_with_certificates_need_no_token(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(
             _service(
-                "services.registry",
+                "loraplex_services.registry",
                 tmp_path,
                 **_certificate(house, "registry"),
                 **objects,
@@ -91,7 +91,7 @@ def test_services_with_certificates_need_no_token(tmp_path: Path) -> None:
         )
         stack.enter_context(
             _service(
-                "services.worker",
+                "loraplex_services.worker",
                 tmp_path,
                 **_certificate(house, "worker"),
                 **objects,
@@ -105,7 +105,7 @@ def test_services_with_certificates_need_no_token(tmp_path: Path) -> None:
         )
         stack.enter_context(
             _service(
-                "services.gateway",
+                "loraplex_services.gateway",
                 tmp_path,
                 **_certificate(house, "gateway"),
                 LORAPLEX_AUTH="keys",

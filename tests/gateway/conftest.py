@@ -13,10 +13,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
-from services.common.tls import PLAIN, TlsFiles
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.config import GatewayConfig
-from services.gateway.gateway import Gateway
+from loraplex_services.common.tls import PLAIN, TlsFiles
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.config import GatewayConfig
+from loraplex_services.gateway.gateway import Gateway
 from tests.gateway.scripted_registry import ScriptedRegistry, start_registry
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
 

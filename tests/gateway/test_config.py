@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.config import from_env
+from loraplex_services.gateway.config import from_env
 from tests.certificates import Authority
 
 GOOD = {"LORAPLEX_WORKERS": "unix:/run/w0.sock,127.0.0.1:50053,dns:workers:50053"}

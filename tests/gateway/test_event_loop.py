@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from services.gateway.event_loop import new_loop
+from loraplex_services.gateway.event_loop import new_loop
 
 
 def test_the_loops_clock_moves_while_a_callback_runs() -> None:

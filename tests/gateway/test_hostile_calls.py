@@ -12,18 +12,18 @@ import pytest
 from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
-from services.common.limits import (
+from loraplex_services.common.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_QUEUED_JOB_BYTES_PER_TENANT,
     MAX_SEQUENCES_PER_REQUEST,
     MAX_TOKEN_IDS_PER_FIELD,
 )
-from services.gateway.pipeline.sampling import resolve
-from services.gateway.registry.tenants import TenantLimits
-from services.gateway.request import AskedSampling, Sampling, ServedModel, WorkerJob
-from services.gateway.text.tokenizer import BaseTokenizer
-from services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
-from services.gateway.workers.token_stream import WakeupPacer
+from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.request import AskedSampling, Sampling, ServedModel, WorkerJob
+from loraplex_services.gateway.text.tokenizer import BaseTokenizer
+from loraplex_services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
+from loraplex_services.gateway.workers.token_stream import WakeupPacer
 from tests.gateway.conftest import Stack
 
 pytestmark = pytest.mark.hostile

@@ -33,7 +33,7 @@ def _start(stack: Stack, http_listen: str) -> subprocess.Popen[str]:
         "LORAPLEX_DRAIN_S": "10",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "services.gateway"],
+        [sys.executable, "-m", "loraplex_services.gateway"],
         cwd=REPO,
         env=os.environ | settings,
         stderr=subprocess.PIPE,

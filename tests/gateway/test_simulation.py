@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.gateway.workers.link import SILENT_CHECKS
-from services.simulate.virtual_loop import run_virtually
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.gateway.workers.link import SILENT_CHECKS
+from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
 from tests.gateway.simulated.house import House, Seen, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, Speed

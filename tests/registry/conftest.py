@@ -11,9 +11,9 @@ import redis
 
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common import grpc_server
-from services.registry.api import server
-from services.registry.assembly import Registry
+from loraplex_services.common import grpc_server
+from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
 from tests.registry.house import house_of
 from tests.s3_servers import FILE_AND_S3, objects_url_of, proven_store
 from tests.servers import running_metadata

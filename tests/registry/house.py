@@ -17,13 +17,13 @@ from loraplex.refs import LATEST, parse_name
 from loraplex.registry_client import RegistryClient
 from loraplex.types import Published
 from loraplex.v1 import registry_pb2 as pb
-from services.common.objects import ObjectStore
-from services.common.redis_url import connect_redis
-from services.registry import layout
-from services.registry.assembly import Registry, assemble
-from services.registry.index.catalog import Catalog
-from services.registry.publish.uploads import Finished, Options, UploadSession
-from services.registry.records import BaseRecord
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.publish.uploads import Finished, Options, UploadSession
+from loraplex_services.registry.records import BaseRecord
 from tests.adapter_format.builders import (
     Adapter,
     Tensor,

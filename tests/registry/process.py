@@ -17,7 +17,7 @@ START_TIMEOUT_S = 60.0
 
 
 class RegistryProcess:
-    """`python -m services.registry` on a free port of loopback."""
+    """`python -m loraplex_services.registry` on a free port of loopback."""
 
     def __init__(self, state_dir: Path, **variables: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -35,7 +35,7 @@ class RegistryProcess:
         """Start it, by default until it is ready."""
         with self._log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.registry"),
+                *(sys.executable, "-m", "loraplex_services.registry"),
                 env={**self._environ, **variables},
                 stdout=log,
                 stderr=log,

@@ -14,14 +14,14 @@ import pytest
 
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
-from services.common.redis_url import connect_redis
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry, assemble
-from services.registry.index import feed as feed_module
-from services.registry.index.catalog import Catalog
-from services.registry.index.watch import watch
-from services.registry.publish.tags import TagAddress
-from services.registry.records import TargetRecord
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index import feed as feed_module
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.watch import watch
+from loraplex_services.registry.publish.tags import TagAddress
+from loraplex_services.registry.records import TargetRecord
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
 from tests.s3_servers import proven_store

@@ -12,22 +12,22 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
-from services.common.objects import (
+from loraplex_services.common.objects import (
     ObjectStore,
     ObjectStoreError,
     PreconditionFailed,
     WriteUncertain,
     open_store,
 )
-from services.common.objects import probe as probe_module
-from services.common.objects.probe import UnsafeStore, probe
-from services.registry import documents, layout
-from services.registry.access.permissions import Access
-from services.registry.api.downloads import chunks_of
-from services.registry.assembly import Registry
-from services.registry.maintenance.gc import Collector
-from services.registry.publish.tags import TagAddress, moved
-from services.registry.records import (
+from loraplex_services.common.objects import probe as probe_module
+from loraplex_services.common.objects.probe import UnsafeStore, probe
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api.downloads import chunks_of
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.publish.tags import TagAddress, moved
+from loraplex_services.registry.records import (
     PUBLIC,
     AdapterRecord,
     TagRecord,

@@ -11,10 +11,10 @@ import pytest
 
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common.objects import open_store
-from services.common.objects.probe import probe
-from services.registry.maintenance.gc import Collector
-from services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.common.objects import open_store
+from loraplex_services.common.objects.probe import probe
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.snapshots import Snapshots
 from tests.registry.house import ANY_AGE_S, orphans_of, register_base, upload
 from tests.registry.process import RegistryProcess
 from tests.s3_servers import need_real_server, new_bucket

@@ -10,7 +10,7 @@ from loraplex import settings
 from loraplex.channel import Channel
 from loraplex.errors import InvalidRequest
 from loraplex.settings import Credentials
-from services.common import env
+from loraplex_services.common import env
 
 
 def test_defaults_are_those_of_the_table() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.simulate.costs import Costs
-from services.simulate.simulation import Fleet
-from services.worker.types.messages import EngineConfig
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.simulation import Fleet
+from loraplex_services.worker.types.messages import EngineConfig
 from tests.worker.commands import make_config
 
 COSTS = Costs(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.simulate.flags import POLICY_NAMES, ROOFLINE_NAMES
-from services.simulate.rooflines import ROOFLINES
-from services.worker.engine.engine import POLICIES
+from loraplex_services.simulate.flags import POLICY_NAMES, ROOFLINE_NAMES
+from loraplex_services.simulate.rooflines import ROOFLINES
+from loraplex_services.worker.engine.engine import POLICIES
 from tests.simulate.fleets import COSTS
 
 SHORT = ("--adapters", "5", "--rate", "20", "--duration", "2", "--lengths", "8-32,2-8")
@@ -90,9 +90,9 @@ def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_pat
 
 def test_help_loads_no_engine_and_knows_every_policy() -> None:
     code = (
-        "import sys, services.simulate.__main__ as m\n"
+        "import sys, loraplex_services.simulate.__main__ as m\n"
         "parser = m.make_parser()\n"
-        "assert 'services.worker.engine.engine' not in sys.modules\n"
+        "assert 'loraplex_services.worker.engine.engine' not in sys.modules\n"
         "print(parser.format_help())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

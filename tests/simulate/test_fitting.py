@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.simulate.costs import read_costs
-from services.simulate.fitting import fit_trace
+from loraplex_services.simulate.costs import read_costs
+from loraplex_services.simulate.fitting import fit_trace
 from tests.simulate.fleets import COSTS
 
 ARENA = {"arena_blocks": 100, "block_bytes": 4096, "tokens_per_block": 16}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.simulate.least_squares import fit
+from loraplex_services.simulate.least_squares import fit
 
 
 def test_exact_data_gives_its_coefficients_back() -> None:

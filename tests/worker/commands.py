@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.types.messages import EngineConfig, Submit
-from services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.messages import EngineConfig, Submit
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
 
 
 def make_submit(

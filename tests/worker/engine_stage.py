@@ -7,12 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.adapters.device.loader import AtOnce
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import Command, Fetched, StepOutput, Submit, TokenOutput, Unload
-from services.worker.types.request import SamplingParams
+from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.messages import (
+    Command,
+    Fetched,
+    StepOutput,
+    Submit,
+    TokenOutput,
+    Unload,
+)
+from loraplex_services.worker.types.request import SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

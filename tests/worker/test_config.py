@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from services.common.addresses import is_local
-from services.worker.config import base_id_of, from_env
+from loraplex_services.common.addresses import is_local
+from loraplex_services.worker.config import base_id_of, from_env
 
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.cores import usable_cores
+from loraplex_services.worker.cores import usable_cores
 
 
 @pytest.fixture(autouse=True)

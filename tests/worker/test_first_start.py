@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.native.build import NO_COMPILER, SOURCE_DIR, build_library
-from services.worker.native.isa import TORCH, choose_isa
+from loraplex_services.worker.native.build import NO_COMPILER, SOURCE_DIR, build_library
+from loraplex_services.worker.native.isa import TORCH, choose_isa
 from tests.worker.native.isas import native
 from tests.worker.worker_process import SessionCall, WorkerProcess, request, worker_folder
 

@@ -11,11 +11,11 @@ from loraplex.adapter_format.folder import read_folder
 from loraplex.adapter_format.geometry import Geometry, geometry_from_folder
 from loraplex.adapter_format.manifest import core_manifest, digest_of
 from loraplex.adapter_format.validate import validate
-from services.common.objects.store import ObjectStore, blob_key
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.model_config import RopeConfig
-from services.worker.types.own_rope import BaseRopes
-from services.worker.types.sites import LINEAR, SiteTableBuilder
+from loraplex_services.common.objects.store import ObjectStore, blob_key
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.model_config import RopeConfig
+from loraplex_services.worker.types.own_rope import BaseRopes
+from loraplex_services.worker.types.sites import LINEAR, SiteTableBuilder
 from tests.adapter_format.builders import good_config, with_header
 
 HIDDEN, KV, INTERMEDIATE, VOCAB, NUM_LAYERS = 32, 16, 48, 96, 2

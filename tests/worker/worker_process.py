@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.errors import LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail
-from services.common.objects.opening import open_store
+from loraplex_services.common.objects.opening import open_store
 from tests.worker import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ class WorkerProcess:
     def start(self, **changes: str) -> None:
         """Start and return at once."""
         self.process = subprocess.Popen(
-            [self.python, "-m", "services.worker"],
+            [self.python, "-m", "loraplex_services.worker"],
             cwd=REPOSITORY,
             env=self.environment(**changes),
             stderr=subprocess.PIPE,
@@ -84,7 +84,7 @@ class WorkerProcess:
         """The engine process."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        [engine] = [c for c in children if "services.worker.engine.process" in c.cmdline()]
+        [engine] = [c for c in children if "loraplex_services.worker.engine.process" in c.cmdline()]
         return engine
 
     @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
 """The object store: the one truth that every service shares, behind one small interface."""
 
-from services.common.objects.opening import open_store
-from services.common.objects.store import (
+from loraplex_services.common.objects.opening import open_store
+from loraplex_services.common.objects.store import (
     BlobWriter,
     ObjectInfo,
     ObjectMissing,

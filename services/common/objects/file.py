@@ -24,8 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from services.common.objects.durable import into_folder, sync_folder, write_all
-from services.common.objects.store import (
+from loraplex_services.common.objects.durable import into_folder, sync_folder, write_all
+from loraplex_services.common.objects.store import (
     BlobWriter,
     ObjectInfo,
     ObjectMissing,

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loraplex.errors import InvalidRequest
-from services.common.objects.store import ObjectStore
+from loraplex_services.common.objects.store import ObjectStore
 
 
 def open_store(url: str) -> ObjectStore:
@@ -17,11 +17,11 @@ def open_store(url: str) -> ObjectStore:
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path != "/":
-        from services.common.objects.file import FileStore
+        from loraplex_services.common.objects.file import FileStore
 
         return FileStore(Path(unquote(parts.path)))
     if parts.scheme == "s3" and parts.netloc:
-        from services.common.objects.s3 import S3Store
+        from loraplex_services.common.objects.s3 import S3Store
 
         return S3Store(parts.netloc, unquote(parts.path).strip("/"))
     raise InvalidRequest.field(

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 
 from loraplex.errors import LoraplexError
-from services.common.objects.store import (
+from loraplex_services.common.objects.store import (
     ChecksUploads,
     ObjectStore,
     PreconditionFailed,

@@ -23,8 +23,8 @@ from typing import IO, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from services.common.objects.s3_client import code_of, connect_s3, status_of
-from services.common.objects.store import (
+from loraplex_services.common.objects.s3_client import code_of, connect_s3, status_of
+from loraplex_services.common.objects.store import (
     BlobWriter,
     ObjectInfo,
     ObjectMissing,

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from services.gateway.admission.dispatch_window import DispatchWindow, ReadyWorkers, Window
-from services.gateway.admission.queue import (
+from loraplex_services.gateway.admission.dispatch_window import DispatchWindow, ReadyWorkers, Window
+from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
     AdmissionRequest,
@@ -15,9 +15,9 @@ from services.gateway.admission.queue import (
     deadline_infeasible,
     queue_full,
 )
-from services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
-from services.gateway.event_loop import now_s
-from services.gateway.metrics import RUNNING, WAITING
+from loraplex_services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.metrics import RUNNING, WAITING
 
 
 class Permit:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.gateway.workers.view import WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 TARGET_S = 0.05
 """About how long a request waits at a worker while others wait here."""

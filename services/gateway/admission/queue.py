@@ -19,8 +19,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
-from services.gateway.admission.dispatch_window import InFlightTokens, Window
-from services.gateway.admission.fairness import VirtualTokenCounters
+from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
+from loraplex_services.gateway.admission.fairness import VirtualTokenCounters
 
 MIN_IN_FLIGHT_TOKENS = 128
 """A shorter prompt counts as this many tokens, because it takes a slot of the batch too."""

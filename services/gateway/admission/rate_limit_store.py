@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.gateway.admission.token_buckets import Bucket, Grant, capacity_of
-from services.gateway.event_loop import now_s
+from loraplex_services.gateway.admission.token_buckets import Bucket, Grant, capacity_of
+from loraplex_services.gateway.event_loop import now_s
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.routing.router import RoutingRequest, first_token_s
-from services.gateway.workers.fleet import Fleet
-from services.gateway.workers.view import WorkerView
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.routing.router import RoutingRequest, first_token_s
+from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.view import WorkerView
 
 _FRESH = RoutingRequest(key="", digests=(), num_prompt_tokens=0, num_replicas=0)
 

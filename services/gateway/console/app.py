@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from services.common.callers import Caller
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.console import state
-from services.gateway.registry.keyring import is_admin, sees_all_adapters
-from services.gateway.registry.resolve import Resolver
-from services.gateway.workers.fleet import Fleet
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.console import state
+from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.workers.fleet import Fleet
 
 MAX_LISTED = 500
 _TYPES = {
@@ -55,7 +55,7 @@ class ConsoleEndpoints:
 
     def routes(self) -> list[Route]:
         """`/` and everything under `/console/`."""
-        folder = resources.files("services.gateway.console") / "static"
+        folder = resources.files("loraplex_services.gateway.console") / "static"
         files = {each.name: each.read_bytes() for each in folder.iterdir()}
         pages = [_page(f"/console/{name}", name, content) for name, content in files.items()]
         return [

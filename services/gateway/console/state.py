@@ -7,10 +7,10 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from services.gateway import metrics
-from services.gateway.registry.snapshot import Listing, Side
-from services.gateway.request import ServedModel
-from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.gateway import metrics
+from loraplex_services.gateway.registry.snapshot import Listing, Side
+from loraplex_services.gateway.request import ServedModel
+from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""

@@ -11,17 +11,17 @@ import grpc
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
-from services.common import grpc_server
-from services.common.callers import current_caller
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.event_loop import now_s
-from services.gateway.registry.keyring import sees_all_adapters
-from services.gateway.registry.link import RegistryLink
-from services.gateway.registry.resolve import Resolver
-from services.gateway.request import ServedModel
-from services.gateway.routing.router import rendezvous_order
-from services.gateway.workers.fleet import Fleet
-from services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.common import grpc_server
+from loraplex_services.common.callers import current_caller
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.registry.keyring import sees_all_adapters
+from loraplex_services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.request import ServedModel
+from loraplex_services.gateway.routing.router import rendezvous_order
+from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"

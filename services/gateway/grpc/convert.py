@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2
-from services.gateway.request import (
+from loraplex_services.gateway.request import (
     ChatPrompt,
     FinishReason,
     Grammar,

@@ -11,29 +11,29 @@ import grpc
 
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.common import grpc_server
-from services.common.callers import current_caller
-from services.gateway.grpc.convert import (
+from loraplex_services.common import grpc_server
+from loraplex_services.common.callers import current_caller
+from loraplex_services.gateway.grpc.convert import (
     FINISH_TO_WIRE,
     grammar_from_wire,
     logprob_to_wire,
     prompt_from_wire,
 )
-from services.gateway.grpc.vectors import (
+from loraplex_services.gateway.grpc.vectors import (
     embed_calls,
     embed_response,
     field_names,
     score_calls,
     score_response,
 )
-from services.gateway.metrics import REQUESTS
-from services.gateway.pipeline.embedding import embed_all
-from services.gateway.pipeline.generation import Generation
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.pipeline.scoring import score_all
-from services.gateway.registry.resolve import Resolver, model_id
-from services.gateway.registry.snapshot import Version
-from services.gateway.request import (
+from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.embedding import embed_all
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.scoring import score_all
+from loraplex_services.gateway.registry.resolve import Resolver, model_id
+from loraplex_services.gateway.registry.snapshot import Version
+from loraplex_services.gateway.request import (
     AskedAdapter,
     AskedSampling,
     GenerateCall,

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2
-from services.common.callers import current_caller
-from services.gateway.grpc.convert import prompt_from_wire
-from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
-from services.gateway.pipeline.pooling import labels_of
-from services.gateway.pipeline.scoring import PromptScore
-from services.gateway.request import GenerateCall, Pooling, Prompt, TextPrompt, beginning_hash
+from loraplex_services.common.callers import current_caller
+from loraplex_services.gateway.grpc.convert import prompt_from_wire
+from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from loraplex_services.gateway.pipeline.pooling import labels_of
+from loraplex_services.gateway.pipeline.scoring import PromptScore
+from loraplex_services.gateway.request import (
+    GenerateCall,
+    Pooling,
+    Prompt,
+    TextPrompt,
+    beginning_hash,
+)
 
 MAX_INPUTS = 1024
 _POOLINGS = {

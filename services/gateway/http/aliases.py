@@ -18,10 +18,10 @@ from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, Perm
 from loraplex.publishing import Publication
 from loraplex.refs import check_name
 from loraplex.registry_client import RegistryClient
-from services.common.callers import Caller
-from services.gateway.http.body import Body
-from services.gateway.http.guard import read_json
-from services.gateway.request import with_names
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.request import with_names
 
 _LABEL, _SOURCE = "published-by", "load_lora_adapter"
 _LABELS = {_LABEL: _SOURCE}

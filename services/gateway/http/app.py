@@ -19,27 +19,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from loraplex.errors import LoraplexError, codes_of
-from services.common.callers import LOCAL, Caller
-from services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
-from services.gateway.http.chat import ChatFormatter
-from services.gateway.http.classify import classes_body, parse_classify
-from services.gateway.http.completions import CompletionFormatter
-from services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
-from services.gateway.http.errors import error_body, error_headers
-from services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo, headers_of
-from services.gateway.http.guard import Guard, HostRule, read_json
-from services.gateway.http.models import list_models, show_model
-from services.gateway.http.sse import EventStream, until_gone
-from services.gateway.metrics import REQUESTS
-from services.gateway.pipeline.embedding import embed_all
-from services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.pipeline.scoring import score_all
-from services.gateway.registry.keyring import KeyRing, require_admin
-from services.gateway.registry.resolve import Resolver
-from services.gateway.request import TextDelta, with_names
-from services.gateway.text.chat_style import overridden
-from services.gateway.tools.call_grammar import call_grammar
+from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
+from loraplex_services.gateway.http.chat import ChatFormatter
+from loraplex_services.gateway.http.classify import classes_body, parse_classify
+from loraplex_services.gateway.http.completions import CompletionFormatter
+from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
+from loraplex_services.gateway.http.errors import error_body, error_headers
+from loraplex_services.gateway.http.formatting import (
+    CollectedChoice,
+    Formatter,
+    ResponseInfo,
+    headers_of,
+)
+from loraplex_services.gateway.http.guard import Guard, HostRule, read_json
+from loraplex_services.gateway.http.models import list_models, show_model
+from loraplex_services.gateway.http.sse import EventStream, until_gone
+from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.embedding import embed_all
+from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.scoring import score_all
+from loraplex_services.gateway.registry.keyring import KeyRing, require_admin
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.request import TextDelta, with_names
+from loraplex_services.gateway.text.chat_style import overridden
+from loraplex_services.gateway.tools.call_grammar import call_grammar
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.common.limits import MAX_SEQUENCES_PER_REQUEST
-from services.gateway.http.body import Body, bad_type, is_id
-from services.gateway.http.guided import read_grammar
-from services.gateway.http.tool_choice import read_tools, template_messages
-from services.gateway.request import (
+from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
+from loraplex_services.gateway.http.body import Body, bad_type, is_id
+from loraplex_services.gateway.http.guided import read_grammar
+from loraplex_services.gateway.http.tool_choice import read_tools, template_messages
+from loraplex_services.gateway.request import (
     AskedAdapter,
     AskedSampling,
     ChatPrompt,
@@ -21,7 +21,7 @@ from services.gateway.request import (
     TokenPrompt,
     beginning_hash,
 )
-from services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 MAX_PROMPTS = 1024
 COMPLETION_FIELDS = {"scale": "lora_scale"}

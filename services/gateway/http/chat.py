@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.http.calls import OpenAICall
-from services.gateway.http.formatting import ResponseInfo, prompt_id_fields, token_id_fields
-from services.gateway.http.logprobs import chat_logprobs
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.request import FinishReason, TextDelta
-from services.gateway.text.chat_style import ChatStyle
-from services.gateway.text.detokenize import decode_all
-from services.gateway.tools.answer import AnswerParser
-from services.gateway.tools.reader import CallDelta, Delta
-from services.gateway.tools.readers import reader_of
+from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.http.formatting import (
+    ResponseInfo,
+    prompt_id_fields,
+    token_id_fields,
+)
+from loraplex_services.gateway.http.logprobs import chat_logprobs
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.request import FinishReason, TextDelta
+from loraplex_services.gateway.text.chat_style import ChatStyle
+from loraplex_services.gateway.text.detokenize import decode_all
+from loraplex_services.gateway.tools.answer import AnswerParser
+from loraplex_services.gateway.tools.reader import CallDelta, Delta
+from loraplex_services.gateway.tools.readers import reader_of
 
 _CHUNK = "chat.completion.chunk"
 _TAIL_TOKENS = 8

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.gateway.http.body import Body
-from services.gateway.http.calls import Origin, parse_conversation, parse_prompts
-from services.gateway.http.embeddings import model_of, usage_of, vector_calls
-from services.gateway.pipeline.embedding import Pooled
-from services.gateway.pipeline.scoring import PromptScore
-from services.gateway.request import GenerateCall, Pooling, Prompt
-from services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.calls import Origin, parse_conversation, parse_prompts
+from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
+from loraplex_services.gateway.pipeline.embedding import Pooled
+from loraplex_services.gateway.pipeline.scoring import PromptScore
+from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.http.formatting import ResponseInfo, prompt_id_fields, token_id_fields
-from services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
-from services.gateway.request import TextDelta
+from loraplex_services.gateway.http.formatting import (
+    ResponseInfo,
+    prompt_id_fields,
+    token_id_fields,
+)
+from loraplex_services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
+from loraplex_services.gateway.request import TextDelta
 
 _KIND = "text_completion"
 

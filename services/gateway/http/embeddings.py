@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.gateway.http.body import Body
-from services.gateway.http.calls import Origin, parse_prompts, split_key_of
-from services.gateway.pipeline.embedding import Finish, Pooled, vector_call
-from services.gateway.request import GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.calls import Origin, parse_prompts, split_key_of
+from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
 
 FIELD_NAMES = {"prompt": "input"}
 """Names that callers use for our fields."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.gateway.http.calls import OpenAICall
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.request import Target, TextDelta
+from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.request import Target, TextDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
-from services.common.addresses import is_loopback
-from services.common.limits import HTTP_BODY
-from services.gateway.http.body import parse_object
-from services.gateway.http.errors import error_body
+from loraplex_services.common.addresses import is_loopback
+from loraplex_services.common.limits import HTTP_BODY
+from loraplex_services.gateway.http.body import parse_object
+from loraplex_services.gateway.http.errors import error_body
 
 MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
 _MAX_DISCARDED_BYTES = 64 << 20

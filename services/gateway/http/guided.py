@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.gateway.http.body import Body, bad_type
-from services.gateway.request import Grammar
+from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.request import Grammar
 
 ANY_OBJECT = Grammar("json_schema", ('{"type":"object"}',))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.request import TextDelta, TokenLogprob
-from services.gateway.text.detokenize import TokenBytes, token_text
+from loraplex_services.gateway.request import TextDelta, TokenLogprob
+from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's replacement for -Infinity, which JSON lacks."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from services.gateway.registry.resolve import model_id
-from services.gateway.registry.snapshot import Version
-from services.gateway.request import ServedModel
+from loraplex_services.gateway.registry.resolve import model_id
+from loraplex_services.gateway.registry.snapshot import Version
+from loraplex_services.gateway.request import ServedModel
 
 MAX_LIMIT = 10_000
 

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from loraplex.errors import InvalidRequest
-from services.common.rotation import Rotation
-from services.common.tls import PLAIN, TlsFiles
+from loraplex_services.common.rotation import Rotation
+from loraplex_services.common.tls import PLAIN, TlsFiles
 
 logger = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import LoraplexError, codes_of
-from services.gateway.http.errors import error_body, error_headers
+from loraplex_services.gateway.http.errors import error_body, error_headers
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
-from services.common.callers import Caller
-from services.gateway.http.body import Body
-from services.gateway.http.calls import parse_conversation, parse_prompts
-from services.gateway.http.guard import read_json
-from services.gateway.http.tool_choice import read_tools
-from services.gateway.registry.resolve import Resolver
-from services.gateway.request import AskedSampling, GenerateCall, Prompt, TokenPrompt, with_names
-from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.detokenize import decode_all
-from services.gateway.text.tokenizer import ServedBase, check_ids
-from services.gateway.workers.fleet import Fleet
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.calls import parse_conversation, parse_prompts
+from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.tool_choice import read_tools
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.request import (
+    AskedSampling,
+    GenerateCall,
+    Prompt,
+    TokenPrompt,
+    with_names,
+)
+from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.detokenize import decode_all
+from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
+from loraplex_services.gateway.workers.fleet import Fleet
 
 
 class TokenizeEndpoints:

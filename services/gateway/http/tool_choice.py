@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.gateway.http.body import Body, bad_type
-from services.gateway.request import Grammar
-from services.gateway.tools.call_schemas import SPACING, list_of_calls
-from services.gateway.tools.tool_use import ToolUse, parameters_of
+from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.request import Grammar
+from loraplex_services.gateway.tools.call_schemas import SPACING, list_of_calls
+from loraplex_services.gateway.tools.tool_use import ToolUse, parameters_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraplex.errors import InvalidRequest
-from services.common.limits import (
+from loraplex_services.common.limits import (
     MAX_ADAPTERS_PER_REQUEST,
     MAX_CACHE_SALT_CHARS,
     MAX_MODEL_CHARS,
@@ -12,7 +12,7 @@ from services.common.limits import (
     MAX_TRACE_CHARS,
     check_chars,
 )
-from services.gateway.request import GenerateCall
+from loraplex_services.gateway.request import GenerateCall
 
 
 def check_call(call: GenerateCall) -> None:

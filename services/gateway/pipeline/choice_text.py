@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
-from services.gateway.text.detokenize import TokenBytes
+from loraplex_services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
+from loraplex_services.gateway.text.detokenize import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from services.gateway.pipeline.generation import Generation
-from services.gateway.pipeline.pooling import normalizes
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.pooling import normalizes
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
 
 NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
 """Only a request with echo may generate no tokens; the echo itself is not used."""

@@ -11,26 +11,26 @@ from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
-from services.gateway.admission.concurrency import TenantConcurrency
-from services.gateway.admission.controller import AdmissionController, Permit
-from services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
-from services.gateway.admission.rates import TenantRates
-from services.gateway.event_loop import now_s
-from services.gateway.metrics import (
+from loraplex_services.gateway.admission.concurrency import TenantConcurrency
+from loraplex_services.gateway.admission.controller import AdmissionController, Permit
+from loraplex_services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
+from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.metrics import (
     COMPLETION_TOKENS,
     FIRST_TOKEN_S,
     PROMPT_TOKENS,
     REJECTIONS,
     REQUEST_S,
 )
-from services.gateway.pipeline.call_limits import check_call
-from services.gateway.pipeline.choice_text import ChoiceText
-from services.gateway.pipeline.pooling import choose_pooling, scored_ids
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.pipeline.sampling import resolve
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.tenants import TenantDirectory, TenantLimits
-from services.gateway.request import (
+from loraplex_services.gateway.pipeline.call_limits import check_call
+from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
+from loraplex_services.gateway.request import (
     ChatPrompt,
     FinishReason,
     GenerateCall,
@@ -41,10 +41,10 @@ from services.gateway.request import (
     TextDelta,
     Usage,
 )
-from services.gateway.routing.relay import Relay
-from services.gateway.routing.router import are_on_a_device, can_start_within
-from services.gateway.text.adapter_text import AdapterText
-from services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.routing.relay import Relay
+from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
+from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.workers.fleet import Fleet
 
 TextDeltas = AsyncGenerator[TextDelta]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from services.gateway.admission.queue import AdmissionRequest
-from services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
-from services.gateway.registry.tenants import TenantLimits
-from services.gateway.request import (
+from loraplex_services.gateway.admission.queue import AdmissionRequest
+from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
+from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.request import (
     GenerateCall,
     Grammar,
     GrammarTokens,
@@ -18,8 +18,8 @@ from services.gateway.request import (
     Usage,
     WorkerJob,
 )
-from services.gateway.text.chat_style import ChatStyle
-from services.gateway.text.detokenize import TokenBytes, decode_all
+from loraplex_services.gateway.text.chat_style import ChatStyle
+from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
 
 
 @dataclass(frozen=True, slots=True)

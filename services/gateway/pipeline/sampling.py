@@ -10,8 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest
-from services.common.limits import MAX_TOKEN_IDS_PER_FIELD
-from services.gateway.request import AskedSampling, Grammar, Sampling, ServedModel, TextRules
+from loraplex_services.common.limits import MAX_TOKEN_IDS_PER_FIELD
+from loraplex_services.gateway.request import (
+    AskedSampling,
+    Grammar,
+    Sampling,
+    ServedModel,
+    TextRules,
+)
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL
-from services.gateway.pipeline.embedding import Pooled, pool_all
-from services.gateway.pipeline.generation import Generation
-from services.gateway.pipeline.pooling import is_regression, labels_of
-from services.gateway.request import GenerateCall, RunningAdapter
+from loraplex_services.gateway.pipeline.embedding import Pooled, pool_all
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.pooling import is_regression, labels_of
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from loraplex.adapter_format.rope_scaling import RopeScaling, parse
 from loraplex.convert import pooling_from_proto
 from loraplex.errors import InvalidAdapter
 from loraplex.v1 import registry_pb2
-from services.gateway.registry.snapshot import Side, TagState, Version
-from services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
+from loraplex_services.gateway.registry.tenants import TenantLimits
 
 
 def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:

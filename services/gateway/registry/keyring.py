@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
-from services.common.callers import Caller
-from services.common.recent import Recent
-from services.gateway.event_loop import now_s
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.recent import Recent
+from loraplex_services.gateway.event_loop import now_s
 
 FRESH_S = 2.0
 MAX_KNOWN = 20_000

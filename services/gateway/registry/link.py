@@ -15,12 +15,16 @@ from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
-from services.common.callers import Caller
-from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.registry.convert import tag_from_wire, tenant_from_wire, version_from_wire
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
-from services.gateway.registry.tenants import TenantLimits
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.gateway.registry.convert import (
+    tag_from_wire,
+    tenant_from_wire,
+    version_from_wire,
+)
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
+from loraplex_services.gateway.registry.tenants import TenantLimits
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from loraplex.errors import AlreadyExists, InvalidRequest, LoraplexError
 from loraplex.v1 import registry_pb2, worker_pb2
-from services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.link import RegistryLink
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref
-from services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
-from services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
 MAX_ADAPTERS = 8
 

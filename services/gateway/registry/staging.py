@@ -19,10 +19,10 @@ from loraplex.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.snapshot import TagState, Version
-from services.gateway.routing.router import rendezvous_order
-from services.gateway.workers.view import Tier, WorkerView
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.snapshot import TagState, Version
+from loraplex_services.gateway.routing.router import rendezvous_order
+from loraplex_services.gateway.workers.view import Tier, WorkerView
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
-from services.gateway.event_loop import now_s
-from services.gateway.metrics import CONTINUATIONS, RETRIES
-from services.gateway.request import FinishReason, Tokens, WorkerJob
-from services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
-from services.gateway.workers.token_stream import TokenStream
-from services.gateway.workers.view import WorkerView
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
+from loraplex_services.gateway.request import FinishReason, Tokens, WorkerJob
+from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
+from loraplex_services.gateway.workers.token_stream import TokenStream
+from loraplex_services.gateway.workers.view import WorkerView
 
 _NO_WORKER = "NO_READY_WORKER"
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0

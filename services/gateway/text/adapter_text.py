@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, TOKENIZER_FILES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
-from services.gateway.request import Target
-from services.gateway.text.added_tokens_process import read_added_tokens
-from services.gateway.text.tokenizer import (
+from loraplex_services.gateway.request import Target
+from loraplex_services.gateway.text.added_tokens_process import read_added_tokens
+from loraplex_services.gateway.text.tokenizer import (
     BaseTokenizer,
     ChatFormat,
     IdsOnly,

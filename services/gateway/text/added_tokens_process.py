@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.errors import InvalidAdapter
-from services.common.piped_process import start_module
+from loraplex_services.common.piped_process import start_module
 
 MAX_MEMORY_BYTES = 3 << 30
 TIMEOUT_S = 30.0
@@ -31,7 +31,7 @@ async def read_added_tokens(
     """
     parts = {"": base_tokenizer, **files}
     head = json.dumps({name: len(content) for name, content in parts.items()}).encode()
-    process = await start_module("services.gateway.text.added_tokens_process")
+    process = await start_module("loraplex_services.gateway.text.added_tokens_process")
     try:
         async with asyncio.timeout(TIMEOUT_S):
             out, _ = await process.communicate(b"\n".join([head, b"".join(parts.values())]))

@@ -8,10 +8,10 @@ import json
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unavailable
-from services.common.piped_process import start_module
-from services.common.recent import Recent
-from services.gateway.event_loop import now_s
-from services.gateway.text.template_process import FRAME
+from loraplex_services.common.piped_process import start_module
+from loraplex_services.common.recent import Recent
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.text.template_process import FRAME
 
 MAX_TEMPLATE_CHARS = 256 << 10
 START_TIMEOUT_S = 15.0
@@ -57,7 +57,7 @@ class _Renderer:
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            self._process = await start_module("services.gateway.text.template_process")
+            self._process = await start_module("loraplex_services.gateway.text.template_process")
         return self._process
 
 

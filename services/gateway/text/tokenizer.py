@@ -19,11 +19,17 @@ from tokenizers import Tokenizer, decoders, models
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.errors import InvalidRequest, Unsupported
-from services.common.limits import MAX_CHARS_PER_TOKEN
-from services.gateway.request import ChatPrompt, Prompt, ServedModel, TextPrompt, TokenPrompt
-from services.gateway.text.chat_style import ChatStyle, detected
-from services.gateway.text.detokenize import TokenBytes
-from services.gateway.text.template_pool import TemplatePool
+from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
+from loraplex_services.gateway.request import (
+    ChatPrompt,
+    Prompt,
+    ServedModel,
+    TextPrompt,
+    TokenPrompt,
+)
+from loraplex_services.gateway.text.chat_style import ChatStyle, detected
+from loraplex_services.gateway.text.detokenize import TokenBytes
+from loraplex_services.gateway.text.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread, while the event loop goes on."""

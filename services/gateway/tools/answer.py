@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from services.gateway.tools.reader import AnswerReader, Delta, settled
+from loraplex_services.gateway.tools.reader import AnswerReader, Delta, settled
 
 _OPENS, _CLOSES = "<think>", "</think>"
 

@@ -14,11 +14,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from services.gateway.request import Grammar
-from services.gateway.text.chat_style import ToolFormat
-from services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
-from services.gateway.tools.tag_grammar import coder_body, glm_body
-from services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.request import Grammar
+from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex_services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
+from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 FindToken = Callable[[str], int | None]
 """The id of an added token of the base's tokenizer, by its text."""

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Set
 from typing import Any
 
-from services.gateway.tools.reader import CallDelta, Delta, new_call_id
+from loraplex_services.gateway.tools.reader import CallDelta, Delta, new_call_id
 
 MAX_CHARS = 1 << 16
 _BEGIN = re.compile(r"\[\s*(?:[\w.-]*|[\w.-]+\s*\(.*)", re.DOTALL)

@@ -13,8 +13,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.gateway.text.chat_style import ToolFormat
-from services.gateway.tools.json_call import BareCall, CallReader
+from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex_services.gateway.tools.json_call import BareCall, CallReader
 
 _NAMED_CALL = re.compile(r"\s*([\w.-]{1,128})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MAX_HEAD_CHARS = 256

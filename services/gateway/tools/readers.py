@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.gateway.text.chat_style import ToolFormat
-from services.gateway.tools.glm_calls import GlmReader
-from services.gateway.tools.python_calls import PythonReader
-from services.gateway.tools.reader import (
+from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex_services.gateway.tools.glm_calls import GlmReader
+from loraplex_services.gateway.tools.python_calls import PythonReader
+from loraplex_services.gateway.tools.reader import (
     LIST,
     NOTATIONS,
     AnswerReader,
@@ -17,8 +17,8 @@ from services.gateway.tools.reader import (
     ToolReader,
     new_call_id,
 )
-from services.gateway.tools.tool_use import ToolUse
-from services.gateway.tools.xml_calls import XmlReader
+from loraplex_services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.tools.xml_calls import XmlReader
 
 
 class NamedReader:

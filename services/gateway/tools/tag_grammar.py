@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.gateway.tools.call_schemas import argument
-from services.gateway.tools.schema_values import pointed
+from loraplex_services.gateway.tools.call_schemas import argument
+from loraplex_services.gateway.tools.schema_values import pointed
 
 _DEEPEST = 8
 

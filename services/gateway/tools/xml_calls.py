@@ -20,8 +20,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.tools.reader import CallDelta, Delta, cut_at_mark, new_call_id
-from services.gateway.tools.schema_values import json_value
+from loraplex_services.gateway.tools.reader import CallDelta, Delta, cut_at_mark, new_call_id
+from loraplex_services.gateway.tools.schema_values import json_value
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from loraplex.v1 import common_pb2, worker_pb2
-from services.gateway.request import (
+from loraplex_services.gateway.request import (
     FinishReason,
     Grammar,
     Pooling,
@@ -19,7 +19,7 @@ from services.gateway.request import (
     Tokens,
     WorkerJob,
 )
-from services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad
+from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad
 
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,

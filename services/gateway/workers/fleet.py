@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
-from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.request import ServedModel, WorkerJob
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
-from services.gateway.workers.convert import base_from_wire
-from services.gateway.workers.link import Metadata, WorkerLink
-from services.gateway.workers.token_stream import TokenStream, WakeupPacer
-from services.gateway.workers.view import WorkerView
+from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.gateway.request import ServedModel, WorkerJob
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
+from loraplex_services.gateway.workers.convert import base_from_wire
+from loraplex_services.gateway.workers.link import Metadata, WorkerLink
+from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
+from loraplex_services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
 

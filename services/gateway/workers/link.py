@@ -12,13 +12,13 @@ import grpc
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_rpc_error
-from services.common.grpc_channels import OpenChannel, open_channel
-from services.gateway.event_loop import now_s
-from services.gateway.request import WorkerJob
-from services.gateway.workers.convert import load_from_wire, residency_from_wire
-from services.gateway.workers.session import WorkerSession
-from services.gateway.workers.token_stream import TokenStream, WakeupPacer
-from services.gateway.workers.view import WorkerView
+from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.request import WorkerJob
+from loraplex_services.gateway.workers.convert import load_from_wire, residency_from_wire
+from loraplex_services.gateway.workers.session import WorkerSession
+from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
+from loraplex_services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
 

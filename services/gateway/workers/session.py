@@ -16,11 +16,11 @@ import grpc
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex.wire_errors import from_detail, from_rpc_error
-from services.common.limits import MAX_QUEUED_JOB_BYTES_PER_TENANT, limits_of
-from services.gateway.event_loop import now_s
-from services.gateway.request import WorkerJob, with_names
-from services.gateway.workers.convert import job_to_wire, tokens_from_wire
-from services.gateway.workers.token_stream import TokenStream, WakeupPacer
+from loraplex_services.common.limits import MAX_QUEUED_JOB_BYTES_PER_TENANT, limits_of
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.request import WorkerJob, with_names
+from loraplex_services.gateway.workers.convert import job_to_wire, tokens_from_wire
+from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 
 logger = logging.getLogger(__name__)
 

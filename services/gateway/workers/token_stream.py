@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
-from services.gateway.event_loop import now_s
-from services.gateway.request import Tokens
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002
 """How late readers run, in seconds, on a gateway that keeps up."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Mapping
 
 from loraplex.errors import InvalidRequest
-from services.common.objects import ObjectInfo, ObjectStore
-from services.registry import layout
-from services.registry.records import (
+from loraplex_services.common.objects import ObjectInfo, ObjectStore
+from loraplex_services.registry import layout
+from loraplex_services.registry.records import (
     AuditRecord,
     decode,
     encode,

@@ -8,13 +8,13 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from services.common.addresses import is_local
-from services.common.callers import Auth, Caller, peer_names
-from services.common.service_token import is_service_token, read_service_token
-from services.common.tls import is_service
-from services.registry.access.keys import Keys
-from services.registry.access.permissions import SERVICE
-from services.registry.config import RegistryConfig
+from loraplex_services.common.addresses import is_local
+from loraplex_services.common.callers import Auth, Caller, peer_names
+from loraplex_services.common.service_token import is_service_token, read_service_token
+from loraplex_services.common.tls import is_service
+from loraplex_services.registry.access.keys import Keys
+from loraplex_services.registry.access.permissions import SERVICE
+from loraplex_services.registry.config import RegistryConfig
 
 _BEARER = "bearer "
 FIRST_KEY_METHOD = "/loraplex.v1.RegistryService/CreateFirstKey"

@@ -9,13 +9,13 @@ from typing import Any
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import Ref, split_choice
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.access.permissions import Access
-from services.registry.index.catalog import Catalog, CatalogDown, Found
-from services.registry.index.items import scope_of
-from services.registry.index.watch import Batch, watch
-from services.registry.records import (
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.index.catalog import Catalog, CatalogDown, Found
+from loraplex_services.registry.index.items import scope_of
+from loraplex_services.registry.index.watch import Batch, watch
+from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
     TagRecord,

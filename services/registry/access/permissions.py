@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.errors import AdapterNotFound, PermissionDenied
-from services.common.callers import Caller
-from services.registry.records import PUBLIC, SHARED, AdapterRecord
+from loraplex_services.common.callers import Caller
+from loraplex_services.registry.records import PUBLIC, SHARED, AdapterRecord
 
 ROOT = "root"
 """Scope of the first admin key and of callers without auth: every tenant is theirs."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.access.audit import Audit
-from services.registry.index.catalog import Catalog
-from services.registry.index.items import adapter_item, scope_of
-from services.registry.index.versions import Versions
-from services.registry.records import PRIVATE, SHARED, AdapterRecord
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.items import adapter_item, scope_of
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.records import PRIVATE, SHARED, AdapterRecord
 
 MAX_SHARED_WITH = 1000
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Collection
 
 from loraplex.errors import InvalidRequest, ResourceExhausted
-from services.common.limits import FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.index.catalog import Catalog
-from services.registry.records import TenantRecord
+from loraplex_services.common.limits import FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.records import TenantRecord
 
 FIELDS = tuple(
     field.name

@@ -8,15 +8,15 @@ from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from services.common.callers import current_caller
-from services.registry.access.auth import comes_from_here
-from services.registry.access.permissions import Access
-from services.registry.access.sharing import Wanted
-from services.registry.access.signatures import Offered
-from services.registry.api import convert
-from services.registry.assembly import Registry
-from services.registry.index.catalog import CatalogDown
-from services.registry.publish.tags import TagAddress
+from loraplex_services.common.callers import current_caller
+from loraplex_services.registry.access.auth import comes_from_here
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.access.sharing import Wanted
+from loraplex_services.registry.access.signatures import Offered
+from loraplex_services.registry.api import convert
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import CatalogDown
+from loraplex_services.registry.publish.tags import TagAddress
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000

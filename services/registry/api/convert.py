@@ -20,11 +20,11 @@ from loraplex.convert import (
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from services.common.limits import WAIT_S
-from services.registry.access.lookup import Cursor, ResolvedVersion
-from services.registry.access.signatures import Offered, checked_keys
-from services.registry.publish.uploads import FileState, Options
-from services.registry.records import (
+from loraplex_services.common.limits import WAIT_S
+from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
+from loraplex_services.registry.access.signatures import Offered, checked_keys
+from loraplex_services.registry.publish.uploads import FileState, Options
+from loraplex_services.registry.records import (
     PRIVATE,
     PUBLIC,
     SHARED,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from loraplex.adapter_format import File
 from loraplex.errors import DataLoss
-from services.common.objects import ObjectStore, read_chunks
-from services.registry import layout
-from services.registry.records import VersionRecord
+from loraplex_services.common.objects import ObjectStore, read_chunks
+from loraplex_services.registry import layout
+from loraplex_services.registry.records import VersionRecord
 
 CHUNK_BYTES = 1 << 20
 

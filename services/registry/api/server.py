@@ -14,19 +14,19 @@ from loraplex.errors import InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from services.common import grpc_server
-from services.common.limits import WAIT_S
-from services.registry.access.lookup import Query, visible_batches
-from services.registry.access.permissions import Access
-from services.registry.api import convert
-from services.registry.api.admin import AdminService, caller_access, page_size
-from services.registry.api.downloads import chunks_of
-from services.registry.assembly import Registry
-from services.registry.publish.inspection import check
-from services.registry.publish.metrics import WATCHERS, refusals_counted
-from services.registry.publish.tags import MAX_SIDES, TagAddress
-from services.registry.publish.uploads import UploadSession
-from services.registry.records import TargetRecord
+from loraplex_services.common import grpc_server
+from loraplex_services.common.limits import WAIT_S
+from loraplex_services.registry.access.lookup import Query, visible_batches
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api import convert
+from loraplex_services.registry.api.admin import AdminService, caller_access, page_size
+from loraplex_services.registry.api.downloads import chunks_of
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.publish.inspection import check
+from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
+from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
+from loraplex_services.registry.publish.uploads import UploadSession
+from loraplex_services.registry.records import TargetRecord
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
 

@@ -37,10 +37,16 @@ import redis.asyncio
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from loraplex.errors import Unavailable
-from services.registry.index.feed import EventFeed
-from services.registry.index.gathering import RequestBatcher
-from services.registry.index.items import Item, arguments_of
-from services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord, decode
+from loraplex_services.registry.index.feed import EventFeed
+from loraplex_services.registry.index.gathering import RequestBatcher
+from loraplex_services.registry.index.items import Item, arguments_of
+from loraplex_services.registry.records import (
+    AdapterRecord,
+    BaseRecord,
+    TagRecord,
+    VersionRecord,
+    decode,
+)
 
 PREFIX = "loraplex:"
 MAX_EVENTS = 100_000
@@ -90,7 +96,9 @@ class Catalog:
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
-                resources.files("services.registry.index").joinpath(f"{name}.lua").read_text()
+                resources.files("loraplex_services.registry.index")
+                .joinpath(f"{name}.lua")
+                .read_text()
             )
             for name in ("apply", "read", "resolve", "page", "switch", "release")
         }

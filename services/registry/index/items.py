@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from services.registry.records import (
+from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
     BaseRecord,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.index.catalog import Catalog, CatalogDown
-from services.registry.index.items import Item, scope_of, tag_item, version_item
-from services.registry.records import AdapterRecord, TagRecord, VersionRecord
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.items import Item, scope_of, tag_item, version_item
+from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord
 
 
 class Versions:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from services.common.objects import ObjectInfo, ObjectStore
-from services.registry import layout
-from services.registry.maintenance.snapshots import Snapshots
-from services.registry.publish.blobs import BLOB_FRESH_S
-from services.registry.publish.failpoint import failpoint
-from services.registry.publish.uploads import SESSION_MAX_AGE_S
-from services.registry.records import VersionRecord, decode
+from loraplex_services.common.objects import ObjectInfo, ObjectStore
+from loraplex_services.registry import layout
+from loraplex_services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.registry.publish.blobs import BLOB_FRESH_S
+from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.uploads import SESSION_MAX_AGE_S
+from loraplex_services.registry.records import VersionRecord, decode
 
 logger = logging.getLogger(__name__)
 

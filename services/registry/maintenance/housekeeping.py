@@ -6,11 +6,11 @@ import asyncio
 import logging
 
 from loraplex.errors import LoraplexError
-from services.registry.access.audit import Audit
-from services.registry.index.catalog import Catalog, CatalogDown
-from services.registry.maintenance.gc import Collector
-from services.registry.maintenance.snapshots import Snapshots
-from services.registry.publish.staging import Staging
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.registry.publish.staging import Staging
 
 logger = logging.getLogger(__name__)
 

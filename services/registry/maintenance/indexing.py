@@ -8,10 +8,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.index.catalog import Catalog, CatalogDown, NoIndex
-from services.registry.index.items import (
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.index.catalog import Catalog, CatalogDown, NoIndex
+from loraplex_services.registry.index.items import (
     BASES_SCOPE,
     Item,
     adapter_item,
@@ -20,11 +20,11 @@ from services.registry.index.items import (
     tag_item,
     version_item,
 )
-from services.registry.maintenance.snapshots import Snapshots
-from services.registry.publish.metrics import INDEX_LAG_S, REBUILDS
-from services.registry.publish.publisher import Publisher
-from services.registry.publish.uploads import Uploads
-from services.registry.records import (
+from loraplex_services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.registry.publish.metrics import INDEX_LAG_S, REBUILDS
+from loraplex_services.registry.publish.publisher import Publisher
+from loraplex_services.registry.publish.uploads import Uploads
+from loraplex_services.registry.records import (
     AdapterRecord,
     BaseRecord,
     TagRecord,

@@ -20,9 +20,9 @@ import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import IO
 
-from services.common.objects import ObjectInfo, ObjectMissing, ObjectStore, read_chunks
-from services.registry import layout
-from services.registry.records import ulid
+from loraplex_services.common.objects import ObjectInfo, ObjectMissing, ObjectStore, read_chunks
+from loraplex_services.registry import layout
+from loraplex_services.registry.records import ulid
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.index.catalog import Catalog, CatalogDown
-from services.registry.index.items import BASES_SCOPE, base_item
-from services.registry.records import BaseRecord
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.items import BASES_SCOPE, base_item
+from loraplex_services.registry.records import BaseRecord
 
 MAX_ID_CHARS = 160
 _BASE_FIELD = "adapter_config.json:base_model_name_or_path"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
-from services.common.objects import ObjectStore, Segment
-from services.registry import layout
-from services.registry.publish.failpoint import failpoint
-from services.registry.publish.inspection import Inspected, Source
-from services.registry.publish.uploads import Uploads, UploadSession
+from loraplex_services.common.objects import ObjectStore, Segment
+from loraplex_services.registry import layout
+from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.inspection import Inspected, Source
+from loraplex_services.registry.publish.uploads import Uploads, UploadSession
 
 BLOB_FRESH_S = 12 * 3600.0
 """Blobs older than this are written again before they are referred to: half of the age at which

@@ -8,16 +8,22 @@ from collections.abc import Sequence
 
 from loraplex.errors import AdapterNotFound, Blocked
 from loraplex.refs import LATEST
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.access.audit import Audit
-from services.registry.access.signatures import Signatures
-from services.registry.index.catalog import Catalog
-from services.registry.index.items import Item, scope_of, version_item
-from services.registry.index.versions import Versions
-from services.registry.publish.failpoint import failpoint
-from services.registry.publish.tags import TagAddress, Tags
-from services.registry.records import AdapterRecord, TagRecord, TargetRecord, VersionRecord, now_s
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.signatures import Signatures
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.items import Item, scope_of, version_item
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.tags import TagAddress, Tags
+from loraplex_services.registry.records import (
+    AdapterRecord,
+    TagRecord,
+    TargetRecord,
+    VersionRecord,
+    now_s,
+)
 
 
 class Deletion:

@@ -24,10 +24,10 @@ from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.adapter_format.tensor_scan import TensorScan, warnings_of_zeros
 from loraplex.errors import DataLoss, InvalidAdapter, Violation
-from services.common.objects import ObjectStore, Segment, read_chunks
-from services.registry.publish.bases import Bases
-from services.registry.publish.scanning import Scans
-from services.registry.records import BaseRecord
+from loraplex_services.common.objects import ObjectStore, Segment, read_chunks
+from loraplex_services.registry.publish.bases import Bases
+from loraplex_services.registry.publish.scanning import Scans
+from loraplex_services.registry.records import BaseRecord
 
 DEFAULT_MAX_RANK = 256
 

@@ -7,11 +7,11 @@ import hashlib
 import zlib
 
 from loraplex.errors import DataLoss
-from services.common.objects import ObjectStore
-from services.registry import layout
-from services.registry.publish.failpoint import failpoint
-from services.registry.publish.metrics import RECEIVED_BYTES
-from services.registry.publish.scanning import ArrivingScan
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import layout
+from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.metrics import RECEIVED_BYTES
+from loraplex_services.registry.publish.scanning import ArrivingScan
 
 MAX_PART_BYTES = 256 << 20
 """What a lost registry costs at most in bytes to send again."""

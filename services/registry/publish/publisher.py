@@ -17,23 +17,23 @@ from collections.abc import Sequence
 from loraplex.adapter_format import File
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.access.audit import Audit
-from services.registry.access.tenants import Tenants
-from services.registry.index.catalog import Catalog
-from services.registry.index.items import Item, adapter_item, scope_of, version_item
-from services.registry.index.versions import Versions
-from services.registry.publish.bases import Bases
-from services.registry.publish.blobs import Blobs
-from services.registry.publish.failpoint import failpoint
-from services.registry.publish.inspection import DamagedFile, Inspected, Source, inspect
-from services.registry.publish.metrics import UPLOADS
-from services.registry.publish.scanning import Scans
-from services.registry.publish.staging import Staging
-from services.registry.publish.tags import TagAddress, Tags
-from services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
-from services.registry.records import (
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.tenants import Tenants
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.items import Item, adapter_item, scope_of, version_item
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.publish.bases import Bases
+from loraplex_services.registry.publish.blobs import Blobs
+from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.inspection import DamagedFile, Inspected, Source, inspect
+from loraplex_services.registry.publish.metrics import UPLOADS
+from loraplex_services.registry.publish.scanning import Scans
+from loraplex_services.registry.publish.staging import Staging
+from loraplex_services.registry.publish.tags import TagAddress, Tags
+from loraplex_services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
+from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
     TagRecord,

@@ -13,13 +13,19 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from loraplex.errors import AdapterNotFound, Conflict
-from services.common.objects import ObjectStore
-from services.registry import documents
-from services.registry.access.audit import Audit
-from services.registry.index.catalog import Catalog
-from services.registry.index.versions import Versions
-from services.registry.publish.tags import TagAddress, Tags, check_expected, describe, moved
-from services.registry.records import TagRecord, TargetRecord, now_s
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.publish.tags import (
+    TagAddress,
+    Tags,
+    check_expected,
+    describe,
+    moved,
+)
+from loraplex_services.registry.records import TagRecord, TargetRecord, now_s
 
 WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"

@@ -7,14 +7,14 @@ import secrets
 from collections.abc import Callable, Sequence, Set
 
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
-from services.common.objects import ObjectStore
-from services.registry import documents, layout
-from services.registry.access.audit import Audit
-from services.registry.access.signatures import Signatures
-from services.registry.index.catalog import Catalog
-from services.registry.index.items import scope_of
-from services.registry.index.versions import Versions
-from services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.signatures import Signatures
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.items import scope_of
+from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
 
 MAX_SIDES = 16
 NONE = "none"

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.cache.arena import Arena
-from services.worker.cache.backoff import Backoff
-from services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
-from services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.backoff import Backoff
+from loraplex_services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
+from loraplex_services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
 
 
 class AdapterCache:

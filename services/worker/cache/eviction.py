@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Collection
 
-from services.worker.types.residency import CachedAdapter
+from loraplex_services.worker.types.residency import CachedAdapter
 
 HALF_LIFE_S = 60.0
 """A use counts half after this long."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.cache.arena import Arena
-from services.worker.types.request import RELEASED_BLOCK, Request
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
 from loraplex.errors import InvalidRequest
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.request import OwnRope, Pooling, Request
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.request import OwnRope, Pooling, Request
 
 NEVER = sys.maxsize
 """Position from which on an adapter acts that is never invoked."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.engine.adapter_checks import BaseFacts, admit
-from services.worker.scheduling.early_abort import ServiceTimes
-from services.worker.types.messages import Fetched
-from services.worker.types.request import Request
-from services.worker.types.residency import Load
-from services.worker.types.runner_protocol import Copied, Pending, Runner
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.engine.adapter_checks import BaseFacts, admit
+from loraplex_services.worker.scheduling.early_abort import ServiceTimes
+from loraplex_services.worker.types.messages import Fetched
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.residency import Load
+from loraplex_services.worker.types.runner_protocol import Copied, Pending, Runner
 
 logger = logging.getLogger(__name__)
 

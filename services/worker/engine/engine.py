@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loraplex.errors import LoraplexError
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import KvLayout
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.engine.adapter_checks import BaseFacts
-from services.worker.engine.adapter_loads import AdapterLoads
-from services.worker.engine.output_processor import OutputProcessor
-from services.worker.engine.outputs import residency, to_request
-from services.worker.engine.stats import EngineStats
-from services.worker.grammars.opening import Grammars
-from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import KvLayout
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.engine.adapter_checks import BaseFacts
+from loraplex_services.worker.engine.adapter_loads import AdapterLoads
+from loraplex_services.worker.engine.output_processor import OutputProcessor
+from loraplex_services.worker.engine.outputs import residency, to_request
+from loraplex_services.worker.engine.stats import EngineStats
+from loraplex_services.worker.grammars.opening import Grammars
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
     Policy,
     ServiceCounters,
     clustered,
     fair,
 )
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.messages import (
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.messages import (
     Cancel,
     Command,
     EngineConfig,
@@ -52,10 +52,10 @@ from services.worker.types.messages import (
     Unload,
     Unpin,
 )
-from services.worker.types.request import Request
-from services.worker.types.residency import Load
-from services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
-from services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.residency import Load
+from loraplex_services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 logger = logging.getLogger(__name__)
 

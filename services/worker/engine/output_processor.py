@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
-from services.worker.engine.outputs import finish_reason, stop_token, timings
-from services.worker.grammars.opening import Grammars, no_allowed_token
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.messages import Failure, TokenOutput, WireError
-from services.worker.types.request import Pooling, Request
-from services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
+from loraplex_services.worker.grammars.opening import Grammars, no_allowed_token
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
+from loraplex_services.worker.types.request import Pooling, Request
+from loraplex_services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
 
 
 class OutputProcessor:

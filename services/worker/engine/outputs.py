@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
-from services.worker.types.messages import Residency, Submit, WireError
-from services.worker.types.request import FinishReason, Request
-from services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.types.messages import Residency, Submit, WireError
+from loraplex_services.worker.types.request import FinishReason, Request
+from loraplex_services.worker.types.residency import CachedAdapter, Tier
 
 
 def to_request(command: Submit, now: float) -> Request:

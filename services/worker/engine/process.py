@@ -1,4 +1,4 @@
-"""The engine process: `python -m services.worker.engine.process --fd N`.
+"""The engine process: `python -m loraplex_services.worker.engine.process --fd N`.
 
 It owns the model and the device. Between steps it reads whatever has come through the socket, and
 it sleeps on the socket if there is nothing to do. It ends when the API server process closes its
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from loraplex.errors import LoraplexError
-from services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
-from services.common.log import setup_logging
-from services.common.stacks import print_stacks_on_signal
-from services.worker.engine.engine import Engine
-from services.worker.engine.step_trace import TracedRunner
-from services.worker.types.messages import (
+from loraplex_services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
+from loraplex_services.common.log import setup_logging
+from loraplex_services.common.stacks import print_stacks_on_signal
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.engine.step_trace import TracedRunner
+from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
     EngineMessage,
@@ -40,7 +40,7 @@ from services.worker.types.messages import (
     frame,
 )
 
-logger = logging.getLogger("services.worker.engine.process")
+logger = logging.getLogger("loraplex_services.worker.engine.process")
 
 RECEIVE_BYTES = 1 << 20
 MAX_CPU_ARENA_BYTES = 1 << 30
@@ -141,7 +141,7 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model. Raises LoraplexError when it cannot be served like this."""
-    from services.worker.runner.building import build_runner
+    from loraplex_services.worker.runner.building import build_runner
 
     runner = build_runner(
         Path(config.model_dir),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.worker.cache.arena import Arena
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.messages import EngineLoad
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.messages import EngineLoad
+from loraplex_services.worker.types.step_plan import StepPlan
 
 _NEW_SHARE = 0.1
 """Weight of the newest step in running means."""

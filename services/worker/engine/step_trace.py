@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.request import Request
-from services.worker.types.runner_protocol import Copied, LaunchedStep, ModelInfo, Pending, Runner
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.runner_protocol import (
+    Copied,
+    LaunchedStep,
+    ModelInfo,
+    Pending,
+    Runner,
+)
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

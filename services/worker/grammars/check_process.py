@@ -19,9 +19,9 @@ import msgspec
 from llguidance import LLTokenizer
 
 from loraplex.errors import LoraplexError
-from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.types.messages import WireError
-from services.worker.types.request import Grammar
+from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from loraplex_services.worker.types.messages import WireError
+from loraplex_services.worker.types.request import Grammar
 
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 2 << 20

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from loraplex.errors import LoraplexError
-from services.common.piped_process import ask_line, start_module
-from services.worker.grammars.check_process import Setup
-from services.worker.grammars.compiling import bad_grammar, check_size
-from services.worker.types.messages import WireError
-from services.worker.types.request import Grammar
+from loraplex_services.common.piped_process import ask_line, start_module
+from loraplex_services.worker.grammars.check_process import Setup
+from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
+from loraplex_services.worker.types.messages import WireError
+from loraplex_services.worker.types.request import Grammar
 
 MAX_VERDICTS = 1024
 START_TIMEOUT_S = 60.0
@@ -85,7 +85,7 @@ class GrammarChecker:
 
     async def _running(self, setup: Setup) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            self._process = await start_module("services.worker.grammars.check_process")
+            self._process = await start_module("loraplex_services.worker.grammars.check_process")
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await ask_line(self._process, msgspec.json.encode(setup))

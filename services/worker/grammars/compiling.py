@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.worker.types.request import Grammar
+from loraplex_services.worker.types.request import Grammar
 
 FORMS = ("json_schema", "regex", "ebnf", "choice")
 MAX_GRAMMAR_BYTES = 128 << 10

@@ -13,9 +13,9 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
-from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from services.worker.types.request import Grammar, GrammarTokens, Request
+from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from loraplex_services.worker.types.request import Grammar, GrammarTokens, Request
 
 logger = logging.getLogger(__name__)
 

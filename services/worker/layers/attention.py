@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
-from services.worker.ops.norm.torch import Norm
-from services.worker.ops.rope.torch import CosSin, Rotate
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
+from loraplex_services.worker.ops.norm.torch import Norm
+from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 
 
 class SelfAttention:

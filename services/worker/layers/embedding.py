@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.ops.lora.torch import add_lora_embedding
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora.torch import add_lora_embedding
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 class LoraEmbedding:

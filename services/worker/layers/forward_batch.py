@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.ops.attention.backend import AttentionMetadata
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.attention.backend import AttentionMetadata
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.layers.mlp import Gate
-from services.worker.layers.moe import LoopedExperts
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.moe.pairs import sort_pairs
-from services.worker.ops.moe.triton import Tiling, combine, grouped_linear, tiling_for, tilings
+from loraplex_services.worker.layers.mlp import Gate
+from loraplex_services.worker.layers.moe import LoopedExperts
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe.pairs import sort_pairs
+from loraplex_services.worker.ops.moe.triton import (
+    Tiling,
+    combine,
+    grouped_linear,
+    tiling_for,
+    tilings,
+)
 
 
 class GroupedExperts:

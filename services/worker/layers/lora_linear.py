@@ -14,9 +14,9 @@ from typing import Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.linear.torch import BaseLinear, keeps_float32
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.linear.torch import BaseLinear, keeps_float32
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 @runtime_checkable

@@ -8,8 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

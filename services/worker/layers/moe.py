@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.mlp import ACTIVATIONS, GatedMlp
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.moe.pairs import sort_pairs
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.mlp import ACTIVATIONS, GatedMlp
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe.pairs import sort_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.worker.layers.mlp import Gate
-from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.layers.operators import AddLora, TorchOperators
-from services.worker.native.bindings import Native
-from services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
-from services.worker.ops.linear.torch import BaseLinear
-from services.worker.ops.lora.cpu import NativeLora
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
-from services.worker.ops.rope.torch import CosSin
-from services.worker.sampling.drawing import DrawOperators
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.layers.mlp import Gate
+from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
+from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.lora.cpu import NativeLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.rope.torch import CosSin
+from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.types.model_config import ModelConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

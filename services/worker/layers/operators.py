@@ -7,17 +7,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.worker.layers.mlp import ACTIVATIONS, Gate
-from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
-from services.worker.ops.linear.torch import BaseLinear, DenseLinear
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
-from services.worker.ops.rope.torch import Rotate, rotate_heads
-from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.layers.mlp import ACTIVATIONS, Gate
+from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
+from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
+from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from loraplex_services.worker.types.model_config import ModelConfig
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `ops/lora`."""

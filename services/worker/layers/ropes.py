@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.worker.ops.rope.torch import CosSin, Rotary
-from services.worker.types.model_config import RopeConfig
+from loraplex_services.worker.ops.rope.torch import CosSin, Rotary
+from loraplex_services.worker.types.model_config import RopeConfig
 
 BASE_ROWS = 2
 """Rows of each table before the first slot's: see `Rotary`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.torch import add_lora
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora.torch import add_lora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 class ScoreHead:

@@ -6,29 +6,29 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.mlp import Gate
-from services.worker.layers.moe import ExpertMlps, LoopedExperts
-from services.worker.layers.operators import AddLora, TorchOperators
-from services.worker.ops.activation.triton import silu_and_multiply
-from services.worker.ops.attention.backend import (
+from loraplex_services.worker.layers.grouped_experts import GroupedExperts
+from loraplex_services.worker.layers.mlp import Gate
+from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.ops.activation.triton import silu_and_multiply
+from loraplex_services.worker.ops.attention.backend import (
     AttentionBackend,
     AttentionKernels,
     AttentionMetadata,
 )
-from services.worker.ops.attention.interruptible import InterruptibleAttention
-from services.worker.ops.attention.triton_backend import TritonKernels
-from services.worker.ops.linear.torch import BaseLinear, DenseLinear
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.triton import DeviceLora
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
-from services.worker.ops.norm.triton import add_rms_norm
-from services.worker.ops.rope.torch import Rotate
-from services.worker.ops.sampling.triton import draw
-from services.worker.ops.sampling.truncation import truncate
-from services.worker.sampling.drawing import DrawOperators
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.ops.attention.interruptible import InterruptibleAttention
+from loraplex_services.worker.ops.attention.triton_backend import TritonKernels
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.triton import DeviceLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.norm.triton import add_rms_norm
+from loraplex_services.worker.ops.rope.torch import Rotate
+from loraplex_services.worker.ops.sampling.triton import draw
+from loraplex_services.worker.ops.sampling.truncation import truncate
+from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 class TritonOperators:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from services.worker.layers.attention import SelfAttention
-from services.worker.layers.embedding import LoraEmbedding
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.mlp import GatedMlp
-from services.worker.layers.operators import Operators
-from services.worker.layers.score import ScoreHead
-from services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
-from services.worker.model.load import Weights, take_rows
-from services.worker.ops.linear.torch import BaseLinear, DenseLinear
-from services.worker.ops.lora.torch import add_lora
-from services.worker.ops.norm.torch import Norm, NormWeight
-from services.worker.types.model_config import ModelConfig
-from services.worker.types.sites import (
+from loraplex_services.worker.layers.attention import SelfAttention
+from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.mlp import GatedMlp
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
+from loraplex_services.worker.model.load import Weights, take_rows
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora.torch import add_lora
+from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sites import (
     EMBEDDING,
     EXPERT,
     HEAD,

@@ -10,19 +10,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.layers.attention import SelfAttention
-from services.worker.layers.embedding import LoraEmbedding
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.ropes import Ropes
-from services.worker.layers.score import ScoreHead
-from services.worker.ops.linear.torch import BaseLinear
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.norm.torch import Norm
-from services.worker.ops.rope.torch import CosSin
-from services.worker.transfers import to_device
-from services.worker.types.model_config import ModelConfig
-from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+from loraplex_services.worker.layers.attention import SelfAttention
+from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.norm.torch import Norm
+from loraplex_services.worker.ops.rope.torch import CosSin
+from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 
 class Mlp(Protocol):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import Unsupported
-from services.worker.layers.operators import Operators
-from services.worker.model import (
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model import (
     gemma2,
     gemma3,
     llama,
@@ -19,10 +19,14 @@ from services.worker.model import (
     qwen3,
     qwen_moe,
 )
-from services.worker.model.config_reader import ConfigReader, eos_token_ids, read_json_object
-from services.worker.model.decoder import Decoder
-from services.worker.model.load import Weights
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.model.config_reader import (
+    ConfigReader,
+    eos_token_ids,
+    read_json_object,
+)
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

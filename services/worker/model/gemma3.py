@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.worker.layers.operators import Operators
-from services.worker.model.build import Builder
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.decoder import Decoder
-from services.worker.model.gemma2 import DEFAULTS, NAMES, read_gemma
-from services.worker.model.load import Weights
-from services.worker.model.plain import FULL, SLIDING, read_layer_types, windows_of
-from services.worker.model.rope_config import rope_from_params
-from services.worker.types.model_config import ModelConfig, RopeConfig
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.gemma2 import DEFAULTS, NAMES, read_gemma
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import FULL, SLIDING, read_layer_types, windows_of
+from loraplex_services.worker.model.rope_config import rope_from_params
+from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0

@@ -20,7 +20,7 @@ from torch import Tensor
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.errors import InvalidRequest
 from loraplex.progress import Progress, ignore_progress
-from services.worker.model.config_reader import read_json_object
+from loraplex_services.worker.model.config_reader import read_json_object
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.layers.operators import Operators
-from services.worker.model.build import Builder
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.decoder import Decoder
-from services.worker.model.load import Weights
-from services.worker.model.plain import Defaults, read_plain
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import Defaults, read_plain
+from loraplex_services.worker.types.model_config import ModelConfig
 
 WINDOW_WHEN_ABSENT = 4096
 """An absent key means the first Mistral's window; later files say null."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.layers.mlp import ACTIVATIONS
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.rope_config import read_rope
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.layers.mlp import ACTIVATIONS
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.rope_config import read_rope
+from loraplex_services.worker.types.model_config import ModelConfig
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.layers.operators import Operators
-from services.worker.model.build import Builder
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.decoder import Decoder
-from services.worker.model.load import Weights
-from services.worker.model.plain import (
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import (
     FULL,
     SLIDING,
     Defaults,
@@ -17,7 +17,7 @@ from services.worker.model.plain import (
     read_plain,
     windows_of,
 )
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:

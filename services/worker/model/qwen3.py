@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.layers.operators import Operators
-from services.worker.model.build import Builder
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.decoder import Decoder
-from services.worker.model.load import Weights
-from services.worker.model.plain import Defaults, read_plain
-from services.worker.model.qwen2 import read_windows
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import Defaults, read_plain
+from loraplex_services.worker.model.qwen2 import read_windows
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 def read_config(

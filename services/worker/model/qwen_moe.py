@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.layers.operators import Operators
-from services.worker.model import qwen2, qwen3
-from services.worker.model.build import Builder, dense_mlp
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.decoder import Decoder, Mlp
-from services.worker.model.load import Weights
-from services.worker.model.sparse import ExpertNames, sparse_mlp
-from services.worker.types.model_config import ModelConfig, MoeConfig
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model import qwen2, qwen3
+from loraplex_services.worker.model.build import Builder, dense_mlp
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder, Mlp
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
+from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 
 NAMES = ExpertNames()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from services.worker.model.config_reader import ConfigReader
-from services.worker.types.model_config import RopeConfig
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.types.model_config import RopeConfig
 
 _REQUIRED = {
     "default": (),

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.moe import Expert, ExpertMlps, LoopedExperts, SharedExpert, SparseMlp
-from services.worker.model.build import Builder, Modules, gated_mlp
-from services.worker.model.load import take_rows
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.moe import (
+    Expert,
+    ExpertMlps,
+    LoopedExperts,
+    SharedExpert,
+    SparseMlp,
+)
+from loraplex_services.worker.model.build import Builder, Modules, gated_mlp
+from loraplex_services.worker.model.load import take_rows
 
 
 @dataclass(frozen=True, slots=True)

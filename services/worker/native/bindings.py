@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.native.build import BuildFailed, build_library
-from services.worker.native.check import computes_right
-from services.worker.native.isa import TORCH, choose_isa
-from services.worker.sampling import fixed_log
+from loraplex_services.worker.native.build import BuildFailed, build_library
+from loraplex_services.worker.native.check import computes_right
+from loraplex_services.worker.native.isa import TORCH, choose_isa
+from loraplex_services.worker.sampling import fixed_log
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Compile the kernels: `python -m services.worker.native.build`, with `--all` for an image.
+"""Compile the kernels: `python -m loraplex_services.worker.native.build`; `--all` for an image.
 
 One shared library for each instruction set, in the virtual environment (or the user's cache), named
 by a hash of the sources. The sources include no torch headers, so a build takes seconds.
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
-from services.worker.native.isa import (
+from loraplex_services.worker.native.isa import (
     GENERIC,
     ISA_FLAGS,
     TORCH,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.sampling.drawing import draw
+from loraplex_services.worker.sampling.drawing import draw
 
 TOLERANCE = 1e-4
 

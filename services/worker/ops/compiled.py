@@ -19,23 +19,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.worker.ops.activation import triton as silu
-from services.worker.ops.attention import shapes as attention_shapes
-from services.worker.ops.attention import triton as attention_launch
-from services.worker.ops.attention import triton_kernels as attention
-from services.worker.ops.attention import work_items
-from services.worker.ops.lora import plan as lora_plan
-from services.worker.ops.lora import triton as lora_launch
-from services.worker.ops.lora import triton_kernels as lora
-from services.worker.ops.lora import triton_lists
-from services.worker.ops.lora.device_records import Part
-from services.worker.ops.lora.device_tables import SiteShape
-from services.worker.ops.lora.step_work import MIN_RUNS
-from services.worker.ops.moe import triton as moe
-from services.worker.ops.norm import triton as norm
-from services.worker.ops.rope import triton as rope
-from services.worker.ops.sampling import triton as sampling
-from services.worker.ops.sampling import truncation
+from loraplex_services.worker.ops.activation import triton as silu
+from loraplex_services.worker.ops.attention import shapes as attention_shapes
+from loraplex_services.worker.ops.attention import triton as attention_launch
+from loraplex_services.worker.ops.attention import triton_kernels as attention
+from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.lora import plan as lora_plan
+from loraplex_services.worker.ops.lora import triton as lora_launch
+from loraplex_services.worker.ops.lora import triton_kernels as lora
+from loraplex_services.worker.ops.lora import triton_lists
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import SiteShape
+from loraplex_services.worker.ops.lora.step_work import MIN_RUNS
+from loraplex_services.worker.ops.moe import triton as moe
+from loraplex_services.worker.ops.norm import triton as norm
+from loraplex_services.worker.ops.rope import triton as rope
+from loraplex_services.worker.ops.sampling import triton as sampling
+from loraplex_services.worker.ops.sampling import truncation
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITIES = (80, 90, 100)

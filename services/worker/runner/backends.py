@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from loraplex.errors import InvalidRequest
-from services.worker.layers.native_operators import NativeOperators
-from services.worker.layers.operators import Operators, TorchOperators
-from services.worker.native.bindings import ACTIVATION_DTYPES, load_native
-from services.worker.ops.launch import INTERPRETING
-from services.worker.runner.numerics import set_threads
+from loraplex_services.worker.layers.native_operators import NativeOperators
+from loraplex_services.worker.layers.operators import Operators, TorchOperators
+from loraplex_services.worker.native.bindings import ACTIVATION_DTYPES, load_native
+from loraplex_services.worker.ops.launch import INTERPRETING
+from loraplex_services.worker.runner.numerics import set_threads
 
 REFUSALS = {
     "triton": "Triton kernels need the device cuda",
@@ -37,7 +37,7 @@ def choose_operators(
     by_default = is_gpu or (INTERPRETING and cpu_isa == "auto")
     can_be_triton = is_gpu or INTERPRETING
     if (is_auto and by_default) or (attention_backend == "triton" and can_be_triton):
-        from services.worker.layers.triton_operators import TritonOperators
+        from loraplex_services.worker.layers.triton_operators import TritonOperators
 
         return TritonOperators()
     can_be_native = not is_gpu and dtype in ACTIVATION_DTYPES

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.runner.step_inputs import Int64s
-from services.worker.types.request import Request
-from services.worker.types.step_plan import PlannedRow
+from loraplex_services.worker.runner.step_inputs import Int64s
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import PlannedRow
 
 
 @dataclass(slots=True)

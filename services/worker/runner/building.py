@@ -13,37 +13,37 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.progress import Progress
-from services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
-from services.worker.adapters.device.loader import AdapterLoader
-from services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
-from services.worker.adapters.device.weights import AdapterWeights
-from services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
-from services.worker.adapters.pack.packing import Packer
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
-from services.worker.cache.kv_layout import plan_kv_groups
-from services.worker.layers.native_operators import NativeOperators
-from services.worker.layers.operators import Operators
-from services.worker.model.decoder import Decoder, SiteWeights
-from services.worker.model.families import read_model_config
-from services.worker.model.load import Checkpoint, DummyWeights, Weights, published
-from services.worker.ops.lora.records import Records
-from services.worker.runner.backends import choose_operators, share_threads
-from services.worker.runner.numerics import (
+from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
+from loraplex_services.worker.adapters.device.loader import AdapterLoader
+from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
+from loraplex_services.worker.adapters.device.weights import AdapterWeights
+from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
+from loraplex_services.worker.adapters.pack.packing import Packer
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
+from loraplex_services.worker.cache.kv_layout import plan_kv_groups
+from loraplex_services.worker.layers.native_operators import NativeOperators
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.runner.backends import choose_operators, share_threads
+from loraplex_services.worker.runner.numerics import (
     dtype_name,
     fingerprint,
     half_wins,
     resolve_device,
     resolve_dtype,
 )
-from services.worker.runner.runner import TorchRunner
-from services.worker.runner.step_batch import BatchMaker
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.model_config import ModelConfig
-from services.worker.types.own_rope import base_ropes
-from services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.step_batch import BatchMaker
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.own_rope import base_ropes
+from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from services.worker.runner.gpu_path import GpuPath
+    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 
 def build_runner(
@@ -186,7 +186,7 @@ def _gpu_path(
     """Tables, workspace and captured graphs where Triton computes, else None."""
     if operators.name != "triton":
         return None
-    from services.worker.runner.gpu_path import GpuLimits, GpuPath
+    from loraplex_services.worker.runner.gpu_path import GpuLimits, GpuPath
 
     return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
 

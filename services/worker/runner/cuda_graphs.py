@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.model.decoder import Decoder
-from services.worker.ops.lora.worklist import LoraBatch, PendingCopy
-from services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
-from services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
+from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
+from loraplex_services.worker.runner.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

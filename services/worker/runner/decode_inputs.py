@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.arena_buffer import KvBuffer
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.ops.attention.backend import AttentionKernels, StaticInputs
-from services.worker.ops.lora.step_work import MIN_RUNS, static_work
-from services.worker.ops.lora.triton import DeviceLora
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.runner.block_tables import BlockTables
-from services.worker.runner.input_buffer import InputBuffer
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.ops.attention.backend import AttentionKernels, StaticInputs
+from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
+from loraplex_services.worker.ops.lora.triton import DeviceLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.block_tables import BlockTables
+from loraplex_services.worker.runner.input_buffer import InputBuffer
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 

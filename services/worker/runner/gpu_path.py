@@ -8,28 +8,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.worker.adapters.device.copy_events import CopyEvents
-from services.worker.adapters.device.table import AdapterTable
-from services.worker.arena_buffer import KvBuffer
-from services.worker.layers.operators import Operators
-from services.worker.layers.triton_operators import TritonOperators
-from services.worker.model.decoder import Decoder
-from services.worker.ops.lora.device_records import MAX_PARTS
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.runs import RowRun, cut_at_tiles, dense_runs
-from services.worker.ops.lora.side_stream import SideStream
-from services.worker.ops.lora.site_parts import module_edges, site_parts
-from services.worker.ops.lora.step_work import fits_static_work
-from services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.runner.block_tables import BlockTables
-from services.worker.runner.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
-from services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
-from services.worker.runner.input_buffer import InputBuffer
-from services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
-from services.worker.runner.step_inputs import StepInputs
-from services.worker.runner.warm_up import warm_up
-from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents
+from loraplex_services.worker.adapters.device.table import AdapterTable
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.triton_operators import TritonOperators
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles, dense_runs
+from loraplex_services.worker.ops.lora.side_stream import SideStream
+from loraplex_services.worker.ops.lora.site_parts import module_edges, site_parts
+from loraplex_services.worker.ops.lora.step_work import fits_static_work
+from loraplex_services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.block_tables import BlockTables
+from loraplex_services.worker.runner.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
+from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
+from loraplex_services.worker.runner.input_buffer import InputBuffer
+from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
+from loraplex_services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.runner.warm_up import warm_up
+from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.ops.lora.runs import RowRun, cut_at_tiles
-from services.worker.runner.block_tables import BlockTables
-from services.worker.runner.step_inputs import Int64s, StepInputs
-from services.worker.transfers import to_device
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles
+from loraplex_services.worker.runner.block_tables import BlockTables
+from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs
+from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.step_plan import StepPlan
 
 CHANGES_BYTES = 32 << 10
 """Of what a step changes, behind the static inputs; a step that changes more copies twice."""

@@ -25,23 +25,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from services.worker.arena_buffer import KvBuffer
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.model.decoder import Decoder
-from services.worker.ops.attention.backend import (
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.attention.backend import (
     AttentionKernels,
     AttentionMetadata,
     KvCacheParams,
     RotatingBackend,
 )
-from services.worker.ops.attention.interruptible import CosSin, InterruptingMetadata
-from services.worker.ops.lora.step_work import MIN_RUNS, static_work
-from services.worker.ops.lora.triton import DeviceLora
-from services.worker.ops.lora.worklist import LoraBatch, PendingCopy
-from services.worker.runner.block_tables import BlockTables
-from services.worker.runner.cuda_graphs import Graph, GraphMemory, forward_static
-from services.worker.runner.input_buffer import InputBuffer
-from services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.ops.attention.interruptible import CosSin, InterruptingMetadata
+from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
+from loraplex_services.worker.ops.lora.triton import DeviceLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
+from loraplex_services.worker.runner.block_tables import BlockTables
+from loraplex_services.worker.runner.cuda_graphs import Graph, GraphMemory, forward_static
+from loraplex_services.worker.runner.input_buffer import InputBuffer
+from loraplex_services.worker.runner.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import os
 import torch
 
 from loraplex.errors import InvalidRequest
-from services.worker.cores import usable_cores
-from services.worker.native.isa import AMX, TORCH, has_amx
+from loraplex_services.worker.cores import usable_cores
+from loraplex_services.worker.native.isa import AMX, TORCH, has_amx
 
 _DTYPES = {
     "float32": torch.float32,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.transfers import to_device, to_host
-from services.worker.types.request import Pooling
-from services.worker.types.step_plan import PlannedRow
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.transfers import to_device, to_host
+from loraplex_services.worker.types.request import Pooling
+from loraplex_services.worker.types.step_plan import PlannedRow
 
 Scores = Callable[[Tensor, LoraBatch], list[Tensor]]
 """Hidden rows `[n, H]` and their adapters -> float32 `[labels]` of each."""

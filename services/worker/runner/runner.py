@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import LoraplexError
-from services.worker.adapters.device.copy_events import CopyEvents
-from services.worker.adapters.device.loader import AdapterLoader, CopiedImage
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from services.worker.cache.kv_layout import TOKENS_PER_BLOCK
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.model.decoder import Decoder
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.runner.step_batch import BatchMaker
-from services.worker.runner.step_inputs import StepInputs
-from services.worker.runner.step_results import StepResults, choose, take_outputs
-from services.worker.runner.steps import StepOrder, StepUnderWay
-from services.worker.sampling.drawing import DrawOperators
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.runner_protocol import Copied, ModelInfo
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents
+from loraplex_services.worker.adapters.device.loader import AdapterLoader, CopiedImage
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.step_batch import BatchMaker
+from loraplex_services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.runner.step_results import StepResults, choose, take_outputs
+from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
+from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from services.worker.runner.cuda_graphs import CapturedStep
-    from services.worker.runner.gpu_path import GpuPath
+    from loraplex_services.worker.runner.cuda_graphs import CapturedStep
+    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 
 Passed: TypeAlias = tuple[Tensor, LoraBatch]

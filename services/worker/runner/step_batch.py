@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.arena_buffer import KvBuffer
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.ropes import Ropes
-from services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
-from services.worker.ops.lora.records import Records
-from services.worker.ops.lora.tables import DeltaTable
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.runner.step_inputs import StepInputs, read_plan
-from services.worker.transfers import to_device
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.tables import DeltaTable
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.step_inputs import StepInputs, read_plan
+from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.step_plan import StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from services.worker.runner.gpu_path import GpuPath
+    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 
 @dataclass(frozen=True, slots=True)

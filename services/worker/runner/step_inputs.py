@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.layers.ropes import Ropes
-from services.worker.ops.lora.runs import RowRun, row_runs
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
+from loraplex_services.worker.types.step_plan import StepPlan
 
 Int64s: TypeAlias = NDArray[np.int64]
 Segment: TypeAlias = tuple[int, Sequence[tuple[int, float]]]

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.runner.pooling import PooledRows, pool
-from services.worker.runner.step_inputs import StepInputs
-from services.worker.sampling.drawing import DrawOperators
-from services.worker.sampling.logprobs import LogprobRows
-from services.worker.sampling.next_token import next_token
-from services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
-from services.worker.transfers import to_device
-from services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.pooling import PooledRows, pool
+from loraplex_services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.sampling.logprobs import LogprobRows
+from loraplex_services.worker.sampling.next_token import next_token
+from loraplex_services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
+from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
 
 class Heads(Protocol):

@@ -11,9 +11,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.worker.adapters.device.loader import AtOnce
-from services.worker.runner.step_results import StepResults
-from services.worker.types.step_plan import SampledRow
+from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.runner.step_results import StepResults
+from loraplex_services.worker.types.step_plan import SampledRow
 
 T = TypeVar("T")
 

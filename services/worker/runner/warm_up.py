@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.arena_buffer import KvBuffer
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.model.decoder import Decoder
-from services.worker.ops.attention.backend import AttentionKernels
-from services.worker.ops.lora.plan import TILE_ROWS
-from services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
-from services.worker.ops.lora.triton import DeviceLora
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.sampling.triton import draw
-from services.worker.ops.sampling.truncation import truncate
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.attention.backend import AttentionKernels
+from loraplex_services.worker.ops.lora.plan import TILE_ROWS
+from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
+from loraplex_services.worker.ops.lora.triton import DeviceLora
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.sampling.triton import draw
+from loraplex_services.worker.ops.sampling.truncation import truncate
 
 MIXED_ROWS = 128
 ALIGNED_WIDTH = 16

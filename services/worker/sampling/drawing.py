@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.sampling.masks import MINUS_INF, truncate
-from services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
+from loraplex_services.worker.sampling.masks import MINUS_INF, truncate
+from loraplex_services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
 
 NOISE_TOKENS = 1 << 16
 """Tokens whose noise is made at once: what it is made of stays in the processor's caches."""

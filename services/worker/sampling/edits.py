@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.sampling.masks import MINUS_INF
-from services.worker.sampling.next_token import NextToken
-from services.worker.sampling.output_counts import output_counts
-from services.worker.transfers import Upload
-from services.worker.types.request import Constraint, SamplingParams
+from loraplex_services.worker.sampling.masks import MINUS_INF
+from loraplex_services.worker.sampling.next_token import NextToken
+from loraplex_services.worker.sampling.output_counts import output_counts
+from loraplex_services.worker.transfers import Upload
+from loraplex_services.worker.types.request import Constraint, SamplingParams
 
 
 @dataclass(slots=True)

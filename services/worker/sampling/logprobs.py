@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.transfers import to_device, to_host
-from services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.transfers import to_device, to_host
+from loraplex_services.worker.types.step_plan import Logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from services.worker.types.request import Request, SamplingParams
-from services.worker.types.step_plan import PlannedRow
+from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.step_plan import PlannedRow
 
 
 class NextToken(NamedTuple):

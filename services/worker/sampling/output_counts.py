@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 
 FIRST_CAPACITY = 64
 

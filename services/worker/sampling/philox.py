@@ -21,7 +21,7 @@ import struct
 import torch
 from torch import Tensor
 
-from services.worker.sampling import fixed_log as fl
+from loraplex_services.worker.sampling import fixed_log as fl
 
 WORD = 0xFFFFFFFF
 MULTIPLIER_0 = 0xD2511F53

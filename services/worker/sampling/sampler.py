@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
-from services.worker.sampling.edits import edits_of
-from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.masks import MINUS_INF, limits_of
-from services.worker.sampling.next_token import NextToken
-from services.worker.transfers import Upload, to_host
-from services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
+from loraplex_services.worker.sampling.edits import edits_of
+from loraplex_services.worker.sampling.logprobs import LogprobRows, logprob_rows
+from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
+from loraplex_services.worker.sampling.next_token import NextToken
+from loraplex_services.worker.transfers import Upload, to_host
+from loraplex_services.worker.types.step_plan import Logprobs
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""

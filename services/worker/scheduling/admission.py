@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from loraplex.errors import ResourceExhausted
-from services.worker.cache.kv_blocks import KvLayout
-from services.worker.types.request import Request
+from loraplex_services.worker.cache.kv_blocks import KvLayout
+from loraplex_services.worker.types.request import Request
 
 
 def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import (
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import (
     KvLayout,
     grow_tables,
     release_behind_windows,
     release_tables,
 )
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.scheduling.policies import arrival_key
-from services.worker.scheduling.running import Member, RunningBatch
-from services.worker.types.request import Request
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.policies import arrival_key
+from loraplex_services.worker.scheduling.running import Member, RunningBatch
+from loraplex_services.worker.types.request import Request
 
 
 class BlockAllocator:

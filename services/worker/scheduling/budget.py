@@ -10,10 +10,10 @@ steps that were measured here instead of a profile.
 
 from __future__ import annotations
 
-from services.worker.scheduling.early_abort import Samples
-from services.worker.scheduling.policies import arrival_key
-from services.worker.scheduling.running import RunningBatch
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.scheduling.early_abort import Samples
+from loraplex_services.worker.scheduling.policies import arrival_key
+from loraplex_services.worker.scheduling.running import RunningBatch
+from loraplex_services.worker.types.step_plan import StepPlan
 
 MIN_PROMPT_TOKENS = 64
 """Of prompts in a step, where they wait: fewer would hardly be faster."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loraplex.errors import DeadlineExceeded, LoraplexError
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.scheduling.early_abort import (
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.scheduling.early_abort import (
     Alarms,
     Outlook,
     ServiceTimes,
     latest_start_s,
 )
-from services.worker.scheduling.queue import WaitingQueue
-from services.worker.scheduling.running import RunningBatch
-from services.worker.types.request import Request
-from services.worker.types.residency import Tier
+from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.scheduling.running import RunningBatch
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.residency import Tier
 
 
 class Deadlines:

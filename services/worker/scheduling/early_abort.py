@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 
 NUM_SAMPLES = 256
 MIN_SWEPT = 256

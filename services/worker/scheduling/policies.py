@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
-from services.worker.scheduling.rising_heap import LAST, RisingHeap
-from services.worker.types.request import AdapterSet, Request
-from services.worker.types.residency import Tier
+from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
+from loraplex_services.worker.scheduling.rising_heap import LAST, RisingHeap
+from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.residency import Tier
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from services.worker.scheduling.policies import SortKey
+from loraplex_services.worker.scheduling.policies import SortKey
 
 Item = TypeVar("Item", bound=Hashable)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 
 
 def is_long(request: Request, base_switch_len: int | None) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from services.worker.types.request import Request
-from services.worker.types.step_plan import PlannedRow, batch_order
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import PlannedRow, batch_order
 
 
 @dataclass(slots=True, eq=False)

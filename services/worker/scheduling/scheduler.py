@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import KvLayout, kv_owner
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.scheduling.admission import peak_kv_blocks, too_large
-from services.worker.scheduling.block_allocator import BlockAllocator
-from services.worker.scheduling.budget import TokenBudget
-from services.worker.scheduling.deadlines import Deadlines
-from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.admission import peak_kv_blocks, too_large
+from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
+from loraplex_services.worker.scheduling.budget import TokenBudget
+from loraplex_services.worker.scheduling.deadlines import Deadlines
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
     Policy,
     QueueView,
@@ -28,11 +28,11 @@ from services.worker.scheduling.policies import (
     arrival_key,
     reserved_slots,
 )
-from services.worker.scheduling.queue import WaitingQueue
-from services.worker.scheduling.rope_switch import measure, outgrown
-from services.worker.scheduling.running import Member, RunningBatch, in_batch_order
-from services.worker.types.request import RELEASED_BLOCK, Request
-from services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
+from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from loraplex.errors import LoraplexError
-from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
-from services.worker.adapters.fetch.pack_pool import PackPool
-from services.worker.adapters.fetch.source import AdapterSource
-from services.worker.server.engine_client import EngineClient
-from services.worker.server.status import StatusBoard
-from services.worker.types.messages import (
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
+from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
+from loraplex_services.worker.adapters.fetch.source import AdapterSource
+from loraplex_services.worker.server.engine_client import EngineClient
+from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.types.messages import (
     Command,
     EngineReady,
     Fetched,
@@ -23,7 +23,7 @@ from services.worker.types.messages import (
     Unpin,
     WireError,
 )
-from services.worker.types.residency import Tier
+from loraplex_services.worker.types.residency import Tier
 
 logger = logging.getLogger(__name__)
 

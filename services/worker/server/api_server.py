@@ -16,20 +16,32 @@ import msgspec
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
-from services.worker.adapters.fetch.disk_cache import DiskCache
-from services.worker.adapters.fetch.source import AdapterSource
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.server import metrics
-from services.worker.server.adapter_fetcher import AdapterFetcher
-from services.worker.server.base_files import TokenizerBundle
-from services.worker.server.crash_guard import CrashGuard, crash_key
-from services.worker.server.engine_client import EngineClient
-from services.worker.server.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
-from services.worker.server.status import StatusBoard
-from services.worker.server.validation import IntakeLimits, check_submit
-from services.worker.types.messages import Cancel, EngineReady, Gone, Residency, StepOutput, Submit
-from services.worker.types.request import Grammar
-from services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
+from loraplex_services.worker.adapters.fetch.source import AdapterSource
+from loraplex_services.worker.grammars.checker import GrammarChecker
+from loraplex_services.worker.server import metrics
+from loraplex_services.worker.server.adapter_fetcher import AdapterFetcher
+from loraplex_services.worker.server.base_files import TokenizerBundle
+from loraplex_services.worker.server.crash_guard import CrashGuard, crash_key
+from loraplex_services.worker.server.engine_client import EngineClient
+from loraplex_services.worker.server.sessions import (
+    GatewaySession,
+    LiveRequest,
+    LiveRequests,
+    StepNews,
+)
+from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.server.validation import IntakeLimits, check_submit
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    EngineReady,
+    Gone,
+    Residency,
+    StepOutput,
+    Submit,
+)
+from loraplex_services.worker.types.request import Grammar
+from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unavailable, Unsupported
-from services.common.objects.store import ObjectStore, read_chunks
+from loraplex_services.common.objects.store import ObjectStore, read_chunks
 
 TOKENIZER_FILES = (
     "added_tokens.json",

@@ -8,20 +8,20 @@ from typing import cast
 from loraplex.convert import geometry_to_proto
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex.wire_errors import to_detail
-from services.worker.config import WorkerConfig
-from services.worker.server.base_files import TokenizerBundle
-from services.worker.server.sessions import StepNews
-from services.worker.server.status import StatusNews
-from services.worker.types.messages import EngineLoad, Residency, Submit, TokenOutput
-from services.worker.types.request import (
+from loraplex_services.worker.config import WorkerConfig
+from loraplex_services.worker.server.base_files import TokenizerBundle
+from loraplex_services.worker.server.sessions import StepNews
+from loraplex_services.worker.server.status import StatusNews
+from loraplex_services.worker.types.messages import EngineLoad, Residency, Submit, TokenOutput
+from loraplex_services.worker.types.request import (
     AdapterSet,
     Grammar,
     GrammarTokens,
     Pooling,
     SamplingParams,
 )
-from services.worker.types.runner_protocol import ModelInfo
-from services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.step_plan import Logprobs
 
 
 def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:

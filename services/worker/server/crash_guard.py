@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from loraplex.errors import LoraplexError
-from services.worker.types.request import AdapterSet
+from loraplex_services.worker.types.request import AdapterSet
 
 MAX_DEATHS = 2
 MAX_SUSPECTS = 4096

@@ -16,7 +16,7 @@ import time
 from typing import Protocol
 
 from loraplex.errors import LoraplexError, Unavailable
-from services.worker.types.messages import (
+from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
     EngineMessage,
@@ -156,7 +156,7 @@ class EngineClient:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "services.worker.engine.process",
+                "loraplex_services.worker.engine.process",
                 "--fd",
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],

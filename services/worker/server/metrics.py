@@ -9,11 +9,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.worker.server.sessions import LiveRequest
-from services.worker.server.status import StatusBoard
-from services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from services.worker.types.request import FinishReason
-from services.worker.types.residency import Tier
+from loraplex_services.worker.server.sessions import LiveRequest
+from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
+from loraplex_services.worker.types.request import FinishReason
+from loraplex_services.worker.types.residency import Tier
 
 MAX_ADAPTER_LABELS = 100
 """Adapters shown one by one; the others are counted together."""

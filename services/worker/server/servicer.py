@@ -9,10 +9,10 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from services.common import grpc_server
-from services.worker.config import WorkerConfig
-from services.worker.server.api_server import ApiServer
-from services.worker.server.convert import (
+from loraplex_services.common import grpc_server
+from loraplex_services.worker.config import WorkerConfig
+from loraplex_services.worker.server.api_server import ApiServer
+from loraplex_services.worker.server.convert import (
     events_to_wire,
     model_to_wire,
     residency_to_wire,
@@ -20,7 +20,7 @@ from services.worker.server.convert import (
     submit_from_wire,
     token_to_wire,
 )
-from services.worker.server.sessions import GatewaySession, StepNews
+from loraplex_services.worker.server.sessions import GatewaySession, StepNews
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from services.worker.types.messages import Failure, TokenOutput
+from loraplex_services.worker.types.messages import Failure, TokenOutput
 
 MAX_UNREAD = 10_000
 """Messages a gateway may leave unread before its session is ended."""

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError
-from services.worker.adapters.fetch.disk_cache import DiskAdapter
-from services.worker.types.messages import EngineLoad, Residency
-from services.worker.types.residency import Tier
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
+from loraplex_services.worker.types.messages import EngineLoad, Residency
+from loraplex_services.worker.types.residency import Tier
 
 MIN_INTERVAL_S = 0.02
 """Between two messages to one watcher: news in between travel together."""

@@ -11,8 +11,8 @@ from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
-from services.worker.types.messages import Submit
-from services.worker.types.request import GrammarTokens, Pooling, SamplingParams
+from loraplex_services.worker.types.messages import Submit
+from loraplex_services.worker.types.request import GrammarTokens, Pooling, SamplingParams
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from services.worker.types.own_rope import BaseRopes
-from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+from loraplex_services.worker.types.own_rope import BaseRopes
+from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 IMAGE_VERSION = 6
 """Of the images' format and of the arithmetic that fills them: raised with every change of either.

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import msgspec
 
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.request import (
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.request import (
     AdapterSet,
     Grammar,
     GrammarTokens,
     Pooling,
     SamplingParams,
 )
-from services.worker.types.runner_protocol import ModelInfo
-from services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.step_plan import Logprobs
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")

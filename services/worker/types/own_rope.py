@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from loraplex.adapter_format.rope_scaling import FIELD, RopeScaling
 from loraplex.errors import InvalidAdapter, Violation
-from services.worker.types.model_config import ModelConfig, RopeConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 

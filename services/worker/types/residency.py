@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
 
 
 class Tier(enum.IntEnum):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from loraplex.adapter_format.geometry import Geometry
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 T_co = TypeVar("T_co", covariant=True)
 

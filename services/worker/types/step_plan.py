@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 
 
 class PlannedRow(NamedTuple):

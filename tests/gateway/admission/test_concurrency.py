@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.admission.concurrency import TenantConcurrency
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
-from services.gateway.admission.rate_limit_store import (
+from loraplex_services.gateway.admission.concurrency import TenantConcurrency
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from loraplex_services.gateway.admission.rate_limit_store import (
     LocalRateLimitStore,
     RateLimitStore,
     RedisRateLimitStore,
 )
-from services.gateway.registry.tenants import TenantLimits
-from services.simulate.virtual_loop import run_virtually
+from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.shared import SimulatedRedis
 
 LIMITS = TenantLimits("t", max_concurrent=10)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
 
 
 async def _hold(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.admission.dispatch_window import (
+from loraplex_services.gateway.admission.dispatch_window import (
     MAX_TOKENS_PER_WORKER,
     MIN_TOKENS_PER_WORKER,
     DispatchWindow,

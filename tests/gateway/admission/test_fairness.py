@@ -8,13 +8,13 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.dispatch_window import Window
-from services.gateway.admission.fairness import (
+from loraplex_services.gateway.admission.dispatch_window import Window
+from loraplex_services.gateway.admission.fairness import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     VirtualTokenCounters,
 )
-from services.gateway.admission.queue import (
+from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
     AdmissionRequest,

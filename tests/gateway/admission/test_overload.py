@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scheduling.overload import capacity, fairness, overload
-from services.simulate.virtual_loop import run_virtually
+from loraplex_services.simulate.virtual_loop import run_virtually
 
 SECONDS = 4.0
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from services.gateway.admission.dispatch_window import Window
-from services.gateway.admission.queue import (
+from loraplex_services.gateway.admission.dispatch_window import Window
+from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
     AdmissionRequest,

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import ResourceExhausted
-from services.common.redis_url import connect_redis
-from services.gateway.admission import rate_limit_store as rate_limit_store
-from services.gateway.admission.rate_limit_store import LocalRateLimitStore, RedisRateLimitStore
-from services.gateway.admission.rates import TenantRates
-from services.gateway.admission.token_buckets import capacity_of
-from services.gateway.registry.tenants import TenantLimits
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.gateway.admission import rate_limit_store as rate_limit_store
+from loraplex_services.gateway.admission.rate_limit_store import (
+    LocalRateLimitStore,
+    RedisRateLimitStore,
+)
+from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.admission.token_buckets import capacity_of
+from loraplex_services.gateway.registry.tenants import TenantLimits
 from tests.servers import running_metadata
 
 RATE = 50.0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
+from loraplex_services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
 
 
 def test_before_anything_was_seen_only_what_a_request_insists_on_is_counted() -> None:

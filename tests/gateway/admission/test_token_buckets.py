@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.admission.token_buckets import Bucket, Lease, capacity_of
+from loraplex_services.gateway.admission.token_buckets import Bucket, Lease, capacity_of
 
 RATES = st.floats(0.5, 1000)
 

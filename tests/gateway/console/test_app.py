@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loraplex.v1 import registry_pb2
-from services.gateway.console import state
+from loraplex_services.gateway.console import state
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 

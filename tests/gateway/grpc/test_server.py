@@ -11,7 +11,7 @@ import pytest
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex.wire_errors import from_rpc_error
-from services.gateway.request import AskedSampling
+from loraplex_services.gateway.request import AskedSampling
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless

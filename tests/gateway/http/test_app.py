@@ -10,8 +10,8 @@ import pytest
 
 from loraplex.errors import AlreadyExists
 from loraplex.v1 import common_pb2, registry_pb2
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.http import sse
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.http import sse
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless

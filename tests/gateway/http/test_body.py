@@ -7,8 +7,8 @@ import json
 import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from services.gateway.http.body import parse_object
-from services.gateway.http.calls import Origin, parse_completion
+from loraplex_services.gateway.http.body import parse_object
+from loraplex_services.gateway.http.calls import Origin, parse_completion
 
 HALF_A_PAIR = "\ud83d"
 ORIGIN = Origin("r", "default", "", "")

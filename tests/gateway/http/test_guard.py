@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.guard import HostRule
 from tests.gateway.conftest import Stack
 
 

@@ -7,7 +7,7 @@ import ssl
 import openai
 import pytest
 
-from services.common.tls import http_tls_files
+from loraplex_services.common.tls import http_tls_files
 from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import endless

@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.pipeline.choice_text import ChoiceText
-from services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
-from services.gateway.text.detokenize import TokenBytes
+from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
+from loraplex_services.gateway.text.detokenize import TokenBytes
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 TOKENS = TokenBytes(byte_tokenizer())

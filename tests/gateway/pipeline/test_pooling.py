@@ -9,12 +9,17 @@ import pytest
 
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL, REGRESSION, PoolingFields
 from loraplex.errors import InvalidRequest, Unsupported
-from services.gateway.http.calls import Origin
-from services.gateway.http.classify import classes_body, parse_classify
-from services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled, finished
-from services.gateway.pipeline.pooling import choose_pooling, labels_of, normalizes, scored_ids
-from services.gateway.pipeline.scoring import score_of
-from services.gateway.request import (
+from loraplex_services.gateway.http.calls import Origin
+from loraplex_services.gateway.http.classify import classes_body, parse_classify
+from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled, finished
+from loraplex_services.gateway.pipeline.pooling import (
+    choose_pooling,
+    labels_of,
+    normalizes,
+    scored_ids,
+)
+from loraplex_services.gateway.pipeline.scoring import score_of
+from loraplex_services.gateway.request import (
     AskedAdapter,
     ChatPrompt,
     GenerateCall,

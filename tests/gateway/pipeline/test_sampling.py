@@ -7,9 +7,9 @@ import math
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.pipeline.sampling import ResolvedSampling, resolve
-from services.gateway.request import AskedSampling, Grammar, ServedModel
-from services.gateway.workers.convert import default_sampling
+from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, resolve
+from loraplex_services.gateway.request import AskedSampling, Grammar, ServedModel
+from loraplex_services.gateway.workers.convert import default_sampling
 
 BASE = ServedModel("base", vocab_size=100, max_model_len=64)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.pipeline.choice_text import StopScanner
+from loraplex_services.gateway.pipeline.choice_text import StopScanner
 
 TEXTS = st.text(alphabet="ab\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4)

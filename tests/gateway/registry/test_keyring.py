@@ -19,8 +19,8 @@ from loraplex.errors import (
 )
 from loraplex.refs import Ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
-from services.common.callers import Caller
-from services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 
 READER = "lpx_reader01_" + "a" * 32

@@ -10,7 +10,7 @@ import pytest
 from loraplex.adapter_format import File
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
-from services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.link import RegistryLink
 from tests.sdk.servers import ScriptedDownload, serving
 
 WANTED = [

@@ -9,9 +9,9 @@ import pytest
 
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.snapshot import Side, TagState, Version
-from services.gateway.request import (
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
+from loraplex_services.gateway.request import (
     AskedAdapter,
     AskedSampling,
     GenerateCall,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from loraplex.errors import Unavailable
-from services.gateway.registry.tenants import FRESH_S, TenantDirectory, TenantLimits
+from loraplex_services.gateway.registry.tenants import FRESH_S, TenantDirectory, TenantLimits
 
 
 class RegistryLookup:

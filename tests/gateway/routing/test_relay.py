@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
-from services.gateway.request import (
+from loraplex_services.gateway.request import (
     FinishReason,
     RunningAdapter,
     Sampling,
@@ -20,10 +20,10 @@ from services.gateway.request import (
     Tokens,
     WorkerJob,
 )
-from services.gateway.routing.relay import Relay, RelayLimits
-from services.gateway.workers.token_stream import TokenStream, WakeupPacer
-from services.gateway.workers.view import WorkerView
-from services.simulate.virtual_loop import run_virtually
+from loraplex_services.gateway.routing.relay import Relay, RelayLimits
+from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
+from loraplex_services.gateway.workers.view import WorkerView
+from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.conftest import eventually
 
 OUTPUT = tuple(range(100, 110))

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from loraplex.errors import LoraplexError, Unavailable
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.registry.tenants import TenantLimits
-from services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
-from services.gateway.workers.link import SILENT_CHECKS
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.gateway.workers.link import SILENT_CHECKS
 from tests.gateway.simulated.house import House, Seen, SimulatedGateway, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, SimulatedWorker, Speed
 

@@ -11,23 +11,23 @@ from typing import Any
 
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
-from services.gateway.admission.concurrency import TenantConcurrency
-from services.gateway.admission.controller import AdmissionController
-from services.gateway.admission.dispatch_window import ready_workers
-from services.gateway.admission.queue import AdmissionLimits
-from services.gateway.admission.rate_limit_store import RedisRateLimitStore
-from services.gateway.admission.rates import TenantRates
-from services.gateway.pipeline.choice_text import ChoiceText
-from services.gateway.pipeline.generation import Generation
-from services.gateway.pipeline.prepared import PreparedRequest
-from services.gateway.registry.resolve import Resolver
-from services.gateway.registry.tenants import TenantDirectory, TenantLimits
-from services.gateway.request import GenerateCall, TextDelta
-from services.gateway.routing.relay import Relay
-from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.workers.convert import job_to_wire, tokens_from_wire
-from services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.admission.concurrency import TenantConcurrency
+from loraplex_services.gateway.admission.controller import AdmissionController
+from loraplex_services.gateway.admission.dispatch_window import ready_workers
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.admission.rate_limit_store import RedisRateLimitStore
+from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
+from loraplex_services.gateway.request import GenerateCall, TextDelta
+from loraplex_services.gateway.routing.relay import Relay
+from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.workers.convert import job_to_wire, tokens_from_wire
+from loraplex_services.gateway.workers.fleet import Fleet
 from tests.gateway.simulated.network import Channel, Way
 from tests.gateway.simulated.shared import SimulatedRedis, SimulatedRegistry
 from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer

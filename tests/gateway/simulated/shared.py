@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError as RedisAway
 from loraplex.adapter_format import File
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
-from services.gateway.admission.token_buckets import Bucket
-from services.gateway.registry.snapshot import RegistrySnapshot, Side, TagState, Version
+from loraplex_services.gateway.admission.token_buckets import Bucket
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Side, TagState, Version
 from tests.gateway.simulated.worker import BASE_ID
 
 

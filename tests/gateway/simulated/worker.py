@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex.wire_errors import to_detail
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.scheduling.policies import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     Account,

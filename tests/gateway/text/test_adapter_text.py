@@ -14,11 +14,17 @@ import tokenizers
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import added_tokens
 from loraplex.errors import Unavailable
-from services.gateway.request import ChatPrompt, RunningAdapter, ServedModel, Target, TextPrompt
-from services.gateway.text.adapter_text import AdapterText
-from services.gateway.text.detokenize import decode_all
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.text.tokenizer import BaseTokenizer, ServedBase
+from loraplex_services.gateway.request import (
+    ChatPrompt,
+    RunningAdapter,
+    ServedModel,
+    Target,
+    TextPrompt,
+)
+from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.detokenize import decode_all
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.text.tokenizer import BaseTokenizer, ServedBase
 from tests.gateway.tiny_tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files
 
 MODEL = ServedModel("base", VOCAB_SIZE, 512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.text.chat_style import ChatStyle, ToolFormat, detected, overridden
+from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat, detected, overridden
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from services.gateway.text.detokenize import TokenBytes, decode_all, token_text
+from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all, token_text
 from tests.gateway.tiny_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 CORPUS = [

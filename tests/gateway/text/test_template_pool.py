@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.gateway.text.template_pool import TemplatePool, _Renderer
+from loraplex_services.gateway.text.template_pool import TemplatePool, _Renderer
 
 pytestmark = pytest.mark.hostile
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common.limits import MAX_CHARS_PER_TOKEN
-from services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
+from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
+from loraplex_services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
 from tests.gateway.tiny_tokenizer import BOS_ID, VOCAB_SIZE, tokenizer_files
 
 BASE = ServedModel("base", VOCAB_SIZE, 512)

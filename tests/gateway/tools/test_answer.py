@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.text.chat_style import ToolFormat
-from services.gateway.tools.answer import AnswerParser
-from services.gateway.tools.reader import AnswerReader, Delta
-from services.gateway.tools.readers import reader_of
-from services.gateway.tools.schema_values import json_value
-from services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex_services.gateway.tools.answer import AnswerParser
+from loraplex_services.gateway.tools.reader import AnswerReader, Delta
+from loraplex_services.gateway.tools.readers import reader_of
+from loraplex_services.gateway.tools.schema_values import json_value
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.gateway.request import Grammar
-from services.gateway.text.chat_style import ToolFormat
-from services.gateway.tools.call_grammar import call_grammar
-from services.gateway.tools.readers import reader_of
-from services.gateway.tools.tool_use import ToolUse
-from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.types.request import Grammar as WorkerGrammar
+from loraplex_services.gateway.request import Grammar
+from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex_services.gateway.tools.call_grammar import call_grammar
+from loraplex_services.gateway.tools.readers import reader_of
+from loraplex_services.gateway.tools.tool_use import ToolUse
+from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from loraplex_services.worker.types.request import Grammar as WorkerGrammar
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 PARAMETERS = {

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from loraplex.v1 import worker_pb2
-from services.gateway.text.template_pool import TemplatePool
-from services.gateway.workers.fleet import Fleet
-from services.gateway.workers.link import updated
-from services.gateway.workers.view import Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.text.template_pool import TemplatePool
+from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.link import updated
+from loraplex_services.gateway.workers.view import Tier, WorkerLoad, WorkerView
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
 from tests.servers import free_port

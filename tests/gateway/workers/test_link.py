@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from loraplex.errors import LoraplexError
-from services.gateway.event_loop import now_s
-from services.gateway.request import Sampling, WorkerJob
-from services.gateway.workers import session
-from services.gateway.workers.link import WorkerLink
-from services.gateway.workers.session import WorkerLost
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.request import Sampling, WorkerJob
+from loraplex_services.gateway.workers import session
+from loraplex_services.gateway.workers.link import WorkerLink
+from loraplex_services.gateway.workers.session import WorkerLost
 from tests.gateway.scripted_worker import ScriptedWorker, endless, start_worker
 
 

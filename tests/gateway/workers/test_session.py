@@ -9,7 +9,7 @@ from openai import BadRequestError
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import common_pb2
-from services.gateway.workers.session import with_client_fields
+from loraplex_services.gateway.workers.session import with_client_fields
 from tests.gateway.conftest import Stack
 
 

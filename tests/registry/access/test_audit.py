@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.common.objects import ObjectInfo, open_store
-from services.registry import layout
-from services.registry.access import audit
-from services.registry.access.audit import Audit
-from services.registry.records import first_ulid, time_of_ulid, ulid
+from loraplex_services.common.objects import ObjectInfo, open_store
+from loraplex_services.registry import layout
+from loraplex_services.registry.access import audit
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.records import first_ulid, time_of_ulid, ulid
 
 NOW_S = 1_790_000_000.0
 YEAR_S = 365 * 86_400.0

@@ -10,11 +10,16 @@ import pytest
 from loraplex.errors import AlreadyExists, LoraplexError, Unauthenticated
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common import grpc_server
-from services.registry.access.auth import FIRST_KEY_METHOD, NOBODY, KeyAuth, comes_from_here
-from services.registry.access.keys import Keys
-from services.registry.api import server
-from services.registry.assembly import Registry
+from loraplex_services.common import grpc_server
+from loraplex_services.registry.access.auth import (
+    FIRST_KEY_METHOD,
+    NOBODY,
+    KeyAuth,
+    comes_from_here,
+)
+from loraplex_services.registry.access.keys import Keys
+from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
 
 
 @pytest.fixture

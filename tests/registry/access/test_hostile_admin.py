@@ -11,13 +11,13 @@ from loraplex.errors import DataLoss, InvalidRequest
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
-from services.common import grpc_server
-from services.common.limits import MAX_DESCRIPTION_CHARS
-from services.registry import layout
-from services.registry.access.auth import KeyAuth
-from services.registry.api import server
-from services.registry.assembly import Registry
-from services.registry.records import TenantRecord, encode
+from loraplex_services.common import grpc_server
+from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.auth import KeyAuth
+from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.records import TenantRecord, encode
 
 pytestmark = pytest.mark.hostile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loraplex.errors import AdapterNotFound, PermissionDenied
-from services.common.callers import LOCAL, Caller
-from services.registry.access.permissions import ROOT, Access
+from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.registry.access.permissions import ROOT, Access
 
 
 def _access(*scopes: str, tenant: str = "acme") -> Access:

@@ -13,17 +13,17 @@ import pytest
 from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unavailable
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common import grpc_server
-from services.common.grpc_channels import channel_opener
-from services.common.service_token import ServiceAuth
-from services.common.tls import TlsFiles, tls_files
-from services.gateway.registry import link as registry_link
-from services.gateway.registry.link import RegistryLink
-from services.gateway.registry.resolve import Resolver
-from services.registry.access.auth import KeyAuth
-from services.registry.api import server
-from services.registry.assembly import Registry
-from services.registry.config import from_env
+from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.service_token import ServiceAuth
+from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.gateway.registry import link as registry_link
+from loraplex_services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.registry.access.auth import KeyAuth
+from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.config import from_env
 from tests.certificates import Authority, Pair
 from tests.servers import free_port
 

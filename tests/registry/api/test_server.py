@@ -22,13 +22,13 @@ from loraplex.errors import (
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
-from services.common import grpc_server
-from services.registry import layout
-from services.registry.access import keys as keys_module
-from services.registry.access.auth import KeyAuth
-from services.registry.api import server
-from services.registry.assembly import Registry
-from services.registry.index.catalog import CatalogDown
+from loraplex_services.common import grpc_server
+from loraplex_services.registry import layout
+from loraplex_services.registry.access import keys as keys_module
+from loraplex_services.registry.access.auth import KeyAuth
+from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import CatalogDown
 from tests.adapter_format.builders import tiny_geometry
 from tests.registry.conftest import Door
 from tests.registry.house import upload

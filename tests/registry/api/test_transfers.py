@@ -13,7 +13,7 @@ import redis.asyncio
 from loraplex.errors import DataLoss, InvalidAdapter
 from loraplex.publishing import Publication
 from loraplex.v1 import registry_pb2 as pb
-from services.registry import layout
+from loraplex_services.registry import layout
 from tests.registry.conftest import Door
 from tests.registry.house import CONFIG, TENSORS, adapter_files, upload, write_folder
 

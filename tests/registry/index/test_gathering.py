@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.registry.index.gathering import RequestBatcher
+from loraplex_services.registry.index.gathering import RequestBatcher
 
 
 class Oracle:

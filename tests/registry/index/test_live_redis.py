@@ -17,8 +17,8 @@ from loraplex.errors import LoraplexError
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common.redis_url import connect_redis
-from services.registry.index.metadata_server import find_binary
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry.index.metadata_server import find_binary
 from tests.certificates import Authority
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import redis.asyncio
 
-from services.common.redis_url import connect_redis
-from services.registry.assembly import Registry
-from services.registry.index.catalog import CatalogDown
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import CatalogDown
 from tests.registry.house import publish
 
 

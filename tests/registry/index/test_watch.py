@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from services.registry.access.lookup import visible_batches
-from services.registry.access.permissions import Access
-from services.registry.api.convert import event_to_proto
-from services.registry.assembly import Registry
-from services.registry.index import feed as feed_module
-from services.registry.index.catalog import PREFIX
-from services.registry.index.watch import Batch, watch
-from services.registry.publish.tags import TagAddress
-from services.registry.records import PRIVATE, PUBLIC, TargetRecord
+from loraplex_services.registry.access.lookup import visible_batches
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api.convert import event_to_proto
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import feed as feed_module
+from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.watch import Batch, watch
+from loraplex_services.registry.publish.tags import TagAddress
+from loraplex_services.registry.records import PRIVATE, PUBLIC, TargetRecord
 from tests.registry.house import publish
 
 PROD = TagAddress("default", "sql", "prod")

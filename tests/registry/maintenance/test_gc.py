@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from loraplex.refs import parse_ref
-from services.registry import layout
-from services.registry.access.permissions import Access
-from services.registry.api.downloads import chunks_of
-from services.registry.assembly import Registry
-from services.registry.maintenance.gc import MIN_AGE_S, RETENTION_S, Collector
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api.downloads import chunks_of
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.maintenance.gc import MIN_AGE_S, RETENTION_S, Collector
 from tests.registry.house import ANY_AGE_S, adapter_files, opened, orphans, publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))

@@ -6,12 +6,12 @@ import asyncio
 
 import redis.asyncio
 
-from services.common.redis_url import connect_redis
-from services.registry import layout
-from services.registry.assembly import Registry
-from services.registry.index.catalog import PREFIX, Catalog
-from services.registry.maintenance.gc import Collector
-from services.registry.maintenance.housekeeping import collect_once, collect_regularly
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import PREFIX, Catalog
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.housekeeping import collect_once, collect_regularly
 from tests.registry.house import ANY_AGE_S, publish
 
 ORPHAN = layout.blob("ab" * 32)

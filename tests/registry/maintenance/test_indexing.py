@@ -11,16 +11,16 @@ import redis.asyncio
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
-from services.common.objects import open_store
-from services.common.redis_url import connect_redis
-from services.registry import documents, layout
-from services.registry.access.lookup import Cursor, Query
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry, assemble
-from services.registry.index.catalog import PREFIX, Catalog, CatalogDown
-from services.registry.index.metadata_server import MetadataServer
-from services.registry.publish.tags import TagAddress
-from services.registry.records import TargetRecord, TenantRecord
+from loraplex_services.common.objects import open_store
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.lookup import Cursor, Query
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index.catalog import PREFIX, Catalog, CatalogDown
+from loraplex_services.registry.index.metadata_server import MetadataServer
+from loraplex_services.registry.publish.tags import TagAddress
+from loraplex_services.registry.records import TargetRecord, TenantRecord
 from tests.registry.house import publish, tiny_base
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))

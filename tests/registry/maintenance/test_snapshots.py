@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from services.common.objects import ObjectStore, open_store
-from services.common.redis_url import connect_redis
-from services.registry import layout
-from services.registry.assembly import Registry
-from services.registry.index.catalog import Found
-from services.registry.maintenance import housekeeping
-from services.registry.maintenance.gc import Collector
-from services.registry.maintenance.housekeeping import copy_if_due
-from services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.common.objects import ObjectStore, open_store
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import Found
+from loraplex_services.registry.maintenance import housekeeping
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.housekeeping import copy_if_due
+from loraplex_services.registry.maintenance.snapshots import Snapshots
 from tests.registry.house import ANY_AGE_S, TENSORS, house_of, orphans, publish
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 

@@ -14,10 +14,10 @@ from loraplex.errors import LoraplexError
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
-from services.common.objects import open_store
-from services.registry import layout
-from services.registry.maintenance.gc import Collector
-from services.registry.publish.failpoint import EXIT_CODE
+from loraplex_services.common.objects import open_store
+from loraplex_services.registry import layout
+from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.publish.failpoint import EXIT_CODE
 from tests.registry.house import ANY_AGE_S, adapter_files, orphans_of, register_base, write_folder
 from tests.registry.process import RegistryProcess
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from loraplex.errors import NotFound
-from services.registry.assembly import Registry
+from loraplex_services.registry.assembly import Registry
 from tests.registry.conftest import Door
 from tests.registry.house import upload
 

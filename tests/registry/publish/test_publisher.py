@@ -23,13 +23,13 @@ from loraplex.errors import (
     Unavailable,
 )
 from loraplex.refs import parse_ref
-from services.common.objects import open_store
-from services.common.redis_url import connect_redis
-from services.registry import layout
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry, assemble
-from services.registry.index.catalog import Catalog
-from services.registry.records import TenantRecord
+from loraplex_services.common.objects import open_store
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.records import TenantRecord
 from tests.registry.house import (
     CONFIG,
     TENSORS,

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loraplex.refs import parse_ref
-from services.common.redis_url import connect_redis
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry, assemble
-from services.registry.index.catalog import Catalog
-from services.registry.publish import failpoint
-from services.registry.publish.tags import TagAddress
-from services.registry.records import PUBLIC, AdapterRecord, TagRecord, TargetRecord
+from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.publish import failpoint
+from loraplex_services.registry.publish.tags import TagAddress
+from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord, TargetRecord
 from tests.registry.house import adapter_files, opened, publish
 from tests.s3_servers import proven_store
 

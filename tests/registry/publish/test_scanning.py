@@ -8,8 +8,8 @@ import pytest
 
 from loraplex.adapter_format import parse_header, prefix_bytes
 from loraplex.adapter_format.tensor_scan import TensorScan
-from services.registry.assembly import Registry
-from services.registry.publish.scanning import ArrivingScan, Scans
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
 from tests.adapter_format.builders import Tensor, tensor_file
 from tests.registry.house import TENSORS, adapter_files, declared, opened, publish
 

@@ -8,12 +8,12 @@ import pytest
 
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry
-from services.registry.index.watch import watch
-from services.registry.publish import staging
-from services.registry.publish.tags import TagAddress
-from services.registry.records import TagRecord, TargetRecord
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.watch import watch
+from loraplex_services.registry.publish import staging
+from loraplex_services.registry.publish.tags import TagAddress
+from loraplex_services.registry.records import TagRecord, TargetRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))

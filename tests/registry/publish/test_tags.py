@@ -9,10 +9,10 @@ import pytest
 
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidRequest
 from loraplex.refs import parse_ref
-from services.registry.access.permissions import Access
-from services.registry.assembly import Registry
-from services.registry.publish.tags import TagAddress, Tags
-from services.registry.records import MAX_TAG_MOVES, TagRecord, TargetRecord
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.publish.tags import TagAddress, Tags
+from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord, TargetRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))

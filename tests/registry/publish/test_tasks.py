@@ -6,9 +6,9 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.convert import pooling_from_proto
 from loraplex.decoding import adapter_version
 from loraplex.refs import parse_ref
-from services.registry.access.permissions import Access
-from services.registry.api.convert import version_to_proto
-from services.registry.assembly import Registry
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api.convert import version_to_proto
+from loraplex_services.registry.assembly import Registry
 from tests.adapter_format.builders import Adapter, Tensor
 from tests.registry.house import CONFIG, TENSORS, opened, publish
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.errors import DataLoss, ResourceExhausted
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.types.residency import Evict, Load, Tier
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.types.residency import Evict, Load, Tier
 
 NUM_BLOCKS, MAX_RESIDENT = 20, 4
 SIZES = {

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.arena import Arena
 
 NUM_BLOCKS = 12
 

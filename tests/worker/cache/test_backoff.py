@@ -1,7 +1,7 @@
 """Pauses after failures."""
 
 from loraplex.errors import DataLoss
-from services.worker.cache.backoff import Backoff
+from loraplex_services.worker.cache.backoff import Backoff
 
 
 def test_the_pause_doubles_up_to_its_maximum() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
-from services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
+from loraplex_services.worker.types.residency import CachedAdapter, Tier
 
 HALF_LIFE_S = 60.0
 SIZES = (1, 2, 4, 8)

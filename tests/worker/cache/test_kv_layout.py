@@ -1,6 +1,6 @@
 """KV groups: equal, of one kind, within the block limit."""
 
-from services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
 
 
 def test_llama_3_8b_needs_one_group():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import KvLayout, grow_tables, release_tables
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.types.request import (
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import KvLayout, grow_tables, release_tables
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.types.request import (
     RELEASED_BLOCK,
     AdapterSet,
     OwnRope,

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.cache.arena import Arena
-from services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
 
 
 class Shelf:

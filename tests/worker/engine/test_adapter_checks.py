@@ -3,9 +3,15 @@
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_place
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.request import AdapterSet, OwnRope, Pooling, Request, SamplingParams
+from loraplex_services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_place
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.request import (
+    AdapterSet,
+    OwnRope,
+    Pooling,
+    Request,
+    SamplingParams,
+)
 
 FIRST, SECOND = (f"sha256:{digit * 64}" for digit in "ab")
 VOCAB = 100

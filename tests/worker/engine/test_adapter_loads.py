@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.simulate.costs import Costs
-from services.simulate.runner import TimedRunner, VirtualClock
-from services.worker.engine.engine import POLICIES, Engine
-from services.worker.types.messages import Cancel, Command, Fetched, Gone, Prefetch, Unload, Unpin
-from services.worker.types.request import SamplingParams
-from services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.runner import TimedRunner, VirtualClock
+from loraplex_services.worker.engine.engine import POLICIES, Engine
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    Command,
+    Fetched,
+    Gone,
+    Prefetch,
+    Unload,
+    Unpin,
+)
+from loraplex_services.worker.types.request import SamplingParams
+from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BLOCK_BYTES, NUM_BLOCKS = 64, 40

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from loraplex.errors import AdapterNotFound
-from services.worker.adapters.pack.image import images_in
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import (
+from loraplex_services.worker.adapters.pack.image import images_in
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.messages import (
     Cancel,
     Fetched,
     FetchFailed,
@@ -22,8 +22,8 @@ from services.worker.types.messages import (
     Unpin,
     WireError,
 )
-from services.worker.types.request import FinishReason
-from services.worker.types.residency import Tier
+from loraplex_services.worker.types.request import FinishReason
+from loraplex_services.worker.types.residency import Tier
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from services.worker.engine.process import build_engine
-from services.worker.native.isa import TORCH
+from loraplex_services.worker.engine.process import build_engine
+from loraplex_services.worker.native.isa import TORCH
 from tests.worker.commands import make_config
 from tests.worker.native.isas import ISAS, native
 from tests.worker.tiny import write_base

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
-from services.worker.types.request import Grammar
+from loraplex_services.worker.grammars.checker import GrammarChecker
+from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
+from loraplex_services.worker.types.request import Grammar
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, [257]

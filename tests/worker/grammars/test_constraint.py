@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from services.worker.types.request import Grammar, GrammarTokens
+from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from loraplex_services.worker.types.request import Grammar, GrammarTokens
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, 257

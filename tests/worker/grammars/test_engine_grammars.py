@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.engine import Engine
-from services.worker.grammars import constraint
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
-from services.worker.types.messages import Cancel, Command, Submit
-from services.worker.types.request import FinishReason, Grammar, SamplingParams
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.grammars import constraint
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.messages import Cancel, Command, Submit
+from loraplex_services.worker.types.request import FinishReason, Grammar, SamplingParams
+from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BASE = Path(__file__).parents[3] / "demo" / "base"

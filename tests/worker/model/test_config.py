@@ -5,8 +5,8 @@ import json
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
-from services.worker.model.config_reader import eos_token_ids
-from services.worker.model.families import read_model_config
+from loraplex_services.worker.model.config_reader import eos_token_ids
+from loraplex_services.worker.model.families import read_model_config
 
 LLAMA = {
     "model_type": "llama",

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapter_format import geometry_from_folder
 from loraplex.errors import InvalidRequest
-from services.worker.layers.operators import TorchOperators
-from services.worker.model.families import read_model_config
-from services.worker.model.load import Checkpoint, DummyWeights
+from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.model.load import Checkpoint, DummyWeights
 from tests.worker.parity.bases import make_base
 
 CPU = torch.device("cpu")

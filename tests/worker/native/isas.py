@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.worker.native.bindings import Native
-from services.worker.native.build import BuildFailed, build_library
-from services.worker.native.isa import ISA_FLAGS, host_isas
+from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.build import BuildFailed, build_library
+from loraplex_services.worker.native.isa import ISA_FLAGS, host_isas
 
 
 def _marks(isa: str) -> list[pytest.MarkDecorator]:

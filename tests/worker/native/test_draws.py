@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.worker.sampling import drawing, masks
+from loraplex_services.worker.sampling import drawing, masks
 from tests.worker.native.isas import ISAS, native
 
 INF = float("inf")

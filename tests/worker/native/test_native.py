@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.errors import InvalidRequest
-from services.worker.native import bindings, build
-from services.worker.native.check import computes_right
-from services.worker.native.isa import GENERIC, ISA_FLAGS, choose_isa, family_isas, host_isas
-from services.worker.ops.rope.torch import rotate
+from loraplex_services.worker.native import bindings, build
+from loraplex_services.worker.native.check import computes_right
+from loraplex_services.worker.native.isa import (
+    GENERIC,
+    ISA_FLAGS,
+    choose_isa,
+    family_isas,
+    host_isas,
+)
+from loraplex_services.worker.ops.rope.torch import rotate
 from tests.worker.native.isas import ISAS, native
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

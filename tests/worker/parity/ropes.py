@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from loraplex.adapter_format.rope_scaling import read
-from services.worker.types.own_rope import own_ropes, switch_len_of
-from services.worker.types.request import OwnRope
+from loraplex_services.worker.types.own_rope import own_ropes, switch_len_of
+from loraplex_services.worker.types.request import OwnRope
 from tests.worker.parity.adapters import EXPERT_FAMILIES, make_adapter
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from services.common.env import CPU_ISA
-from services.worker.runner.building import build_runner
-from services.worker.runner.runner import TorchRunner
+from loraplex_services.common.env import CPU_ISA
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.runner import TorchRunner
 
 DEVICES = ("cpu", "cuda")
 _device = "cpu"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.worker.engine.adapter_checks import last_place
+from loraplex_services.worker.engine.adapter_checks import last_place
 from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy

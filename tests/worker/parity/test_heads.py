@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.adapters.pack.contents import ModuleReader
-from services.worker.adapters.pack.packing import NeedsBase, Packer
+from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.building import build_runner
 from tests.worker.native.isas import ISAS, native
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidAdapter, InvalidRequest
-from services.worker.runner.building import build_runner
-from services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.types.request import Request, SamplingParams
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy

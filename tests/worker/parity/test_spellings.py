@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from services.worker.model.families import read_model_config
+from loraplex_services.worker.model.families import read_model_config
 from tests.worker.parity.bases import BASES, COMMON
 
 FULL, SLIDING = "full_attention", "sliding_attention"

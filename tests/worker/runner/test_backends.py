@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidRequest
-from services.worker.native.isa import TORCH
-from services.worker.runner.backends import choose_operators
+from loraplex_services.worker.native.isa import TORCH
+from loraplex_services.worker.runner.backends import choose_operators
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,7 +51,7 @@ def test_a_backend_that_cannot_compute_is_refused_with_the_reason(
 def test_float32_on_cuda_is_ieee_even_where_the_image_allows_tf32():
     script = (
         "import torch\n"
-        "from services.worker.runner.numerics import require_ieee_float32\n"
+        "from loraplex_services.worker.runner.numerics import require_ieee_float32\n"
         "before = torch.backends.cuda.matmul.allow_tf32\n"
         "require_ieee_float32()\n"
         "print(before, torch.backends.cuda.matmul.allow_tf32)\n"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidRequest
-from services.worker.runner import numerics
-from services.worker.runner.numerics import (
+from loraplex_services.worker.runner import numerics
+from loraplex_services.worker.runner.numerics import (
     choose_threads,
     fingerprint,
     half_wins,

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.engine.engine import Engine
-from services.worker.runner.building import build_runner
-from services.worker.types.messages import Submit, TokenOutput
-from services.worker.types.request import FinishReason, Pooling, SamplingParams
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.types.messages import Submit, TokenOutput
+from loraplex_services.worker.types.request import FinishReason, Pooling, SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from services.worker.sampling import fixed_log
-from services.worker.sampling.philox import (
+from loraplex_services.worker.sampling import fixed_log
+from loraplex_services.worker.sampling.philox import (
     GUMBEL_MAX,
     GUMBEL_MIN,
     gumbel,

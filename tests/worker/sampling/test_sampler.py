@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.sampling import drawing, sampler
-from services.worker.sampling.edits import edits_of
-from services.worker.sampling.masks import limits_of, truncate
-from services.worker.sampling.next_token import NextToken
-from services.worker.sampling.philox import gumbel_scalar
-from services.worker.sampling.sampler import sample, score_tokens
-from services.worker.transfers import Upload
-from services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.sampling import drawing, sampler
+from loraplex_services.worker.sampling.edits import edits_of
+from loraplex_services.worker.sampling.masks import limits_of, truncate
+from loraplex_services.worker.sampling.next_token import NextToken
+from loraplex_services.worker.sampling.philox import gumbel_scalar
+from loraplex_services.worker.sampling.sampler import sample, score_tokens
+from loraplex_services.worker.transfers import Upload
+from loraplex_services.worker.types.request import Request, SamplingParams
 
 VOCAB = 97
 INF = float("inf")

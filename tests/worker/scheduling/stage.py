@@ -6,17 +6,22 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from services.worker.cache.adapter_cache import AdapterCache
-from services.worker.cache.arena import Arena
-from services.worker.cache.kv_blocks import KvLayout
-from services.worker.cache.prefix_cache import PrefixCache
-from services.worker.cache.reclaimer import Reclaimer
-from services.worker.scheduling.limits import SchedulerLimits
-from services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request, SamplingParams
-from services.worker.types.residency import Load
-from services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.kv_blocks import KvLayout
+from loraplex_services.worker.cache.prefix_cache import PrefixCache
+from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
+from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.request import (
+    RELEASED_BLOCK,
+    AdapterSet,
+    Request,
+    SamplingParams,
+)
+from loraplex_services.worker.types.residency import Load
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 STEP_S = 1.0
 TOKEN = 7

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.scheduling.budget import MAX_STRETCH, MIN_PROMPT_TOKENS, TokenBudget
-from services.worker.scheduling.running import RunningBatch
-from services.worker.types.step_plan import StepPlan
+from loraplex_services.worker.scheduling.budget import MAX_STRETCH, MIN_PROMPT_TOKENS, TokenBudget
+from loraplex_services.worker.scheduling.running import RunningBatch
+from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.scheduling.stage import make_request
 
 MAX_TOKENS = 2048

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.scheduling.early_abort import (
+from loraplex_services.worker.scheduling.early_abort import (
     MIN_SWEPT,
     NUM_SAMPLES,
     Alarms,
@@ -16,7 +16,7 @@ from services.worker.scheduling.early_abort import (
     ServiceTimes,
     latest_start_s,
 )
-from services.worker.types.request import Request
+from loraplex_services.worker.types.request import Request
 from tests.worker.scheduling.stage import STEP_S, Stage, make_request
 
 INFEASIBLE = "DEADLINE_INFEASIBLE"

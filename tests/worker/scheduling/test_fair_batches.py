@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,

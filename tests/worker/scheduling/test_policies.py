@@ -5,7 +5,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
     FIRST_COME,
     MAX_ABSENT,
@@ -16,7 +16,7 @@ from services.worker.scheduling.policies import (
     clustered,
     fair,
 )
-from services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
 
 
 def make_request(name: str, arrival_s: float, digest: str = "", **fields: object) -> Request:

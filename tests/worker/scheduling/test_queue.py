@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
-from services.worker.scheduling.queue import WaitingQueue
-from services.worker.types.request import AdapterSet, Request, SamplingParams
-from services.worker.types.residency import Tier
+from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
+from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.residency import Tier
 
 VIEW = QueueView(0.0, ())
 HERE = (Tier.DEVICE, False)

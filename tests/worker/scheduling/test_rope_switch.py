@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.types.request import OwnRope
+from loraplex_services.worker.types.request import OwnRope
 from tests.worker.scheduling.stage import Stage, make_request
 
 

@@ -13,13 +13,13 @@ from hypothesis.stateful import (
 )
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from services.worker.scheduling.policies import (
+from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
     ServiceCounters,
     clustered,
     fair,
 )
-from services.worker.types.request import RELEASED_BLOCK, Request
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from tests.worker.scheduling.stage import SIZES, TOKEN, AnyToken, Stage, make_request
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unavailable
-from services.common.objects.file import FileStore
-from services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from loraplex_services.common.objects.file import FileStore
+from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
 from tests.worker import tiny
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loraplex.errors import LoraplexError
-from services.worker.server.crash_guard import MAX_SUSPECTS, CrashGuard, crash_key
-from services.worker.types.request import AdapterSet
+from loraplex_services.worker.server.crash_guard import MAX_SUSPECTS, CrashGuard, crash_key
+from loraplex_services.worker.types.request import AdapterSet
 
 A = AdapterSet((("sha256:a", 1.0),))
 

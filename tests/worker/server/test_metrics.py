@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.worker.server import metrics
-from services.worker.server.sessions import GatewaySession, LiveRequest
-from services.worker.server.status import StatusBoard
-from services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from services.worker.types.residency import Tier
+from loraplex_services.worker.server import metrics
+from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
+from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
+from loraplex_services.worker.types.residency import Tier
 
 
 def scrape() -> str:

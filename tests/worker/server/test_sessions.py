@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from loraplex.errors import DataLoss, ResourceExhausted, Unavailable
-from services.worker.server import sessions
-from services.worker.server.sessions import GatewaySession, LiveRequest, LiveRequests, StepNews
-from services.worker.types.messages import Failure, TokenOutput, WireError
+from loraplex_services.worker.server import sessions
+from loraplex_services.worker.server.sessions import (
+    GatewaySession,
+    LiveRequest,
+    LiveRequests,
+    StepNews,
+)
+from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
 
 
 def add(live: LiveRequests, session: GatewaySession, request_id: str) -> str:

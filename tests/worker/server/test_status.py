@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import DataLoss, Unavailable
-from services.worker.adapters.fetch.disk_cache import DiskAdapter
-from services.worker.server.status import StatusBoard
-from services.worker.types.messages import EngineLoad, Residency, WireError
-from services.worker.types.residency import Tier
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
+from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.types.messages import EngineLoad, Residency, WireError
+from loraplex_services.worker.types.residency import Tier
 
 LOAD = EngineLoad(running_requests=1)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
-from services.worker.types.messages import (
+from loraplex_services.worker.types.messages import (
     Cancel,
     Command,
     EngineLoad,
@@ -31,8 +31,8 @@ from services.worker.types.messages import (
     decode_message,
     frame,
 )
-from services.worker.types.request import AdapterSet, SamplingParams
-from services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.step_plan import Logprobs
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.types.request import AdapterSet, Request, SamplingParams
-from services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
+from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 
 def make_request(num_prompt: int = 4, **fields: object) -> Request:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
-from services.worker.adapters.pack.packing import ChangedRows
-from services.worker.adapters.pack.site_plan import Part, Role
-from services.worker.adapters.pack.values import Read, Values
-from services.worker.model.decoder import SiteWeights
-from services.worker.ops.linear.torch import BaseLinear
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.sites import EMBEDDING, NORM
+from loraplex_services.worker.adapters.pack.packing import ChangedRows
+from loraplex_services.worker.adapters.pack.site_plan import Part, Role
+from loraplex_services.worker.adapters.pack.values import Read, Values
+from loraplex_services.worker.model.decoder import SiteWeights
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.sites import EMBEDDING, NORM
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By safetensors name."""

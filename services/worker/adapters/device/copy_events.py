@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from services.worker.adapters.pack.image import ImageIndex
+from loraplex_services.worker.adapters.pack.image import ImageIndex
 
 
 class Event(Protocol):

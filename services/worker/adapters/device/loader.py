@@ -12,11 +12,16 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.adapters.device.copy_events import CopyEvents
-from services.worker.adapters.device.weights import AdapterWeights
-from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter, image_path
-from services.worker.adapters.pack.packing import Packer
-from services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents
+from loraplex_services.worker.adapters.device.weights import AdapterWeights
+from loraplex_services.worker.adapters.pack.image import (
+    ImageFile,
+    ImageIndex,
+    PackedAdapter,
+    image_path,
+)
+from loraplex_services.worker.adapters.pack.packing import Packer
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
 
 
 @dataclass(frozen=True, slots=True)

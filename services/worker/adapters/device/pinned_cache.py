@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.adapters.device.copy_events import CopyEvents, StallTimer
-from services.worker.adapters.device.pinned_pool import PinnedPool
-from services.worker.adapters.pack.image import Image
-from services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
+from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
+from loraplex_services.worker.adapters.pack.image import Image
+from loraplex_services.worker.arena_buffer import ArenaBuffer
 
 MAX_DEFAULT_BYTES = 4 << 30
 EVENT_BLOCKS = 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.arena import Arena
 
 
 class PinnedPool:

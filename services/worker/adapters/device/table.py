@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.adapters.device.base_values import TORCH_DTYPES
-from services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
-from services.worker.adapters.pack.image_records import rank_scales, records_in
-from services.worker.adapters.pack.site_plan import Role
-from services.worker.arena_buffer import ArenaBuffer
-from services.worker.ops.lora.device_records import AdapterRecords
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.transfers import to_device
+from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES
+from loraplex_services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
+from loraplex_services.worker.adapters.pack.image_records import rank_scales, records_in
+from loraplex_services.worker.adapters.pack.site_plan import Role
+from loraplex_services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.ops.lora.device_records import AdapterRecords
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.transfers import to_device
 
 STORED_DTYPES = TORCH_DTYPES | {"I8": torch.int8}
 """Of tiles, by safetensors name."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.adapter_format.rope_scaling import parse
-from services.worker.adapters.device.copy_events import CopyEvents
-from services.worker.adapters.device.pinned_cache import PinnedCache
-from services.worker.adapters.device.table import AdapterTable
-from services.worker.adapters.pack.image import Image, ImageIndex
-from services.worker.arena_buffer import ArenaBuffer
-from services.worker.layers.ropes import Ropes
-from services.worker.types.own_rope import BaseRopes, own_ropes
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents
+from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
+from loraplex_services.worker.adapters.device.table import AdapterTable
+from loraplex_services.worker.adapters.pack.image import Image, ImageIndex
+from loraplex_services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes
 
 
 class AdapterWeights:

@@ -24,7 +24,7 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.manifest import Manifest, digest_of, parse_manifest
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
-from services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
+from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 
 MANIFEST_FILE = "manifest.json"
 MAX_QUARANTINED = 8

@@ -10,10 +10,10 @@ import msgspec
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import Unavailable
-from services.common.piped_process import ask_line, start_module
-from services.worker.adapters.pack.pack_messages import Job, Prepared, Setup
-from services.worker.cores import usable_cores
-from services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.common.piped_process import ask_line, start_module
+from loraplex_services.worker.adapters.pack.pack_messages import Job, Prepared, Setup
+from loraplex_services.worker.cores import usable_cores
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class PackPool:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await start_module(
-            "services.worker.adapters.pack.pack_process",
+            "loraplex_services.worker.adapters.pack.pack_process",
             max_line_bytes=MAX_LINE_BYTES,
             shows_errors=True,
         )

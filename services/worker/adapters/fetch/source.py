@@ -22,10 +22,10 @@ from loraplex.adapter_format.manifest import MAX_MANIFEST_BYTES, digest_of, pars
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.errors import AdapterNotFound, DataLoss, LoraplexError, Unavailable
 from loraplex.refs import check_digest
-from services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
-from services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
-from services.worker.adapters.fetch.fetch_limiter import FetchLimiter
-from services.worker.cache.backoff import Backoff
+from loraplex_services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
+from loraplex_services.worker.adapters.fetch.fetch_limiter import FetchLimiter
+from loraplex_services.worker.cache.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

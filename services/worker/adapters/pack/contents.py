@@ -10,8 +10,8 @@ from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
 from loraplex.adapter_format.validate import validate
 from loraplex.errors import InvalidAdapter, Violation
-from services.worker.types.model_config import ModelConfig
-from services.worker.types.sites import HEAD, SiteTable
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sites import HEAD, SiteTable
 
 
 class ModuleReader:

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from loraplex.errors import DataLoss
-from services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
 
 MAGIC = b"lpximg01"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32

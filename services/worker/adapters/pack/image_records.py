@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from services.worker.adapters.pack.image import ImageIndex, PackedRecords, PackedSite
-from services.worker.adapters.pack.site_plan import Role
-from services.worker.adapters.pack.values import itemsize
-from services.worker.ops.lora.device_records import (
+from loraplex_services.worker.adapters.pack.image import ImageIndex, PackedRecords, PackedSite
+from loraplex_services.worker.adapters.pack.site_plan import Role
+from loraplex_services.worker.adapters.pack.values import itemsize
+from loraplex_services.worker.ops.lora.device_records import (
     INDEX_WORDS,
     PLACE_WORDS,
     RECORD_WORDS,
@@ -19,9 +19,9 @@ from services.worker.ops.lora.device_records import (
     Rectangle,
     SiteMatrices,
 )
-from services.worker.ops.lora.site_parts import SERVED_KINDS, site_parts
-from services.worker.ops.lora.slices import Slice
-from services.worker.types.sites import SiteTable
+from loraplex_services.worker.ops.lora.site_parts import SERVED_KINDS, site_parts
+from loraplex_services.worker.ops.lora.slices import Slice
+from loraplex_services.worker.types.sites import SiteTable
 
 INT8 = "I8"
 

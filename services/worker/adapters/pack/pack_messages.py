@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from loraplex.adapter_format.geometry import Geometry
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.messages import WireError
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.messages import WireError
 
 DAMAGED_IMAGE = "damaged-image"
 """Name that an image gets whose bytes are not those that were written."""

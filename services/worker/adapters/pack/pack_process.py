@@ -15,11 +15,11 @@ import msgspec
 
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.errors import DataLoss, LoraplexError, Unavailable
-from services.worker.adapters.pack.contents import ModuleReader
-from services.worker.adapters.pack.image import ImageFile, image_path, images_in
-from services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE, Job, Prepared, Setup
-from services.worker.adapters.pack.packing import NeedsBase, Packer
-from services.worker.types.messages import WireError
+from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
+from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE, Job, Prepared, Setup
+from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
+from loraplex_services.worker.types.messages import WireError
 
 NICE = 5
 """Steps go first where cores are short."""

@@ -20,22 +20,34 @@ from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.tasks import SEQ_CLS
-from services.worker.adapters.pack.contents import ModuleReader
-from services.worker.adapters.pack.image import (
+from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.image import (
     ImageIndex,
     PackedAdapter,
     PackedRole,
     PackedSite,
     PackedTile,
 )
-from services.worker.adapters.pack.image_records import with_records
-from services.worker.adapters.pack.site_plan import ItemBytes, Part, Role, SitePlan, plan_sites
-from services.worker.adapters.pack.tiles import Packing, TileLayout, TilePlace
-from services.worker.adapters.pack.values import Read, TensorFile, Values, check_finite, itemsize
-from services.worker.types.adapter_facts import AdapterFacts
-from services.worker.types.adapter_layout import AdapterLayout
-from services.worker.types.own_rope import BaseRopes, own_ropes, switch_len_of
-from services.worker.types.sites import EMBEDDING, HEAD
+from loraplex_services.worker.adapters.pack.image_records import with_records
+from loraplex_services.worker.adapters.pack.site_plan import (
+    ItemBytes,
+    Part,
+    Role,
+    SitePlan,
+    plan_sites,
+)
+from loraplex_services.worker.adapters.pack.tiles import Packing, TileLayout, TilePlace
+from loraplex_services.worker.adapters.pack.values import (
+    Read,
+    TensorFile,
+    Values,
+    check_finite,
+    itemsize,
+)
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes, switch_len_of
+from loraplex_services.worker.types.sites import EMBEDDING, HEAD
 
 
 class NeedsBase(Exception):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
-from services.worker.adapters.pack.tiles import Matrix
-from services.worker.ops.lora.slices import Slice
-from services.worker.types.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
+from loraplex_services.worker.adapters.pack.tiles import Matrix
+from loraplex_services.worker.ops.lora.slices import Slice
+from loraplex_services.worker.types.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
 
 FLOAT32_BYTES = 4
 

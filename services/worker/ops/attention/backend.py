@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 
 if TYPE_CHECKING:  # the model's types lie above attention
-    from services.worker.types.model_config import ModelConfig
+    from loraplex_services.worker.types.model_config import ModelConfig
 
 
 class AttentionMask(enum.Enum):

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
-from services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
+from loraplex_services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
+from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

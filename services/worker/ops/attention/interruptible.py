@@ -13,7 +13,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from services.worker.ops.attention.backend import AttentionMask, AttentionMetadata, RotatingBackend
+from loraplex_services.worker.ops.attention.backend import (
+    AttentionMask,
+    AttentionMetadata,
+    RotatingBackend,
+)
 
 CosSin: TypeAlias = tuple[Tensor, Tensor]
 Interrupt: TypeAlias = Callable[[RotatingBackend, Tensor, Tensor, Tensor, CosSin], Tensor]

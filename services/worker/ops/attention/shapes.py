@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.ops.launch import power_of_two
+from loraplex_services.worker.ops.launch import power_of_two
 
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""

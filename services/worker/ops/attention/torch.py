@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
+from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
 """Most float32 scores of one context at a time; longer ones run in pieces of queries."""

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from services.worker.ops.attention import triton_kernels as kernels
-from services.worker.ops.attention.shapes import (
+from loraplex_services.worker.ops.attention import triton_kernels as kernels
+from loraplex_services.worker.ops.attention.shapes import (
     HeadShape,
     Tiling,
     context_tiling,
     generation_tiling,
     joined_splits,
 )
-from services.worker.ops.attention.work_items import SPARE_ITEMS, PartialSums
-from services.worker.ops.launch import must_widen, num_programs, power_of_two, shared_bytes
+from loraplex_services.worker.ops.attention.work_items import SPARE_ITEMS, PartialSums
+from loraplex_services.worker.ops.launch import must_widen, num_programs, power_of_two, shared_bytes
 
 TILE_WORDS = kernels.TILE_WORDS.value
 

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.ops.attention import triton as kernels
-from services.worker.ops.attention import work_items
-from services.worker.ops.attention.backend import (
+from loraplex_services.worker.ops.attention import triton as kernels
+from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.attention.backend import (
     AttentionMask,
     AttentionMetadata,
     KvCache,
     KvCacheParams,
     StaticInputs,
 )
-from services.worker.ops.attention.shapes import HeadShape
-from services.worker.ops.attention.work_items import PartialSums
-from services.worker.ops.rope.triton import rotate_and_append
-from services.worker.transfers import to_device
-from services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.work_items import PartialSums
+from loraplex_services.worker.ops.rope.triton import rotate_and_append
+from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 class Workspace:

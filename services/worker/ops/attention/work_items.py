@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.attention import triton_kernels as kernels
-from services.worker.ops.attention.shapes import HeadShape
-from services.worker.ops.launch import num_programs
+from loraplex_services.worker.ops.attention import triton_kernels as kernels
+from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.launch import num_programs
 
 LARGEST_SPLIT = 1536
 """Keys of an item at most where rows alone give every multiprocessor enough to do."""

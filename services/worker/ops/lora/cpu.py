@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.native.bindings import Native
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 class NativeLora:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.tables import SiteDelta, Tile
-from services.worker.ops.lora.torch import apply_vectors
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Tile
+from loraplex_services.worker.ops.lora.torch import apply_vectors
 
 
 def add_dense(y: Tensor, x: Tensor, delta: SiteDelta, run: RowRun) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import ResourceExhausted
-from services.worker.ops.lora.device_records import (
+from loraplex_services.worker.ops.lora.device_records import (
     INDEX_WORDS,
     RECORD_BYTES,
     RECORD_WORDS,
@@ -25,8 +25,8 @@ from services.worker.ops.lora.device_records import (
     Rectangle,
     SiteMatrices,
 )
-from services.worker.ops.lora.tables import SiteDelta, Tile
-from services.worker.transfers import copy_into
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Tile
+from loraplex_services.worker.transfers import copy_into
 
 
 @dataclass(frozen=True, slots=True)

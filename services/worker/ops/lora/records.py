@@ -15,8 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from services.worker.native.bindings import DTYPE_CODES
-from services.worker.ops.lora.tables import DeltaTable, SiteDelta, Tile
+from loraplex_services.worker.native.bindings import DTYPE_CODES
+from loraplex_services.worker.ops.lora.tables import DeltaTable, SiteDelta, Tile
 
 RUN_WORDS = 4
 

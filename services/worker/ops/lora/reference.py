@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.tables import SiteDelta, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:

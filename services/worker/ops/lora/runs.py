@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from services.worker.ops.lora.plan import TILE_ROWS
+from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 
 DENSE_MIN_ROWS = 256
 """Rows of one adapter from which a library's products take less time than tiles."""

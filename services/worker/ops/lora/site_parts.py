@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from services.worker.ops.lora.device_records import MAX_PARTS, Part
-from services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+from loraplex_services.worker.ops.lora.device_records import MAX_PARTS, Part
+from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 SERVED_KINDS = (LINEAR, LM_HEAD)
 """Of sites that kernels serve."""

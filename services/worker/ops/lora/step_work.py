@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.launch import power_of_two
-from services.worker.ops.lora import triton_lists as kernels
-from services.worker.ops.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
-from services.worker.ops.lora.device_tables import DeviceTables
-from services.worker.ops.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
-from services.worker.ops.lora.runs import RowRun, cut_at_tiles
-from services.worker.transfers import copy_into
+from loraplex_services.worker.ops.launch import power_of_two
+from loraplex_services.worker.ops.lora import triton_lists as kernels
+from loraplex_services.worker.ops.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables
+from loraplex_services.worker.ops.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
+from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles
+from loraplex_services.worker.transfers import copy_into
 
 MIN_RUNS = 256
 """Steps with fewer runs share compiled kernels: none is compiled while requests wait."""

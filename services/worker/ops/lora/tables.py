@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.slices import Slice as Slice
+from loraplex_services.worker.ops.lora.slices import Slice as Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.ops.launch import must_widen, shared_bytes
-from services.worker.ops.lora import triton_kernels as kernels
-from services.worker.ops.lora.dense import add_dense
-from services.worker.ops.lora.device_records import MAX_PARTS
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.plan import (
+from loraplex_services.worker.ops.launch import must_widen, shared_bytes
+from loraplex_services.worker.ops.lora import triton_kernels as kernels
+from loraplex_services.worker.ops.lora.dense import add_dense
+from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.plan import (
     FUSED_SHARED_BYTES,
     SPLIT_INPUTS,
     TILE_ROWS,
@@ -29,10 +29,10 @@ from services.worker.ops.lora.plan import (
     num_shrink_programs,
     num_splits,
 )
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.side_stream import SideStream
-from services.worker.ops.lora.step_work import StepWork, work_size
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.side_stream import SideStream
+from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 ALIGNED_ELEMENTS = 16
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.lora.triton_lists import (
+from loraplex_services.worker.ops.lora.triton_lists import (
     GROUP_ROWS,
     NO_ROW,
     TILE_NUMBERS,

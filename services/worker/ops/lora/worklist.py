@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from services.worker.ops.lora.device_tables import DeviceTables
-from services.worker.ops.lora.records import Records, pack_runs
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.tables import DeltaTable
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables
+from loraplex_services.worker.ops.lora.records import Records, pack_runs
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.tables import DeltaTable
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from services.worker.ops.lora.step_work import StepWork
+    from loraplex_services.worker.ops.lora.step_work import StepWork
 
 
 class PendingCopy(Protocol):

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.launch import must_widen, num_programs, power_of_two
-from services.worker.ops.moe.pairs import SortedPairs
+from loraplex_services.worker.ops.launch import must_widen, num_programs, power_of_two
+from loraplex_services.worker.ops.moe.pairs import SortedPairs
 
 BLOCK_COLUMNS = 1024
 

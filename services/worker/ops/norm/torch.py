@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.transfers import copy_into
-from services.worker.types.model_config import RopeConfig
+from loraplex_services.worker.transfers import copy_into
+from loraplex_services.worker.types.model_config import RopeConfig
 
 CosSin = tuple[Tensor, Tensor]
 """Each `[T, 1, dim / 2]` in the model's dtype."""

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.sampling import fixed_log as fl
-from services.worker.sampling import philox
-from services.worker.transfers import to_device
+from loraplex_services.worker.sampling import fixed_log as fl
+from loraplex_services.worker.sampling import philox
+from loraplex_services.worker.transfers import to_device
 
 BLOCK_TOKENS = 1024
 BLOCK_ROWS = 128

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.sampling import fixed_exp
-from services.worker.transfers import to_device
+from loraplex_services.worker.sampling import fixed_exp
+from loraplex_services.worker.transfers import to_device
 
 BLOCK_TOKENS = 8192
 NUM_WARPS = 16

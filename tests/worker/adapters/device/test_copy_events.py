@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.adapters.device.copy_events import CopyEvents, StallTimer, last_blocks
-from services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer, last_blocks
+from loraplex_services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
 
 
 class Clock:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from loraplex.errors import DataLoss
-from services.worker.adapters.device.pinned_cache import CopyForecast, PinnedCache
-from services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
-from services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.adapters.device.pinned_cache import CopyForecast, PinnedCache
+from loraplex_services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
+from loraplex_services.worker.arena_buffer import ArenaBuffer
 
 BLOCK_BYTES = 64
 SLAB_BLOCKS = 8

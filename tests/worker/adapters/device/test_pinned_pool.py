@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.adapters.device.pinned_pool import PinnedPool
+from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
 
 NUM_BLOCKS = 6
 ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))

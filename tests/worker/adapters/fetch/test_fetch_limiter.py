@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.adapters.fetch.fetch_limiter import FetchLimiter
+from loraplex_services.worker.adapters.fetch.fetch_limiter import FetchLimiter
 
 
 class Fetches:

@@ -21,16 +21,16 @@ from loraplex.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from services.common.objects.file import FileStore
-from services.common.objects.store import blob_key
-from services.worker.adapters.fetch.disk_cache import DiskCache
-from services.worker.adapters.fetch.pack_pool import PackPool
-from services.worker.adapters.fetch.source import AdapterSource
-from services.worker.adapters.pack.contents import ModuleReader
-from services.worker.adapters.pack.image import ImageFile, image_path, images_in
-from services.worker.adapters.pack.pack_process import prepare
-from services.worker.adapters.pack.packing import Packer
-from services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.common.objects.file import FileStore
+from loraplex_services.common.objects.store import blob_key
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
+from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
+from loraplex_services.worker.adapters.fetch.source import AdapterSource
+from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
+from loraplex_services.worker.adapters.pack.pack_process import prepare
+from loraplex_services.worker.adapters.pack.packing import Packer
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from tests.worker import tiny
 
 

@@ -4,7 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.adapters.pack.tiles import MAX_TILE_ROWS, TILE_ALIGN_BYTES, Matrix, TileLayout
+from loraplex_services.worker.adapters.pack.tiles import (
+    MAX_TILE_ROWS,
+    TILE_ALIGN_BYTES,
+    Matrix,
+    TileLayout,
+)
 
 matrices = st.lists(
     st.builds(Matrix, st.integers(1, 70), st.integers(1, 900), st.sampled_from([2, 4])),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.errors import InvalidAdapter
-from services.worker.adapters.device.base_values import TORCH_DTYPES, tensor_of, values_of
-from services.worker.adapters.pack.values import Values, check_finite
+from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, tensor_of, values_of
+from loraplex_services.worker.adapters.pack.values import Values, check_finite
 
 PAIRS = [(source, target) for source in TORCH_DTYPES for target in TORCH_DTYPES]
 

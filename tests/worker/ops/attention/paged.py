@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from services.worker.arena_buffer import KvBuffer
-from services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
 
 
 def paged_metadata(

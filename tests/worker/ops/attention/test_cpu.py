@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
-from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
-from services.worker.types.request import RELEASED_BLOCK
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.native.isas import ISAS, native
 from tests.worker.ops.attention.paged import paged_metadata
 

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.ops.attention.backend import AttentionMask, KvCacheParams
-from services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
-from services.worker.types.request import RELEASED_BLOCK
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from loraplex_services.worker.ops.attention.backend import AttentionMask, KvCacheParams
+from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
 
 HEAD_DIM = 8
@@ -112,7 +112,7 @@ def test_long_contexts_run_in_pieces_of_queries(monkeypatch):
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     kv = KvBuffer(arena, groups, torch.float32)
     backend = VanillaAttention(0, 4, HEAD_DIM, 2)
-    monkeypatch.setattr("services.worker.ops.attention.torch.MAX_SCORE_ITEMS", 4 * 50 * 7)
+    monkeypatch.setattr("loraplex_services.worker.ops.attention.torch.MAX_SCORE_ITEMS", 4 * 50 * 7)
     sequence = Sequence(50, 4, 2, list(range(NUM_BLOCKS)))
     run_step(backend, kv, [(sequence, 50)])
     expected = dense(sequence.q, sequence.k, sequence.v, None, None)

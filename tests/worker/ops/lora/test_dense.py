@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from services.worker.ops.lora import reference
-from services.worker.ops.lora.dense import add_dense
-from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora import reference
+from loraplex_services.worker.ops.lora.dense import add_dense
+from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 
 SITE = 2

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.ops.lora import reference
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.cpu import NativeLora
-from services.worker.ops.lora.records import Records
-from services.worker.ops.lora.runs import RowRun, row_runs
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora import reference
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.cpu import NativeLora
+from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.native.isas import ISAS, native
 
 SITE, NUM_SITES = 3, 5

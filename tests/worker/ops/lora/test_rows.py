@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from services.worker.ops.lora import reference
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora import reference
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 SITE, VOCAB, WIDTH, RANK = 0, 50, 12, 5
 ROW_IDS = [3, 4, 17, 49]

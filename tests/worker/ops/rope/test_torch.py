@@ -6,9 +6,9 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from services.worker.model.config_reader import ConfigReader
-from services.worker.model.rope_config import read_rope
-from services.worker.ops.rope.torch import Rotary, rotate
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.rope_config import read_rope
+from loraplex_services.worker.ops.rope.torch import Rotary, rotate
 
 HEAD_DIM = 32
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

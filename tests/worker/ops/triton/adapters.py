@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from services.worker.adapters.pack.tiles import Matrix, TileLayout
-from services.worker.adapters.pack.values import Values
-from services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.adapters.pack.tiles import Matrix, TileLayout
+from loraplex_services.worker.adapters.pack.values import Values
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from services.worker.ops.attention import work_items
-from services.worker.ops.attention.shapes import HeadShape
-from services.worker.ops.attention.triton import context_tiles
-from services.worker.ops.attention.triton_backend import (
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
+from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.triton import context_tiles
+from loraplex_services.worker.ops.attention.triton_backend import (
     TritonAttention,
     TritonAttentionMetadata,
     TritonKernels,
     Workspace,
 )
-from services.worker.types.request import RELEASED_BLOCK
+from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
 from tests.worker.ops.triton.conftest import INTERPRETING
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.worker.ops.activation.triton import silu_and_multiply
-from services.worker.ops.norm.triton import add_rms_norm
-from services.worker.ops.rope.torch import rotate
-from services.worker.ops.rope.triton import rotate_and_append
+from loraplex_services.worker.ops.activation.triton import silu_and_multiply
+from loraplex_services.worker.ops.norm.triton import add_rms_norm
+from loraplex_services.worker.ops.rope.torch import rotate
+from loraplex_services.worker.ops.rope.triton import rotate_and_append
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.ops.linear.torch import DenseLinear, keeps_float32
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.linear.torch import DenseLinear, keeps_float32
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import PackedArena, random_delta
 
 SITE = 3

@@ -6,16 +6,16 @@ import random
 import pytest
 import torch
 
-from services.worker.ops.lora import reference, step_work
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora import triton as fast
-from services.worker.ops.lora.device_records import Part
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.plan import SPLIT_INPUTS
-from services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
-from services.worker.ops.lora.step_work import StepWork, work_size
-from services.worker.ops.lora.tables import SiteDelta, Slice
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.lora import reference, step_work
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora import triton as fast
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.plan import SPLIT_INPUTS
+from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
+from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta, slots_of_mix
 
 SITE, NUM_SITES, NUM_ADAPTERS = 1, 3, 3

@@ -7,23 +7,23 @@ import random
 import pytest
 import torch
 
-from services.worker.layers.forward_batch import ForwardBatch
-from services.worker.layers.grouped_experts import GroupedExperts
-from services.worker.layers.lora_linear import LoraLinear
-from services.worker.layers.moe import Expert, LoopedExperts
-from services.worker.layers.operators import TorchOperators
-from services.worker.ops.linear.torch import DenseLinear
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora.device_records import Part
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.runs import RowRun
-from services.worker.ops.lora.worklist import LoraBatch
-from services.worker.ops.moe import triton as moe
-from services.worker.ops.moe.pairs import sort_pairs
-from services.worker.runner.building import build_runner
-from services.worker.runner.cuda_graphs import forward_static
-from services.worker.types.request import Request, SamplingParams
-from services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.grouped_experts import GroupedExperts
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.moe import Expert, LoopedExperts
+from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.ops.linear.torch import DenseLinear
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.runs import RowRun
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe import triton as moe
+from loraplex_services.worker.ops.moe.pairs import sort_pairs
+from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.runner.cuda_graphs import forward_static
+from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.reads import note_reads

@@ -10,15 +10,15 @@ import random
 import pytest
 import torch
 
-from services.worker.ops.attention.shapes import HeadShape
-from services.worker.ops.lora import reference
-from services.worker.ops.lora import torch as portable
-from services.worker.ops.lora import triton as fast
-from services.worker.ops.lora.device_records import Part
-from services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from services.worker.ops.lora.runs import RowRun, dense_runs
-from services.worker.ops.lora.tables import SiteDelta, Slice
-from services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.lora import reference
+from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora import triton as fast
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.runs import RowRun, dense_runs
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import PackedArena
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.test_attention import dense, make_step, run_step

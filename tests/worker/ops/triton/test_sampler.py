@@ -2,9 +2,9 @@
 
 import torch
 
-from services.worker.sampling.next_token import NextToken
-from services.worker.sampling.sampler import sample
-from services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.sampling.next_token import NextToken
+from loraplex_services.worker.sampling.sampler import sample
+from loraplex_services.worker.types.request import Request, SamplingParams
 from tests.worker.ops.triton.reads import note_reads
 from tests.worker.ops.triton.test_runner import AsksNobody
 
@@ -30,8 +30,8 @@ def tokens_of(outputs):
 
 
 def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device, monkeypatch):
-    from services.worker.layers.triton_operators import TritonOperators
-    from services.worker.sampling.drawing import TORCH_DRAWS
+    from loraplex_services.worker.layers.triton_operators import TritonOperators
+    from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(18, VOCAB, generator=generator) * 2).to(device)

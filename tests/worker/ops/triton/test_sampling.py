@@ -5,9 +5,15 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.ops.sampling.triton import BLOCK_TOKENS, SLACK, _log_tables, draw, most_gumbel
-from services.worker.ops.sampling.triton import gumbel as gumbel_of
-from services.worker.sampling.philox import gumbel, gumbel_scalar
+from loraplex_services.worker.ops.sampling.triton import (
+    BLOCK_TOKENS,
+    SLACK,
+    _log_tables,
+    draw,
+    most_gumbel,
+)
+from loraplex_services.worker.ops.sampling.triton import gumbel as gumbel_of
+from loraplex_services.worker.sampling.philox import gumbel, gumbel_scalar
 
 SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
 

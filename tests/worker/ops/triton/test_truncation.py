@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.worker.ops.sampling.truncation import BLOCK_TOKENS, truncate
-from services.worker.sampling import masks
+from loraplex_services.worker.ops.sampling.truncation import BLOCK_TOKENS, truncate
+from loraplex_services.worker.sampling import masks
 from tests.worker.ops.triton.conftest import INTERPRETING
 
 INF = float("inf")
