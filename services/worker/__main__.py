@@ -1,4 +1,7 @@
-"""`python -m loraplex_services.worker`: the API server process; it answers while the model loads."""
+"""`python -m loraplex_services.worker`: the API server process, which answers at once.
+
+The model loads in an engine process meanwhile.
+"""
 
 from __future__ import annotations
 
