@@ -53,7 +53,7 @@ class OpenAICall:
     field_names: dict[str, str]
     tool_use: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None
-    """The grammar for the complete answer, apart from tool calls."""
+    """The response format; answers that are calls need not match it."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
 
@@ -89,8 +89,7 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     )
     if asked.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
-    asked = replace(asked, grammar=tool_use.grammar)
-    call = _call(body, fields, origin, [prompt], asked, is_chat=True)
+    call = _call(body, fields, origin, [prompt], asked, is_chat=True, must_call=tool_use.must_call)
     call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
     if limit is not None:
         call.field_names["max_tokens"] = "max_completion_tokens"
@@ -105,6 +104,7 @@ def _call(
     asked: AskedSampling,
     *,
     is_chat: bool,
+    must_call: bool = False,
 ) -> OpenAICall:
     model = body.text("model")
     if not model:
@@ -123,7 +123,7 @@ def _call(
         raise Unsupported.field(
             grammar_field, "", "with tools, use response_format to constrain answers to a schema"
         )
-    if grammar is not None and asked.grammar is None:
+    if grammar is not None and not must_call:
         asked = replace(asked, grammar=grammar)
     elif _offers_tools(prompts[0]):
         grammar_field = "tools"

@@ -14,10 +14,9 @@ from loraplex_services.gateway.http.formatting import (
 from loraplex_services.gateway.http.logprobs import chat_logprobs
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import FinishReason, TextDelta
-from loraplex_services.gateway.text.chat_style import ChatStyle
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.tools.answer import AnswerParser
-from loraplex_services.gateway.tools.reader import CallDelta, Delta
+from loraplex_services.gateway.tools.reader import Delta, ToolCall
 from loraplex_services.gateway.tools.readers import reader_of
 
 _CHUNK = "chat.completion.chunk"
@@ -83,7 +82,7 @@ class ChatFormatter:
         if delta.reasoning and self._info.call.include_reasoning:
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
-            message["tool_calls"] = _whole_calls(delta.calls)
+            message["tool_calls"] = [_call(call) for call in delta.calls]
         return message
 
     def _opening(self, index: int) -> dict[str, Any]:
@@ -116,7 +115,7 @@ class ChatFormatter:
         }
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:
-        """`tool_calls` if the answer contains calls, unless the caller chose the function."""
+        """`tool_calls` if the answer contains calls, unless the caller named the function."""
         reason = text_delta.finish_reason
         if reason is FinishReason.STOP and not self._info.call.tool_use.named:
             return "tool_calls" if self._answers[text_delta.index].num_calls else reason
@@ -136,18 +135,21 @@ class ChatFormatter:
 
 
 def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
-    """The parser of one answer. Under a grammar all of it is content or calls, never a thought,
-    unless it is a grammar of calls within free text."""
+    """The parser of one answer. In a response format all of it is content or calls, and never a
+    thought."""
     style = prepared.style
-    if call.grammar is not None:
-        style = ChatStyle(style.tool_format, thinks=False)
-    is_thinking = False
-    if style.thinks:
-        tail = prepared.prompt_ids[-_TAIL_TOKENS:]
-        end = decode_all(prepared.tokens, tail, skip_special=False)
-        is_thinking = end.rstrip().endswith("<think>")
-    tools = reader_of(style.tool_format, call.tool_use)
-    return AnswerParser(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
+    thinks = style.thinks and call.grammar is None
+    return AnswerParser(
+        thinks=thinks,
+        is_thinking=thinks and ends_in_thought(prepared),
+        tools=reader_of(style.tool_format, call.tool_use),
+    )
+
+
+def ends_in_thought(prepared: PreparedRequest) -> bool:
+    """Whether the prompt opened a thought, which the answer continues."""
+    tail = prepared.prompt_ids[-_TAIL_TOKENS:]
+    return decode_all(prepared.tokens, tail, skip_special=False).rstrip().endswith("<think>")
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
@@ -158,26 +160,10 @@ def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
     if delta.content:
         formatted["content"] = delta.content
     if delta.calls:
-        formatted["tool_calls"] = [_call_delta(call) for call in delta.calls]
+        formatted["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return formatted
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    if not call.call_id:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": call.call_id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        if delta.call_id:
-            function = {"name": delta.name, "arguments": ""}
-            calls.append({"id": delta.call_id, "type": "function", "function": function})
-        calls[delta.index]["function"]["arguments"] += delta.arguments
-    return calls
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
