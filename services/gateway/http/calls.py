@@ -49,6 +49,8 @@ class OpenAICall:
     is_chat: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Chunks of a stream contain the usage so far."""
     return_token_ids: bool
     field_names: dict[str, str]
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -111,7 +113,7 @@ def _call(
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
-    include_usage = _include_usage(body.raw("stream_options"), stream)
+    include_usage, continuous_usage = _stream_options(body.raw("stream_options"), stream)
     return_token_ids = body.flag("return_token_ids")
     adapters = _adapters(body.raw("adapters"))
     cache_salt, priority = body.text("cache_salt") or "", body.integer("priority") or 0
@@ -152,6 +154,7 @@ def _call(
         is_chat,
         stream,
         include_usage,
+        continuous_usage,
         return_token_ids,
         names,
         grammar=asked.grammar,
@@ -287,19 +290,24 @@ def _check_sequences(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def _include_usage(options: Any, stream: bool) -> bool:
+def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each chunk contains it."""
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise bad_type("stream_options", options, "an object")
     if not stream:
         raise InvalidRequest.field("stream_options", "", "needs stream: true")
-    body = Body(options)
-    include_usage = body.flag("include_usage")
+    body = Body(options, "stream_options.")
+    is_continuous = body.flag("continuous_usage_stats")
+    include_usage = body.flag("include_usage", default=is_continuous)
+    if is_continuous and not include_usage:
+        raise InvalidRequest.field(
+            "stream_options.continuous_usage_stats", "true", "needs include_usage: true"
+        )
     body.flag("include_obfuscation")
-    body.flag("continuous_usage_stats")
     body.finish()
-    return include_usage
+    return include_usage, is_continuous
 
 
 def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:

@@ -32,11 +32,13 @@ class ChatFormatter:
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
         self._answers: dict[int, AnswerParser] = {}
+        self._offsets: dict[int, list[int]] = {}
+        """Where the tokens of each choice begin, up to the end of its thought."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if text_delta.index not in self._begun:
-            chunks.append(self._opening(text_delta.index))
+            chunks.append(self._opening(text_delta))
             self._begun.add(text_delta.index)
         delta = _formatted(self._read(text_delta), self._info.call.include_reasoning)
         shows_ids = self._info.call.return_token_ids or self._wants_logprobs(text_delta.index)
@@ -47,7 +49,7 @@ class ChatFormatter:
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._info.object(_CHUNK, []) | {"usage": self._info.usage()}
+        return self._info.object(_CHUNK, []) | {"usage": self._usage()}
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         formatted = [
@@ -56,7 +58,7 @@ class ChatFormatter:
             )
             for text_delta in choices
         ]
-        body = self._info.object("chat.completion", formatted) | {"usage": self._info.usage()}
+        body = self._info.object("chat.completion", formatted) | {"usage": self._usage()}
         return body | prompt_id_fields(self._info)
 
     def _read(self, text_delta: TextDelta) -> Delta:
@@ -65,6 +67,8 @@ class ChatFormatter:
             prepared = self._info.of_choice(text_delta.index)
             self._answers[text_delta.index] = answer_parser(prepared, self._info.call)
         reply = self._answers[text_delta.index]
+        if reply.may_think:
+            self._offsets.setdefault(text_delta.index, []).extend(text_delta.offsets)
         delta = reply.feed(text_delta.text)
         if text_delta.finish_reason is not None:
             rest = reply.finish()
@@ -73,6 +77,14 @@ class ChatFormatter:
             delta.calls += rest.calls
         return delta
 
+    def _usage(self) -> dict[str, Any]:
+        num_reasoning = 0
+        for index, offsets in self._offsets.items():
+            begin, end = self._answers[index].thought_chars
+            num_reasoning += sum(begin <= offset < end for offset in offsets)
+        details = {"reasoning_tokens": num_reasoning}
+        return self._info.usage() | {"completion_tokens_details": details}
+
     def _message(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
@@ -80,12 +92,13 @@ class ChatFormatter:
             "refusal": None,
         }
         if delta.reasoning and self._info.call.include_reasoning:
-            message["reasoning_content"] = delta.reasoning
+            message |= _thought(delta.reasoning)
         if delta.calls:
             message["tool_calls"] = [_call(call) for call in delta.calls]
         return message
 
-    def _opening(self, index: int) -> dict[str, Any]:
+    def _opening(self, text_delta: TextDelta) -> dict[str, Any]:
+        index = text_delta.index
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -94,7 +107,7 @@ class ChatFormatter:
         }
         if self._info.call.return_token_ids:
             choice["prompt_token_ids"] = list(self._info.of_choice(index).prompt_ids)
-        chunk = self._chunk([choice])
+        chunk = self._chunk([choice], num_unsent=len(text_delta.token_ids))
         return chunk if self._begun else chunk | prompt_id_fields(self._info)
 
     def _choice(
@@ -121,9 +134,8 @@ class ChatFormatter:
             return "tool_calls" if self._answers[text_delta.index].num_calls else reason
         return reason
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._info.object(_CHUNK, choices)
-        return chunk | {"usage": None} if self._info.call.include_usage else chunk
+    def _chunk(self, choices: list[dict[str, Any]], num_unsent: int = 0) -> dict[str, Any]:
+        return self._info.object(_CHUNK, choices) | self._info.chunk_usage(num_unsent)
 
     def _wants_logprobs(self, index: int) -> bool:
         return self._info.of_choice(index).call.sampling.logprobs is not None
@@ -156,12 +168,17 @@ def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
     """The delta object of a stream; empty if there is nothing new."""
     formatted: dict[str, Any] = {}
     if delta.reasoning and include_reasoning:
-        formatted["reasoning_content"] = delta.reasoning
+        formatted |= _thought(delta.reasoning)
     if delta.content:
         formatted["content"] = delta.content
     if delta.calls:
         formatted["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return formatted
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """A thought under the name that vLLM gives it today and the one that it had before."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def _check_tool(tool: Any, field: str) -> None:
 def template_messages(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
     """Messages in the form that chat templates expect.
 
-    Arguments of past calls become objects, null fields are removed, and results get the name of
-    their function, which OpenAI's clients leave out.
+    Arguments of past calls become objects, null fields are removed, past thoughts get both of their
+    names, and results get the name of their function, which OpenAI's clients leave out.
 
     Raises: InvalidRequest for arguments that are not JSON.
     """
@@ -107,6 +107,9 @@ def template_messages(messages: Sequence[dict[str, object]]) -> tuple[dict[str, 
 def _template_message(message: dict[str, object], field: str) -> dict[str, object]:
     message = {name: value for name, value in message.items() if value is not None}
     message.setdefault("content", None)
+    if "reasoning" in message or "reasoning_content" in message:
+        thought = message.get("reasoning", message.get("reasoning_content"))
+        message = {"reasoning": thought, "reasoning_content": thought, **message}
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -60,7 +60,8 @@ async def test_calls_and_thoughts_come_parsed_out_of_the_answer(talker: Stack) -
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "One moment."
-    assert choice.message.reasoning_content == "let me look"
+    assert choice.message.reasoning == choice.message.reasoning_content == "let me look"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("let me look\n")
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
     assert json.loads(call.function.arguments) == {"city": "Zürich"}
@@ -77,7 +78,7 @@ async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None
         choice = chunk.choices[0]
         total: dict[str, Any] = sums[choice.index]
         total["content"] += choice.delta.content or ""
-        total["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+        total["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
         for call in choice.delta.tool_calls or []:
             if call.id:
                 total["calls"].append([call.function.name, ""])
@@ -89,6 +90,33 @@ async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None
         calls = choice.message.tool_calls
         assert total["calls"] == [[c.function.name, c.function.arguments] for c in calls]
         assert total["reasons"] == ["tool_calls"] == [choice.finish_reason]
+
+
+@pytest.mark.parametrize(
+    ("says", "num_tokens"),
+    [("hm", 2), ("hm, é</think>yes", 6), ("</think>yes", 0), ("<think>hm</think>", 2)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_the_tokens_of_the_thought(
+    talker: Stack, says: str, num_tokens: int, stream: bool
+) -> None:
+    _says(talker, says)
+    if not stream:
+        usage = (await _ask(talker, n=2)).usage
+    else:
+        options = {"include_usage": True}
+        answer = await _ask(talker, n=2, stream=True, stream_options=options)
+        usage = [chunk async for chunk in answer][-1].usage
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+async def test_past_thoughts_reach_the_template_under_either_name(stack: Stack, field: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}"
+    stack.workers[0].files = tokenizer_files(template)
+    await stack.start()
+    await _ask(stack, messages=[{"role": "assistant", "content": "a", field: "hm"}, *ASK])
+    assert bytes(stack.workers[0].requests[0].prompt_ids).decode() == "hm|hm|||"
 
 
 async def test_past_calls_and_their_results_reach_the_template(talker: Stack) -> None:
