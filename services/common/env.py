@@ -188,7 +188,7 @@ REASONING: Knob[str] = Knob(
     choice("auto", "think", "none"),
     "auto",
     "gateway",
-    "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
+    "Split `<think>` off into reasoning; auto = where the chat template knows it.",
 )
 REPLACE_BASES: Knob[bool] = Knob(
     "LORAPLEX_REPLACE_BASES",
