@@ -23,7 +23,7 @@ from loraplex_services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
-from loraplex_services.gateway.pipeline.call_limits import check_call
+from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -115,7 +115,7 @@ class Generation:
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
         tokenizer = await self._adapter_text.tokenizer(served, target)
-        prompt_ids = await tokenizer.encode(call.prompt, model)
+        prompt_ids = await tokenizer.encode(call.prompt, model, truncation_of(call, model))
         if pooling is Pooling.HEAD:
             prompt_ids = scored_ids(prompt_ids, target.adapters, model)
         resolved = resolve(
