@@ -30,7 +30,7 @@ class FileSpec(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class PublishOptions(_message.Message):
-    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures")
+    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures", "allow_missing")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class PublishOptions(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     WHEN_LOADED_S_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
     name: str
     tags: _containers.RepeatedScalarFieldContainer[str]
     no_latest: bool
@@ -58,7 +59,8 @@ class PublishOptions(_message.Message):
     parent: str
     when_loaded_s: float
     signatures: _containers.RepeatedCompositeFieldContainer[Signature]
-    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ...) -> None: ...
+    allow_missing: bool
+    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., allow_missing: bool = ...) -> None: ...
 
 class CreateUploadRequest(_message.Message):
     __slots__ = ("options", "files")

@@ -124,6 +124,7 @@ class RegistryService(AdminService):
             files,
             request.options.base_id,
             strict=request.options.strict,
+            allow_missing=request.options.allow_missing,
         )
         return pb.ValidateAdapterResponse(
             warnings=[violation_to_proto(warning) for warning in warnings],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,7 @@ async def inspect(
     *,
     rope_label: str = "",
     strict: bool,
+    allow_missing: bool = False,
 ) -> Inspected:
     """Validate an adapter from its stored bytes. `rope_label`: as `complete_config` takes it.
 
@@ -85,7 +87,9 @@ async def inspect(
         Unavailable: no base is known.
     """
     try:
-        return await _inspect(store, bases, scans, sources, base_id, rope_label, strict)
+        return await _inspect(
+            store, bases, scans, sources, base_id, rope_label, strict, allow_missing
+        )
     except InvalidAdapter:
         # Damaged bytes look like a bad adapter; the cause comes before its effects.
         for source in sources:
@@ -101,6 +105,7 @@ async def _inspect(
     base_id: str,
     rope_label: str,
     strict: bool,
+    allow_missing: bool,
 ) -> Inspected:
     by_path = {source.file.path: source for source in sources}
     config_bytes = await _whole(store, by_path[CONFIG_FILE])
@@ -115,7 +120,13 @@ async def _inspect(
     header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
     files = [source.file for source in sources]
     base, report, warnings = await check(
-        bases, config_bytes, header_bytes, files, base_id, strict=strict
+        bases,
+        config_bytes,
+        header_bytes,
+        files,
+        base_id,
+        strict=strict,
+        allow_missing=allow_missing,
     )
     zero_tensors = scans.zero_tensors(tensors.known_sha256)
     scan = None
@@ -139,14 +150,14 @@ async def check(
     base_id: str,
     *,
     strict: bool,
+    allow_missing: bool = False,
 ) -> tuple[BaseRecord, Report, tuple[Violation, ...]]:
     """Validate config and header against the base that the adapter is for."""
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
     loop = asyncio.get_running_loop()
     config = await loop.run_in_executor(_CHECKS, parse_config, config_bytes)
     base, warnings = await bases.choose(base_id, config)
-    report = await loop.run_in_executor(
-        _CHECKS,
+    checked = functools.partial(
         validate,
         config_bytes,
         header_bytes,
@@ -155,7 +166,10 @@ async def check(
         base.geometry,
         base.max_lora_rank or DEFAULT_MAX_RANK,
         strict,
+        base_names=(base.base_id, *base.aliases),
+        allow_missing=allow_missing,
     )
+    report = await loop.run_in_executor(_CHECKS, checked)
     found = (*report.warnings, *warnings)
     _refuse_if_strict(found, strict)
     return base, report, found

@@ -98,6 +98,7 @@ class Publisher:
                 options.base_id,
                 rope_label=(options.labels or {}).get(ROPE_FIELD, ""),
                 strict=options.strict,
+                allow_missing=options.allow_missing,
             )
         except DamagedFile as error:
             await self._send_again(session, sources, error)
