@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,44 @@ class Credentials:
     def __repr__(self) -> str:
         key = "..." if self.api_key else ""
         return f"Credentials(api_key={key!r}, ca={self.ca}, cert={self.cert}, key={self.key})"
+
+
+VARIABLES = frozenset(
+    {
+        *("LORAPLEX_REGISTRY_ADDRESS", "LORAPLEX_GATEWAY_ADDRESS"),
+        *("LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"),
+        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
+    }
+)
+"""What the tools read."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each LORAPLEX_* variable that looks like a misspelt one of the tools.
+
+    Variables of the servers are known only where the servers are installed.
+    """
+    names = sorted(name for name in environ if name.startswith("LORAPLEX_"))
+    suspects = [name for name in names if name not in VARIABLES]
+    near = {name: _nearest(name) for name in suspects}
+    if not any(near.values()):
+        return []
+    try:
+        from loraplex_services.common.variables import known_names
+    except ImportError:
+        known = set[str]()
+    else:
+        known = known_names()
+    return [
+        f"unknown variable {name} is ignored; the nearest known one is {variable}"
+        for name, variable in near.items()
+        if variable and name not in known
+    ]
+
+
+def _nearest(name: str) -> str:
+    found = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.9)
+    return found[0] if found else ""
 
 
 def registry_address(environ: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.modules import build_modules
 from loraplex.adapter_format.pooling_fields import check_labels
-from loraplex.adapter_format.report import Report
+from loraplex.adapter_format.report import AdapterModule, Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
 from loraplex.adapter_format.serving_fields import check_eos_token_ids, check_rope_scaling
 from loraplex.adapter_format.targets import check_targets
@@ -73,10 +73,7 @@ def validate(
     modules = build_modules(config, header, geometry, max_rank, findings)
     check_targets(config, modules, geometry, findings, allow_missing=allow_missing)
     if geometry is not None:
-        brings = any(file.path in TOKENIZER_FILES for file in files)
-        modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
-        sizes = (module.num_rows for module in modules)
-        check_eos_token_ids(config.eos_token_ids, geometry.vocab_size, sizes, findings)
+        modules = _check_vocabulary(config, modules, geometry, files, findings)
         check_rope_scaling(config.rope_scaling, geometry.rotary_pairs, findings)
     modules = in_base(modules, config.task, header)
     num_labels = num_labels_of(modules, config.task)
@@ -94,6 +91,21 @@ def validate(
         num_labels=num_labels,
         warnings=tuple(findings.warnings),
     )
+
+
+def _check_vocabulary(
+    config: AdapterConfig,
+    modules: tuple[AdapterModule, ...],
+    geometry: Geometry,
+    files: Sequence[File],
+    findings: Findings,
+) -> tuple[AdapterModule, ...]:
+    """The modules with the sizes of their tables, which EOS ids must fit."""
+    brings = any(file.path in TOKENIZER_FILES for file in files)
+    modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
+    sizes = (module.num_rows for module in modules)
+    check_eos_token_ids(config.eos_token_ids, geometry.vocab_size, sizes, findings)
+    return modules
 
 
 def _name_wrong_base(config: AdapterConfig, base_names: Sequence[str], findings: Findings) -> None:

@@ -28,6 +28,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
     parser.add_argument("prompt", metavar="PROMPT", help="text; - reads it from stdin")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="send the text as it is; otherwise it is a user's message if there is a chat template",
+    )
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     _add_grammar(parser)
@@ -122,13 +127,24 @@ def client_of(args: argparse.Namespace) -> InferenceClient:
 
 
 async def _generate(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+    from loraplex.generation import Message
     from loraplex.inference_client import collect
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
-    async with client_of(args) as client:
+
+    async def answer(client: InferenceClient, prompt: str | list[Message]) -> Completion:
         pieces = client.generate(args.ref, prompt, _sampling(args))
-        completion = collect([piece async for piece in _shown(pieces, streamed)])
+        return collect([piece async for piece in _shown(pieces, streamed)])
+
+    async with client_of(args) as client:
+        try:
+            completion = await answer(client, prompt if args.raw else [Message("user", prompt)])
+        except InvalidRequest as error:
+            if error.reason != "NO_CHAT_TEMPLATE":
+                raise
+            completion = await answer(client, prompt)
     if not streamed:
         _print_completion(completion, args.json)
 

@@ -118,12 +118,14 @@ class BaseTokenizer:
 
     async def _render(self, prompt: ChatPrompt) -> str:
         if self._chat is None:
-            raise InvalidRequest.field(
+            error = InvalidRequest.field(
                 "chat_template",
                 "",
                 "this base has no chat template; use completions, or serve a base whose tokenizer "
                 "has one",
             )
+            error.reason = "NO_CHAT_TEMPLATE"
+            raise error
         template = self._chat.template
         messages = prompt.messages
         if "developer" not in template:
