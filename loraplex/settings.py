@@ -44,28 +44,18 @@ VARIABLES = frozenset(
     }
 )
 """What the tools read."""
+_LOOKS_MISSPELT = frozenset({"LORAPLEX_ADMIN_KEY_FILE"})
+"""Variables of the servers that look like one of the tools."""
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each LORAPLEX_* variable that looks like a misspelt one of the tools.
-
-    Variables of the servers are known only where the servers are installed.
-    """
+    """A warning for each LORAPLEX_* variable that looks like a misspelt one of the tools."""
     names = sorted(name for name in environ if name.startswith("LORAPLEX_"))
-    suspects = [name for name in names if name not in VARIABLES]
-    near = {name: _nearest(name) for name in suspects}
-    if not any(near.values()):
-        return []
-    try:
-        from loraplex_services.common.variables import known_names
-    except ImportError:
-        known = set[str]()
-    else:
-        known = known_names()
+    near = {name: _nearest(name) for name in names if name not in VARIABLES | _LOOKS_MISSPELT}
     return [
         f"unknown variable {name} is ignored; the nearest known one is {variable}"
         for name, variable in near.items()
-        if variable and name not in known
+        if variable
     ]
 
 

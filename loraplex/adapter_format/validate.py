@@ -67,7 +67,6 @@ def validate(
     findings.raise_if_refused()
     assert config is not None and header is not None, "refused above"
     findings.warnings.extend(config.warnings)
-    fingerprint = geometry.fingerprint if geometry else ""
     if geometry is not None:
         geometry = geometry_of_task(geometry, config.task, header, findings)
     modules = build_modules(config, header, geometry, max_rank, findings)
@@ -87,7 +86,7 @@ def validate(
         max_rank=max(module.rank for module in modules),
         num_modules=sum(module.rank > 0 for module in modules),
         tensor_file_size=tensor_file_size,
-        base_fingerprint=fingerprint,
+        base_fingerprint=geometry.fingerprint if geometry else "",
         num_labels=num_labels,
         warnings=tuple(findings.warnings),
     )

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.settings import unknown_variables
+from loraplex_services.common.variables import known_names
 from tests.cli.conftest import DEMO
 
 MASK = DEMO / "adapters" / "mask"
@@ -101,3 +103,7 @@ def test_adapters_are_deleted_by_pattern_and_label(published: Any) -> None:
     assert code == 7 and "no adapter matches" in error["message"]
     code, _ = published.error("delete", "day-a:v1", "--label", "kind=x")
     assert code == 2
+
+
+def test_no_variable_of_the_servers_looks_like_a_misspelt_one_of_the_tools() -> None:
+    assert unknown_variables(dict.fromkeys(known_names(), "x")) == []
