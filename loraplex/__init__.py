@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from loraplex.publishing import Publication
     from loraplex.registry_client import RegistryClient
     from loraplex.settings import Credentials
-    from loraplex.types import AdapterVersion, Published, Tag
+    from loraplex.types import AdapterVersion, Published, Tag, UsageEntry
     from loraplex.vectors import Embeddings, Score, Scores
 
 _HOMES = {
@@ -39,6 +39,7 @@ _HOMES = {
     "Score": "vectors",
     "Scores": "vectors",
     "Tag": "types",
+    "UsageEntry": "types",
 }
 
 __all__ = [
@@ -60,7 +61,13 @@ __all__ = [
     "Score",
     "Scores",
     "Tag",
+    "UsageEntry",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,13 @@ from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.pipeline.usage import (
+    CANCELLED,
+    OK,
+    UsageCounter,
+    log_refusal,
+    outcome_of,
+)
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from loraplex_services.gateway.request import (
@@ -91,6 +98,7 @@ class Generation:
         self._max_request_s = max_request_s
         self._draw_seed = draw_seed
         self._is_draining = False
+        self.usage = UsageCounter()
 
     def refuse_new(self) -> None:
         """Refuse new requests; those already prepared still run."""
@@ -101,6 +109,13 @@ class Generation:
 
         Raises: ResourceExhausted, NotFound, InvalidRequest, Unsupported, Unavailable.
         """
+        try:
+            return await self._prepared(call)
+        except LoraplexError as error:
+            log_refusal(call, error)
+            raise
+
+    async def _prepared(self, call: GenerateCall) -> PreparedRequest:
         if self._is_draining:
             raise Unavailable(
                 "this gateway is draining; retry at another one",
@@ -171,6 +186,22 @@ class Generation:
         Closing the iterator cancels the request. Raises: ResourceExhausted, Unavailable,
         DeadlineExceeded, or a worker's error.
         """
+        outcome = CANCELLED
+        try:
+            async with aclosing(self._counted(prepared)) as text_deltas:
+                async for text_delta in text_deltas:
+                    if text_delta.pooled:
+                        outcome = OK
+                    yield text_delta
+            outcome = OK
+        except BaseException as error:
+            if outcome != OK:
+                outcome = outcome_of(error)
+            raise
+        finally:
+            self.usage.add(prepared, outcome)
+
+    async def _counted(self, prepared: PreparedRequest) -> TextDeltas:
         base_id = prepared.base.base_id
         async with (
             self._admitted(prepared) as permit,
