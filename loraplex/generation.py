@@ -222,6 +222,36 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """The part of one model in `RecentLoad`."""
+
+    model: str
+    """tenant/name of the adapter, or the id of the base."""
+    requests: int
+    errors: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecentLoad:
+    """The requests that ended at one gateway within the last `window_s`."""
+
+    window_s: float
+    requests: int
+    """Refused ones included."""
+    failures: Mapping[str, int]
+    """Failed and refused requests by reason."""
+    prompt_tokens: int
+    generated_tokens: int
+    first_token_p50_s: float
+    first_token_p95_s: float
+    duration_p50_s: float
+    duration_p95_s: float
+    models: tuple[ModelLoad, ...]
+    """At most 100, those with most generated tokens first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A gateway's view of the stack behind it."""
 
@@ -233,3 +263,5 @@ class Status:
     running_requests: int
     queued_requests: int
     workers: tuple[WorkerStatus, ...]
+    recent: RecentLoad | None = None
+    """None for callers who may not see all adapters."""

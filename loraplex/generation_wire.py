@@ -22,6 +22,8 @@ from loraplex.generation import (
     TokenLogprob,
     Usage,
     WorkerStatus,
+    ModelLoad,
+    RecentLoad,
 )
 from loraplex.v1 import admin_pb2, common_pb2, worker_pb2
 from loraplex.v1 import inference_pb2 as pb
@@ -170,6 +172,25 @@ def status(message: admin_pb2.GetStatusResponse) -> Status:
         running_requests=message.running_requests,
         queued_requests=message.queued_requests,
         workers=tuple(_worker(worker) for worker in message.workers),
+        recent=_recent(message.recent) if message.HasField("recent") else None,
+    )
+
+
+def _recent(message: admin_pb2.RecentLoad) -> RecentLoad:
+    return RecentLoad(
+        window_s=message.window_s,
+        requests=message.requests,
+        failures=dict(message.failures),
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        first_token_p50_s=message.first_token_p50_s,
+        first_token_p95_s=message.first_token_p95_s,
+        duration_p50_s=message.duration_p50_s,
+        duration_p95_s=message.duration_p95_s,
+        models=tuple(
+            ModelLoad(each.model, each.requests, each.errors, each.generated_tokens)
+            for each in message.models
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from loraplex.cli.parsing import add_command, add_connection, credentials_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
+    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status, WorkerStatus
     from loraplex.inference_client import InferenceClient
 
 
@@ -242,7 +242,7 @@ def print_status(status: Status) -> None:
     rows = [
         (
             worker.worker_id or worker.address,
-            _state(worker.connected, worker.ready, worker.draining),
+            state_of(worker),
             str(worker.running_requests),
             str(worker.waiting_requests),
             f"{worker.total_blocks - worker.free_blocks}/{worker.total_blocks}",
@@ -262,9 +262,10 @@ def print_status(status: Status) -> None:
             print(f"  {worker.worker_id}  {name}  {adapter.tier}  rank {adapter.max_rank}  {size}")
 
 
-def _state(connected: bool, ready: bool, draining: bool) -> str:
-    if not connected:
+def state_of(worker: WorkerStatus) -> str:
+    """One word about a worker."""
+    if not worker.connected:
         return "away"
-    if draining:
+    if worker.draining:
         return "draining"
-    return "ready" if ready else "starting"
+    return "ready" if worker.ready else "starting"

@@ -197,7 +197,12 @@ class Gateway:
 
     async def _started_grpc(self) -> grpc_server.RunningServer:
         operators = admin.AdminServicer(
-            self._fleet, self._registry, self._resolver, self._controller, self.readiness.missing
+            self._fleet,
+            self._registry,
+            self._resolver,
+            self._controller,
+            self.readiness.missing,
+            self._generation.usage.recent,
         )
         return await grpc_server.start(
             [server.service(self._generation, self._resolver), admin.service(operators)],

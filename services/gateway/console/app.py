@@ -68,7 +68,7 @@ class ConsoleEndpoints:
     async def state(self, request: Request) -> Response:
         """Current state. Only admins see workers, whose load reveals other tenants."""
         caller = await self._caller(request)
-        reason = self._not_ready_reason()
+        reason = self._not_ready_reason() or no_worker_reason(self._fleet.views())
         shown: dict[str, Any] = {
             "time_s": time.time(),
             "not_ready_reason": reason,

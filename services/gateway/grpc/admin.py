@@ -15,13 +15,19 @@ from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.recent import RecentLoad, RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.routing.router import rendezvous_order
 from loraplex_services.gateway.workers.fleet import Fleet
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.gateway.workers.view import (
+    AdapterResidency,
+    Tier,
+    WorkerView,
+    no_worker_reason,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
@@ -38,12 +44,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         resolver: Resolver,
         controller: AdmissionController,
         not_ready_reason: Callable[[], str],
+        recent: RecentRequests,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._resolver = resolver
         self._controller = controller
         self._not_ready_reason = not_ready_reason
+        self._recent = recent
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -51,7 +59,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Bases, workers, and the adapters that they hold."""
         views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
         labels = self._labels() if request.include_adapters else None
-        reason = self._not_ready_reason()
+        reason = self._not_ready_reason() or no_worker_reason(views)
+        shows_load = sees_all_adapters(current_caller.get())
         return admin_pb2.GetStatusResponse(
             ready=not reason,
             not_ready_reason=reason,
@@ -61,6 +70,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             num_adapters=self._resolver.snapshot.num_adapters,
             running_requests=self._controller.num_running,
             queued_requests=self._controller.num_waiting,
+            recent=_recent_load(self._recent.load()) if shows_load else None,
         )
 
     def _labels(self) -> ShownLabels:
@@ -135,6 +145,30 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]
         state.adapters.extend(_resident(r, labels.names.get(r.digest, "")) for r in held)
     return state
+
+
+def _recent_load(load: RecentLoad) -> admin_pb2.RecentLoad:
+    models = [
+        admin_pb2.ModelLoad(
+            model=each.model,
+            requests=each.requests,
+            errors=each.errors,
+            generated_tokens=each.generated_tokens,
+        )
+        for each in load.models
+    ]
+    return admin_pb2.RecentLoad(
+        window_s=load.window_s,
+        requests=load.requests,
+        failures=load.failures,
+        prompt_tokens=load.prompt_tokens,
+        generated_tokens=load.generated_tokens,
+        first_token_p50_s=load.first_token_s[0],
+        first_token_p95_s=load.first_token_s[1],
+        duration_p50_s=load.duration_s[0],
+        duration_p95_s=load.duration_s[1],
+        models=models,
+    )
 
 
 def _resident(residency: AdapterResidency, label: str) -> admin_pb2.ResidentAdapter:

@@ -27,14 +27,9 @@ from loraplex_services.gateway.pipeline.call_limits import check_call, truncatio
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
-from loraplex_services.gateway.pipeline.usage import (
-    CANCELLED,
-    OK,
-    UsageCounter,
-    log_refusal,
-    outcome_of,
-)
+from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from loraplex_services.gateway.request import (
@@ -112,7 +107,7 @@ class Generation:
         try:
             return await self._prepared(call)
         except LoraplexError as error:
-            log_refusal(call, error)
+            self.usage.refuse(call, error)
             raise
 
     async def _prepared(self, call: GenerateCall) -> PreparedRequest:
@@ -211,7 +206,9 @@ class Generation:
             is_first = True
             async for text_delta in text_deltas:
                 if is_first:
-                    FIRST_TOKEN_S.labels(base_id).observe(now_s() - prepared.arrival_s)
+                    first_token_s = now_s() - prepared.arrival_s
+                    FIRST_TOKEN_S.labels(base_id).observe(first_token_s)
+                    self.usage.recent.first_token(first_token_s)
                     is_first = False
                 _count(prepared.usage, text_delta)
                 permit.served(len(text_delta.token_ids))

@@ -9,12 +9,12 @@ import time
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.recent import CANCELLED, OK, RecentRequests
 from loraplex_services.gateway.registry.usage_reports import UsageByKey, UsageCounts, UsageKey
 from loraplex_services.gateway.request import GenerateCall, Target
 
 logger = logging.getLogger(__name__)
 
-OK, CANCELLED = "ok", "cancelled"
 MAX_KEYS = 5_000
 """Days, tenants and models that are counted apart between two reports."""
 OTHER = "other"
@@ -26,6 +26,7 @@ class UsageCounter:
 
     def __init__(self) -> None:
         self._counts: dict[UsageKey, UsageCounts] = {}
+        self.recent = RecentRequests()
 
     def add(self, prepared: PreparedRequest, outcome: str) -> None:
         """Count a request that ended, and log it. The log contains nothing of its text."""
@@ -44,6 +45,13 @@ class UsageCounter:
                 "duration_s": round(duration_s, 4),
             },
         )
+        self.recent.ended(
+            outcome,
+            model,
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.completion_tokens,
+            duration_s=duration_s,
+        )
         counts = self._of(_today(), tenant, model)
         counts.requests += 1
         counts.errors += outcome not in (OK, CANCELLED)
@@ -51,6 +59,14 @@ class UsageCounter:
         counts.cached_tokens += usage.cached_tokens
         counts.generated_tokens += usage.completion_tokens
         counts.duration_s += duration_s
+
+    def refuse(self, call: GenerateCall, error: LoraplexError) -> None:
+        """Log a request that was refused. What it names as its model may be anything, and is left
+        out."""
+        outcome = outcome_of(error)
+        fields = {"request_id": call.request_id, "tenant": call.tenant, "outcome": outcome}
+        logger.info("request", extra=fields)
+        self.recent.ended(outcome)
 
     def take(self) -> UsageByKey:
         """The counts, which begin anew."""
@@ -62,13 +78,6 @@ class UsageCounter:
         if key not in self._counts and len(self._counts) >= MAX_KEYS:
             key = UsageKey(day, tenant, OTHER)
         return self._counts.setdefault(key, UsageCounts())
-
-
-def log_refusal(call: GenerateCall, error: LoraplexError) -> None:
-    """Log a request that was refused. What it names as its model may be anything, and is left
-    out."""
-    fields = {"request_id": call.request_id, "tenant": call.tenant, "outcome": outcome_of(error)}
-    logger.info("request", extra=fields)
 
 
 def model_of(target: Target) -> str:
