@@ -219,7 +219,7 @@ def main() -> None:
         "LORAPLEX_AUTH": "keys",
         "LORAPLEX_ADMIN_KEY_FILE": str(key_file),
         "LORAPLEX_MAX_NUM_SEQS": str(args.batch),
-        "LORAPLEX_PREFIX_CACHE": "off",
+        "LORAPLEX_DEBUG": "prefix-cache=off",
         "LORAPLEX_LOG_LEVEL": "warning",
         "OMP_NUM_THREADS": "1",
     }

@@ -223,7 +223,7 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     steps, part = args.work_dir / "steps.jsonl", args.work_dir / "fitted.jsonl"
     steps.unlink(missing_ok=True)
-    settings = {"LORAPLEX_STEP_TRACE": str(steps), "LORAPLEX_KV_MEMORY": str(ARENA_BYTES)}
+    settings = {"LORAPLEX_DEBUG": f"step-trace={steps}", "LORAPLEX_KV_MEMORY": str(ARENA_BYTES)}
     with running_stack(DEMO / "base", "loraplex-demo", args.work_dir / "state", settings) as stack:
         asyncio.run(ask_for_all(stack))
         measured = measure(stack, planned(args), steps, part)

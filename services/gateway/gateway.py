@@ -102,7 +102,7 @@ class Gateway:
             self._pool,
             base_seen=self._registrar.seen,
             metadata=metadata,
-            channel=channel_opener(config.tls, config.tls_server_name),
+            channel=channel_opener(config.tls),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(

@@ -23,7 +23,8 @@ DEFAULT_ARENA_BYTES = 64 << 20
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
   loraplex simulate --costs llama-7b@a10g --adapters 1000000 --workers 1000 --rate 1000 --duration 9
-  LORAPLEX_STEP_TRACE=/tmp/steps.jsonl loraplex up --model ./llama-3-8b     # a real run, with work
+  # a real run, with work:
+  LORAPLEX_DEBUG=step-trace=/tmp/steps.jsonl loraplex up --model ./llama-3-8b
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
   loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --policy clustered"""
 

@@ -217,14 +217,14 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
     assert config.tls.server(for_services=True) is not None
 
 
-def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> None:
+def test_with_mtls_the_gateway_dials_the_port_that_demands_certificates() -> None:
     documents = render(K8S / "overlays" / MTLS)
     registry = _environment(documents, "registry")
     listen = registry["LORAPLEX_REGISTRY_SERVICE_LISTEN"].rpartition(":")[2]
     gateway = _environment(documents, "gateway")
     assert gateway["LORAPLEX_REGISTRY_ADDRESS"] == f"registry:{listen}"
     assert set(registry["LORAPLEX_SERVICE_NAMES"].split(",")) == set(SERVICES)
-    assert gateway["LORAPLEX_TLS_SERVER_NAME"] == "worker"
+    assert gateway["LORAPLEX_WORKERS"].startswith("dns:worker:"), "as in the workers' certificates"
     service = next(doc for doc in documents if identity(doc) == ("Service", "registry"))
     assert int(listen) in {port["port"] for port in service["spec"]["ports"]}
     policies = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "NetworkPolicy"}

@@ -272,11 +272,16 @@ def _logprob(token_id: int, num_top: int) -> common_pb2.TokenLogprob:
     return entry
 
 
-async def start_worker(worker: ScriptedWorker, listen: str) -> grpc.aio.Server:
-    """Serve it at an address."""
+async def start_worker(
+    worker: ScriptedWorker, listen: str, credentials: grpc.ServerCredentials | None = None
+) -> grpc.aio.Server:
+    """Serve it at an address, over TLS with `credentials`."""
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-    server.add_insecure_port(listen)
+    if credentials is None:
+        server.add_insecure_port(listen)
+    else:
+        server.add_secure_port(listen, credentials)
     await server.start()
     return server
 

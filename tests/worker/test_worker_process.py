@@ -41,7 +41,7 @@ def worker() -> Iterator[WorkerProcess]:
         asyncio.run(publish_adapters(worker, ["one", "two", "three", "four", "damaged"]))
         damaged = worker.root / "objects" / blob_key(_tensor_sha256(worker, "damaged"))
         damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
-        worker.start(LORAPLEX_STEP_TIMEOUT_S="4", LORAPLEX_OVERLAP="on")
+        worker.start(LORAPLEX_DEBUG="step-timeout-s=4,overlap=on")
         yield worker
 
 

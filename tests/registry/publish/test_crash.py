@@ -91,7 +91,7 @@ async def test_a_crash_leaves_the_old_state_or_the_new_one(
         write_folder(tmp_path / str(seed), adapter_files(seed, lora_alpha=seed)) for seed in (1, 2)
     ]
     publication = Publication("sql", tags=["prod"])
-    await process.start(**shared, LORAPLEX_FAILPOINTS=_second(step))
+    await process.start(**shared, LORAPLEX_DEBUG=f"failpoint={_second(step)}")
     async with RegistryClient(process.address, Credentials()) as client:
         await register_base(client)
         await client.upload(folders[0], publication)
