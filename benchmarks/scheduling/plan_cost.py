@@ -61,6 +61,7 @@ class Engine:
     ) -> None:
         """`copies`: of adapters end with the step that they begin in, else never."""
         self.copies = copies
+        self.first_token_s = first_token_s
         self.num_live = NUM_RUNNING + num_waiting
         self.arena = Arena(NUM_BLOCKS)
         reclaimer = Reclaimer(self.arena)
@@ -68,7 +69,7 @@ class Engine:
             self.arena, reclaimer, max_resident=512, max_adapter_blocks=64, max_pinned_blocks=64
         )
         layout = KvLayout(TOKENS_PER_BLOCK, (None,), 2 * NUM_RUNNING * NUM_PROMPT)
-        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING, first_token_s=first_token_s)
+        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING)
         prefixes = PrefixCache(self.arena, layout)
         counters = ServiceCounters()
         self.scheduler = Scheduler(
@@ -103,6 +104,8 @@ class Engine:
             deadline_s=1e6,
             arrival_s=arrival_s,
         )
+        if self.first_token_s is not None:
+            request.first_token_due_s = arrival_s + self.first_token_s
         self.scheduler.submit(request)
 
     def step(self, num_ending: int = 0) -> float:

@@ -134,8 +134,8 @@ def engine_kind(split: Split | None) -> Callable[..., Engine]:
 
 def measure(split: Split | None, arena_bytes: int, mix: list[int], seed: int) -> tuple[float, int]:
     """Requests in time by second of the trace, and copies; `split` None = one pool."""
-    base = fleet("fcfs", None)
-    engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes, first_token_s=6.0)
+    base = fleet("fcfs", None, first_token_s=6.0)
+    engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes)
     original = simulated_worker.Engine
     simulated_worker.Engine = engine_kind(split)  # type: ignore[misc, assignment]
     try:

@@ -73,12 +73,16 @@ DEBUG: Knob[tuple[str, ...]] = Knob(
     parse_list,
     (),
     "up all",
-    "Switches for developers, NAME or NAME=VALUE with commas in between.",
+    "Comma-separated switches for developers, NAME or NAME=VALUE; listed below.",
 )
 
 # Who may call
 AUTH: Knob[str] = Knob(
-    "LORAPLEX_AUTH", choice("off", "keys"), "off", "up registry gateway", "Who may call."
+    "LORAPLEX_AUTH",
+    choice("off", "keys"),
+    "off",
+    "up registry gateway",
+    "keys = callers need an API key.",
 )
 ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
@@ -105,7 +109,7 @@ SERVICE_NAMES: Knob[tuple[str, ...]] = Knob(
     parse_list,
     (),
     "registry worker",
-    "Names in certificates of services; unset = whoever has one of LORAPLEX_CA is a service.",
+    "Names in the certificates of services; unset = any certificate signed by LORAPLEX_CA.",
 )
 HTTP_CERT = path_knob(
     "LORAPLEX_HTTP_CERT",
@@ -121,7 +125,7 @@ REGISTRY_LISTEN = listen_knob(
 REGISTRY_SERVICE_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
-    "Address of a gRPC server for services: callers must show a certificate of LORAPLEX_CA.",
+    "Another gRPC address, for services: callers must show a certificate signed by LORAPLEX_CA.",
 )
 OBJECTS = text_knob(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
@@ -152,7 +156,7 @@ MAX_REQUEST_S: Knob[float] = Knob(
     parse_seconds,
     600.0,
     "gateway",
-    "Deadline of requests that bring none.",
+    "Deadline of requests that name none.",
 )
 MAX_QUEUED: Knob[int] = Knob(
     "LORAPLEX_MAX_QUEUED", whole(), 4096, "gateway", "Requests that may wait; others get 429."
@@ -191,7 +195,9 @@ LORA_ROOT = path_knob(
 WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-WORKER_ID = text_knob("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
+WORKER_ID = text_knob(
+    "LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: a random one."
+)
 MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
 SERVED_MODEL_NAME = text_knob(
     "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
@@ -219,14 +225,14 @@ LORA_DTYPE: Knob[str] = Knob(
     choice("auto", "int8"),
     "auto",
     "up worker",
-    "How A and B are kept; auto = as computed with or published, int8 = half those bytes, rounded.",
+    "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
     "auto",
     "up worker",
-    "Kernels of attention and adapters: triton, cpu (compiled), or vanilla = plain torch anywhere.",
+    "Kernels of attention and LoRA: triton, cpu (compiled C++), or vanilla (plain torch, any device).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
     "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
@@ -274,14 +280,14 @@ MAX_STEP_S: Knob[float] = Knob(
     parse_seconds,
     0.2,
     "worker",
-    "Prompts are cut so that steps in which others decode take no longer; 0 = as long as it takes.",
+    "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",
     choice("fair", "fcfs", "clustered"),
     "fair",
     "worker",
-    "Order of waiting requests: fair to tenants and adapters, by arrival, or few adapters at once.",
+    "Order of waiting requests: fair to tenants and adapters, by arrival, or by resident adapters.",
 )
 
 # Switches of LORAPLEX_DEBUG

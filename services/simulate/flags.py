@@ -131,9 +131,8 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         max_running=min(args.max_running, args.max_step_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
-        first_token_s=args.first_token,
     )
-    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
+    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline, args.first_token)
     if args.direct:
         return fleet
     # One admission controller stands for all gateways of such a fleet.

@@ -37,6 +37,8 @@ class Fleet:
     """Adapters lie on every worker's disk already."""
     deadline_s: float | None = None
     """Of every request, from its arrival; None = patient clients."""
+    first_token_s: float | None = None
+    """By when a request's first token is due, from its arrival; None = by its deadline."""
     admission: AdmissionLimits | None = None
     """Of the gateway before the workers; None = none, requests queue at the workers."""
 
@@ -166,7 +168,7 @@ class Simulation:
         now_s = self._loop.time
         digests = () if request.adapter is None else (self._digests[request.adapter],)
         key = digests[0] if digests else str(number)
-        due = Due(self._fleet.deadline_s, self._fleet.engine.first_token_s).shifted(now_s())
+        due = Due(self._fleet.deadline_s, self._fleet.first_token_s).shifted(now_s())
         async with self._gateway.admit(request, digests, due) as flight.permit:
             worker = self._gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight

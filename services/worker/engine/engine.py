@@ -110,7 +110,6 @@ class Engine:
             config.max_running,
             config.max_loras,
             rope_switch_len=self._info.rope_switch_len,
-            first_token_s=config.first_token_s,
             max_step_s=config.max_step_s,
         )
         layout = KvLayout(

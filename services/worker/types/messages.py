@@ -57,8 +57,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How A and B are kept: `auto` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
-    first_token_s: float | None = None
-    """The longest that a first token may take; see `SchedulerLimits`."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
