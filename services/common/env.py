@@ -125,7 +125,7 @@ REGISTRY_LISTEN = listen_knob(
 REGISTRY_SERVICE_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
-    "Another gRPC address, for services: callers must show a certificate signed by LORAPLEX_CA.",
+    "gRPC address for services, which must show a certificate signed by LORAPLEX_CA.",
 )
 OBJECTS = text_knob(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
@@ -196,7 +196,7 @@ WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
 WORKER_ID = text_knob(
-    "LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: a random one."
+    "LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: random."
 )
 MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
 SERVED_MODEL_NAME = text_knob(
@@ -232,7 +232,7 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
     "auto",
     "up worker",
-    "Kernels of attention and LoRA: triton, cpu (compiled C++), or vanilla (plain torch, any device).",
+    "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
     "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
