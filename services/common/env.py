@@ -183,7 +183,7 @@ REASONING: Knob[str] = Knob(
     choice("auto", "think", "none"),
     "auto",
     "gateway",
-    "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
+    "Split `<think>` off into reasoning; auto = where the chat template knows it.",
 )
 LORA_ROOT = path_knob(
     "LORAPLEX_LORA_ROOT",

@@ -10,7 +10,8 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import Origin, parse_prompts, split_key_of
+from loraplex_services.gateway.http.calls import Origin, split_key_of
+from loraplex_services.gateway.http.prompts import parse_prompts
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
 

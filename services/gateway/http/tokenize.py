@@ -12,8 +12,8 @@ from starlette.routing import Route
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import (
