@@ -282,6 +282,13 @@ MAX_STEP_S: Knob[float] = Knob(
     "worker",
     "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
 )
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+)
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",
     choice("fair", "fcfs", "clustered"),
@@ -291,13 +298,6 @@ POLICY: Knob[str] = Knob(
 )
 
 # Switches of LORAPLEX_DEBUG
-CPU_ISA: Switch[str] = Switch(
-    "cpu-isa",
-    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
-)
 OVERLAP: Switch[str] = Switch(
     "overlap",
     choice("auto", "on", "off"),
