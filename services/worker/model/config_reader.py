@@ -73,6 +73,12 @@ class ConfigReader:
         other._seen = self._seen
         return other
 
+    def replaced(self, key: str, value: Any) -> ConfigReader:
+        """A reader with another value of one key; what it reads counts here, too."""
+        other = ConfigReader({**self._raw, key: value}, self._source)
+        other._seen = self._seen
+        return other
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self.get(key, default)

@@ -135,6 +135,30 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "ministral3": (
+        "Mistral3Config",
+        {
+            "text_config": {
+                **COMMON,
+                "model_type": "ministral3",
+                "head_dim": 24,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 32,
+                    "max_position_embeddings": 512,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": True,
+        },
+    ),
     "llava": (
         "LlavaConfig",
         {
