@@ -113,6 +113,26 @@ async def test_chat_renders_the_template_without_special_tokens(stack: Stack) ->
     assert sent.sampling.max_tokens == 512 - len(sent.prompt_ids)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    ],
+)
+async def test_image_and_audio_parts_are_refused_by_name(stack: Stack, part: Any) -> None:
+    await stack.start()
+    content = [{"type": "text", "text": "what is this?"}, part]
+    with pytest.raises(openai.BadRequestError) as error:
+        await stack.openai().chat.completions.create(
+            model="base", messages=[{"role": "user", "content": content}]
+        )
+    assert error.value.status_code == 400
+    assert error.value.param == "messages[0].content[1]"
+    assert part["type"] in error.value.message
+    assert stack.workers[0].requests == []
+
+
 async def test_chat_stream_opens_with_the_role(stack: Stack) -> None:
     await stack.start()
     stream = await stack.openai().chat.completions.create(
