@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from loraplex_services.gateway.http.body import Body, bad_type, is_id
@@ -12,10 +13,8 @@ from loraplex_services.gateway.http.guided import read_grammar
 from loraplex_services.gateway.http.tool_choice import read_tools, template_messages
 from loraplex_services.gateway.request import (
     AskedAdapter,
-    AskedSampling,
     ChatPrompt,
     GenerateCall,
-    Grammar,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -102,7 +101,7 @@ def _call(
     fields: dict[str, Any],
     origin: Origin,
     prompts: list[Prompt],
-    asked: AskedSampling,
+    asked: Sampling,
     *,
     is_chat: bool,
 ) -> OpenAICall:
@@ -158,8 +157,8 @@ def _call(
     )
 
 
-def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
-    return AskedSampling(
+def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    return Sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens"),
         temperature=body.number("temperature"),

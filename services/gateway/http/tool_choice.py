@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
-from loraplex_services.gateway.request import Grammar
 from loraplex_services.gateway.tools.call_schemas import SPACING, list_of_calls
 from loraplex_services.gateway.tools.tool_use import ToolUse, parameters_of
 
@@ -37,7 +37,7 @@ def read_tools(body: Body) -> ToolUse:
     if choice == "required":
         use = ToolUse(tools, must_call=True)
         schema = json.dumps(list_of_calls(use.schemas, "parameters", is_parallel=is_parallel))
-        return replace(use, grammar=Grammar("json_schema", (schema,)))
+        return replace(use, grammar=Grammar(json_schema=schema))
     return _named(tools, choice)
 
 
@@ -53,7 +53,7 @@ def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
     for tool in tools:
         if tool["function"]["name"] == name:
             schema = json.dumps(parameters_of(tool) | SPACING)
-            grammar = Grammar("json_schema", (schema,))
+            grammar = Grammar(json_schema=schema)
             return ToolUse(tools, named=name, grammar=grammar)
     raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
 

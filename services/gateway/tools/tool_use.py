@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_services.gateway.request import Grammar
+from loraplex.api.sampling import Grammar
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
