@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loraplex.api.sampling import Grammar, Sampling
     from loraplex.blocking import BlockingInference, BlockingRegistry
     from loraplex.errors import LoraplexError
-    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling
+    from loraplex.generation import Completion, Message, Piece
     from loraplex.inference_client import InferenceClient
     from loraplex.publishing import Publication
     from loraplex.registry_client import RegistryClient
@@ -27,7 +28,7 @@ _HOMES = {
     "Completion": "generation",
     "Credentials": "settings",
     "Embeddings": "vectors",
-    "Grammar": "generation",
+    "Grammar": "api.sampling",
     "InferenceClient": "inference_client",
     "LoraplexError": "errors",
     "Message": "generation",
@@ -35,7 +36,7 @@ _HOMES = {
     "Publication": "publishing",
     "Published": "types",
     "RegistryClient": "registry_client",
-    "Sampling": "generation",
+    "Sampling": "api.sampling",
     "Score": "vectors",
     "Scores": "vectors",
     "Tag": "types",

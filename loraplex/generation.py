@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraplex.api.output import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,69 +18,6 @@ class Message:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation rendered by the chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A language that the whole output must belong to; exactly one field is set."""
-
-    json_schema: str | Mapping[str, object] | None = None
-    """A JSON Schema, as text or as an object."""
-    regex: str | None = None
-    ebnf: str | None = None
-    """In Lark's notation."""
-    choice: Sequence[str] | None = None
-    """The only outputs allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen and when to stop. None = the gateway's default."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    """0 takes the most likely token."""
-    top_p: float | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    """Makes sampling reproducible."""
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    echo: bool = False
-    grammar: Grammar | None = None
-    allowed_token_ids: Sequence[int] = ()
-    bad_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool | None = None
-    scale: float | None = None
-    """Multiplies the weight of every adapter of the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One token with the natural logarithm of its probability."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One position of prompt or output."""
-
-    token: Candidate
-    top: tuple[Candidate, ...]
-    """The most likely tokens here, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +59,10 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str = ""
-    """"stop", "length" or "cancelled" in the last piece of a choice."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """In the first piece of choice 0, one per token of the prompt; the first token has None."""
+    finish_reason: FinishReason | None = None
+    """In the last piece of a choice."""
     stop_reason: str = ""
     """The matched stop string, or the id that stopped, as text."""
     served_by: ServedBy | None = None
@@ -138,7 +78,7 @@ class Choice:
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     served_by: ServedBy | None = None

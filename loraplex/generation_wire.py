@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+from loraplex.api.sampling import Sampling
+from loraplex.api.wire import (
+    finish_reason_from_proto,
+    logprobs_from_proto,
+    prompt_logprobs_from_proto,
+    sampling_to_proto,
+)
 from loraplex.errors import InvalidRequest
 from loraplex.generation import (
-    Candidate,
-    Grammar,
     Message,
     Piece,
     Prompt,
     ResidentAdapter,
-    Sampling,
     ServedBy,
     Status,
     Timings,
-    TokenLogprob,
     Usage,
     WorkerStatus,
 )
 from loraplex.v1 import admin_pb2, common_pb2, worker_pb2
 from loraplex.v1 import inference_pb2 as pb
 
-_FINISH = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
 _TIERS = {
     worker_pb2.ADAPTER_TIER_DISK: "disk",
     worker_pb2.ADAPTER_TIER_LOADING: "loading",
@@ -46,7 +41,7 @@ def generate_request(
     first_token_s: float | None = None,
 ) -> pb.GenerateRequest:
     """The wire form of one request."""
-    request = pb.GenerateRequest(model=model, sampling=_sampling(sampling))
+    request = pb.GenerateRequest(model=model, sampling=sampling_to_proto(sampling))
     request.first_token_s = first_token_s or 0.0
     for ref, weight in (adapters or {}).items():
         request.adapters.add(ref=ref, weight=weight)
@@ -78,43 +73,6 @@ def prompt_into(message: pb.GenerateRequest | pb.Prompt, prompt: Prompt) -> None
         raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
 
 
-def _sampling(sampling: Sampling) -> pb.SamplingParams:
-    """Field by field, so that a value the wire cannot carry is named."""
-    params = pb.SamplingParams()
-    for field in dataclasses.fields(sampling):
-        value = getattr(sampling, field.name)
-        if value is None:
-            continue
-        if isinstance(value, Grammar):
-            params.grammar.CopyFrom(_grammar(value))
-            continue
-        try:
-            params.MergeFrom(pb.SamplingParams(**{field.name: value}))
-        except (ValueError, TypeError):
-            raise InvalidRequest.field(
-                field.name, value, "is out of range or of another type; see Sampling"
-            ) from None
-    return params
-
-
-def _grammar(grammar: Grammar) -> common_pb2.Grammar:
-    """Raises InvalidRequest unless exactly one form is given."""
-    fields = [(f.name, getattr(grammar, f.name)) for f in dataclasses.fields(grammar)]
-    given = [(name, value) for name, value in fields if value is not None]
-    if len(given) != 1:
-        names = ", ".join(name for name, _ in given) or "nothing"
-        raise InvalidRequest.field(
-            "grammar", names, "set exactly one of json_schema, regex, ebnf and choice"
-        )
-    [(name, value)] = given
-    if name == "choice":
-        return common_pb2.Grammar(choice=common_pb2.GrammarChoice(options=value))
-    if isinstance(value, Mapping):
-        value = json.dumps(value)
-    form: dict[str, Any] = {name: value}
-    return common_pb2.Grammar(**form)
-
-
 def piece(message: pb.GenerateResponse) -> Piece:
     """One message of a stream."""
     return Piece(
@@ -122,24 +80,14 @@ def piece(message: pb.GenerateResponse) -> Piece:
         index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
-        logprobs=_logprobs(message.logprobs),
+        logprobs=logprobs_from_proto(message.logprobs),
         prompt_token_ids=tuple(message.prompt_token_ids),
-        prompt_logprobs=_logprobs(message.prompt_logprobs),
-        finish_reason=_FINISH.get(message.finish_reason, ""),
+        prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
+        finish_reason=finish_reason_from_proto(message.finish_reason),
         stop_reason=message.stop_reason,
         served_by=served_by(message.served_by) if message.HasField("served_by") else None,
         usage=usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
-    )
-
-
-def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        TokenLogprob(
-            Candidate(m.token.token_id, m.token.logprob),
-            tuple(Candidate(c.token_id, c.logprob) for c in m.top),
-        )
-        for m in messages
     )
 
 

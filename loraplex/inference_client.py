@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from loraplex import generation_wire, settings, vectors
+from loraplex.api.sampling import Sampling
 from loraplex.channel import Channel
 from loraplex.errors import Unavailable
 from loraplex.generation import (
@@ -18,7 +19,6 @@ from loraplex.generation import (
     Model,
     Piece,
     Prompt,
-    Sampling,
     ServedBy,
     Status,
     Usage,
@@ -175,14 +175,16 @@ def collect(pieces: list[Piece]) -> Completion:
     for piece in pieces:
         by_index.setdefault(piece.index, []).append(piece)
     choices = tuple(_choice(by_index[index]) for index in sorted(by_index))
-    if not choices or any(not choice.finish_reason for choice in choices):
-        raise Unavailable("the stream ended early; send the request again")
+    if not choices:
+        raise _ended_early()
     prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
     return Completion(pieces[0].request_id, choices, usage or Usage(0, 0, 0), prompt_ids)
 
 
 def _choice(pieces: list[Piece]) -> Choice:
     last = pieces[-1]
+    if last.finish_reason is None:
+        raise _ended_early()
     served_by: ServedBy | None = next((p.served_by for p in pieces if p.served_by), None)
     return Choice(
         text="".join(piece.text for piece in pieces),
@@ -193,3 +195,7 @@ def _choice(pieces: list[Piece]) -> Choice:
         served_by=served_by,
         timings=last.timings,
     )
+
+
+def _ended_early() -> Unavailable:
+    return Unavailable("the stream ended early; send the request again")

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.generation import Model, Sampling
+from loraplex.generation import Model
 from loraplex.inference_client import InferenceClient
 from loraplex.workload import Outcome, TracedRequest
 

@@ -13,7 +13,8 @@ from loraplex.cli.parsing import add_command, add_connection, credentials_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
+    from loraplex.api.sampling import Grammar, Sampling
+    from loraplex.generation import Completion, Message, Piece, Status
     from loraplex.inference_client import InferenceClient
 
 
@@ -85,7 +86,7 @@ def _add_grammar(parser: argparse.ArgumentParser) -> None:
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
-    from loraplex.generation import Grammar
+    from loraplex.api.sampling import Grammar
 
     schema, ebnf = (_text(getattr(args, name, None)) for name in ("json_schema", "ebnf"))
     grammar = Grammar(schema, getattr(args, "regex", None), ebnf, getattr(args, "choice", None))
@@ -100,7 +101,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
-    from loraplex.generation import Sampling
+    from loraplex.api.sampling import Sampling
 
     return Sampling(
         max_tokens=args.max_tokens,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unavailable
-from loraplex.generation import Message, Prompt, Sampling
+from loraplex.generation import Message, Prompt
 from loraplex.generation_wire import generate_request
 from loraplex.inference_client import InferenceClient
 from loraplex.settings import Credentials

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest
-from loraplex.generation import Grammar, Message, Sampling
+from loraplex.generation import Message
 from loraplex.generation_wire import generate_request
 from loraplex.inference_client import InferenceClient
 from loraplex.settings import Credentials

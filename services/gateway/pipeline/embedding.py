@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.pooling import normalizes
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
 
-NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
+NO_OUTPUT = Sampling(max_tokens=0, echo=True)
 """Only a request with echo may generate no tokens; the echo itself is not used."""
 
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
+from loraplex.api.output import FinishReason
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
@@ -32,7 +33,6 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from loraplex_services.gateway.request import (
     ChatPrompt,
-    FinishReason,
     GenerateCall,
     GrammarTokens,
     Pooling,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from loraplex.api.sampling import Grammar
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import (
     GenerateCall,
-    Grammar,
     GrammarTokens,
     Pooling,
     ServedModel,

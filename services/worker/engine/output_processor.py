@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.output import TokenLogprob
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
 from loraplex_services.worker.grammars.opening import Grammars, no_allowed_token
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
 from loraplex_services.worker.types.request import Pooling, Request
-from loraplex_services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
 
 class OutputProcessor:
@@ -22,7 +23,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
-        self._prompt_logprobs: dict[str, list[Logprobs]] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._sums: dict[str, list[float]] = {}
         """Of the hidden states of prompts whose mean is wanted, as far as they are computed."""
         self._failures: list[Failure] = []

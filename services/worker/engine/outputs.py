@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.output import FinishReason
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.types.messages import Residency, Submit, WireError
-from loraplex_services.worker.types.request import FinishReason, Request
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.residency import CachedAdapter, Tier
 
 
@@ -33,8 +34,8 @@ def to_request(command: Submit, now: float) -> Request:
     )
 
 
-def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
-    """Why the request ends after its last output token; 0 = it goes on."""
+def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
+    """Why the request ends after its last output token; None = it goes on."""
     sampling, num_output = request.sampling, len(request.output_ids)
     if request.constraint is not None and request.constraint.is_finished:
         return FinishReason.STOP
@@ -43,12 +44,14 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
         is_eos = last in request.eos_ids(eos_token_ids)
         if last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos):
             return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= sampling.max_tokens else 0
+    return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
 
-def stop_token(request: Request, reason: int, eos_token_ids: Sequence[int]) -> int | None:
+def stop_token(
+    request: Request, reason: FinishReason | None, eos_token_ids: Sequence[int]
+) -> int | None:
     """The token that ended the request; None where a finished grammar or a length did."""
-    if reason != FinishReason.STOP or not request.output_ids:
+    if reason is not FinishReason.STOP or not request.output_ids:
         return None
     last = request.output_ids[-1]
     is_end = last in request.eos_ids(eos_token_ids) or last in request.sampling.stop_token_ids

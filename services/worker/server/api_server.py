@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
@@ -40,7 +41,6 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
 )
-from loraplex_services.worker.types.request import Grammar
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 logger = logging.getLogger(__name__)

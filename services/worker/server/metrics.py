@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from loraplex_services.worker.server.sessions import LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from loraplex_services.worker.types.request import FinishReason
 from loraplex_services.worker.types.residency import Tier
 
 MAX_ADAPTER_LABELS = 100
@@ -84,7 +83,7 @@ def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> Non
     _generation_tokens.inc(len(output.token_ids))
     if output.finish_reason:
         _whole.observe(now - request.arrival_s)
-        count_end(FinishReason(output.finish_reason).name.lower())
+        count_end(output.finish_reason)
 
 
 def count_end(reason: str) -> None:

@@ -14,17 +14,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.sampling import Grammar, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import (
-    AdapterSet,
-    Grammar,
-    GrammarTokens,
-    Pooling,
-    SamplingParams,
-)
+from loraplex_services.worker.types.request import AdapterSet, GrammarTokens, Pooling
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-from loraplex_services.worker.types.step_plan import Logprobs
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -192,11 +187,10 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     output_position: int
     """Position in the output of the first of `token_ids`."""
-    finish_reason: int = 0
-    """A FinishReason; 0 = goes on."""
+    finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    logprobs: list[Logprobs] = []
-    prompt_logprobs: list[Logprobs] | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] | None = None
     """With the first output: one entry per prompt token from the second on."""
     cached_tokens: int = 0
     queue_s: float = 0.0

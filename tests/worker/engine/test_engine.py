@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loraplex.api.output import FinishReason
 from loraplex.errors import AdapterNotFound
 from loraplex_services.worker.adapters.pack.image import images_in
 from loraplex_services.worker.runner.runner import TorchRunner
@@ -22,7 +23,6 @@ from loraplex_services.worker.types.messages import (
     Unpin,
     WireError,
 )
-from loraplex_services.worker.types.request import FinishReason
 from loraplex_services.worker.types.residency import Tier
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files

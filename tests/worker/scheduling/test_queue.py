@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from loraplex_services.worker.scheduling.queue import WaitingQueue
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 from loraplex_services.worker.types.residency import Tier
 
 VIEW = QueueView(0.0, ())

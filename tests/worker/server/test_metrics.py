@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from loraplex.api.output import FinishReason
 from loraplex_services.worker.server import metrics
 from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
@@ -31,7 +32,9 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
     gaps = value_of("vllm:inter_token_latency_seconds_count")
     request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=0.0)
     metrics.observe_tokens(request, TokenOutput("r", [1], 0), 0.5)
-    metrics.observe_tokens(request, TokenOutput("r", [2], 1, finish_reason=2), 0.6)
+    metrics.observe_tokens(
+        request, TokenOutput("r", [2], 1, finish_reason=FinishReason.LENGTH), 0.6
+    )
     assert value_of("vllm:prompt_tokens_total") - prompts == 7
     assert value_of("vllm:generation_tokens_total") - tokens == 2
     assert value_of("vllm:time_to_first_token_seconds_count") - firsts == 1

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.types.messages import (
     Cancel,
@@ -31,8 +33,7 @@ from loraplex_services.worker.types.messages import (
     decode_message,
     frame,
 )
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
-from loraplex_services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.types.request import AdapterSet
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(
@@ -68,10 +69,10 @@ OUTPUT = StepOutput(
             "1/r",
             [3],
             0,
-            finish_reason=1,
+            finish_reason=FinishReason.STOP,
             stop_token_id=3,
-            logprobs=[Logprobs(3, -0.25, ((3, -0.25), (9, -2.0)))],
-            prompt_logprobs=[Logprobs(1, -3.0)],
+            logprobs=[TokenLogprob(3, -0.25, (Candidate(3, -0.25), Candidate(9, -2.0)))],
+            prompt_logprobs=[TokenLogprob(1, -3.0)],
         )
     ],
     failures=[Failure("1/q", WireError.of(DataLoss("damaged")))],
