@@ -59,7 +59,8 @@ def _add_convert(commands: Any) -> None:
         "convert",
         _needing_numpy(_convert),
         "Convert an adapter folder to or from another form, offline.",
-        "registry convert ./support ./support-trtllm --to trtllm",
+        "registry convert ./alpaca-lora ./alpaca --to safetensors\n"
+        "  registry convert ./support ./support-trtllm --to trtllm",
     )
     parser.add_argument(
         "dir", type=Path, metavar="DIR", help="a PEFT folder, or a TensorRT-LLM one"
@@ -67,9 +68,10 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     parser.add_argument(
         "--to",
-        choices=("trtllm", "peft"),
+        choices=("safetensors", "trtllm", "peft"),
         required=True,
-        help="trtllm: LoraWeights and LoraConfig as .npy; peft: from those, or with --initial",
+        help="safetensors: of a folder with adapter_model.bin; trtllm: LoraWeights and LoraConfig "
+        "as .npy; peft: from those, or with --initial",
     )
     parser.add_argument(
         "--initial",
@@ -116,27 +118,46 @@ async def _merge(args: argparse.Namespace) -> None:
     from loraplex.rewriting.merging import Recipe, merge
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
-    dtype = DTYPES[args.dtype] if args.dtype else ""
-    report = merge(args.adapters, args.out, recipe, _geometry(args.base), dtype)
+    report = merge(args.adapters, args.out, recipe, _geometry(args.base), _dtype(args))
     _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
 
 
 async def _convert(args: argparse.Namespace) -> None:
+    if args.to == "safetensors":
+        _from_pickle(args)
+    elif args.to == "trtllm":
+        _to_trtllm(args)
+    else:
+        _to_peft(args)
+
+
+def _from_pickle(args: argparse.Namespace) -> None:
+    from loraplex.rewriting.pickled import from_pickle
+
+    report = from_pickle(args.dir, args.out, _geometry(args.base), _dtype(args))
+    _print(args, report, f"wrote an adapter of rank {report.max_rank} into {args.out}")
+
+
+def _to_trtllm(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidRequest
-    from loraplex.rewriting.merging import without_initial
     from loraplex.rewriting.tensors import open_adapter
     from loraplex.rewriting.trtllm import DTYPES as NPY_DTYPES
-    from loraplex.rewriting.trtllm import from_trtllm, is_trtllm, to_trtllm
+    from loraplex.rewriting.trtllm import to_trtllm
 
-    geometry = _geometry(args.base)
-    dtype = DTYPES[args.dtype] if args.dtype else ""
-    if args.to == "trtllm":
-        if dtype not in ("", *NPY_DTYPES):
-            raise InvalidRequest.field("--dtype", args.dtype, "must be float16 or float32 in .npy")
-        opened = open_adapter(args.dir, geometry)
-        num_rows = to_trtllm(opened, args.out, dtype or "F16")
-        _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
-        return
+    dtype = _dtype(args)
+    if dtype not in ("", *NPY_DTYPES):
+        raise InvalidRequest.field("--dtype", args.dtype, "must be float16 or float32 in .npy")
+    opened = open_adapter(args.dir, _geometry(args.base))
+    num_rows = to_trtllm(opened, args.out, dtype or "F16")
+    _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
+
+
+def _to_peft(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+    from loraplex.rewriting.merging import without_initial
+    from loraplex.rewriting.trtllm import from_trtllm, is_trtllm
+
+    geometry, dtype = _geometry(args.base), _dtype(args)
     if args.initial is not None:
         report = without_initial(args.dir, args.initial, args.out, geometry, dtype)
     elif not is_trtllm(args.dir):
@@ -149,6 +170,11 @@ async def _convert(args: argparse.Namespace) -> None:
         base_id = "" if Path(args.base).is_dir() else args.base
         report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16")
     _print(args, report, f"wrote a PEFT adapter of rank {report.max_rank} into {args.out}")
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    """Its safetensors name; "" = not given."""
+    return DTYPES[args.dtype] if args.dtype else ""
 
 
 def _geometry(base: str) -> Geometry | None:

@@ -100,12 +100,19 @@ def write_adapter(
     with new_folder(out) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (partial / TENSOR_FILE).write_bytes(_safetensors(tensors, dtype))
-        made = read_folder(partial)
-        size = made.tensor_file_size
-        report = validate(
-            made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK
-        )
-        scan_file(made.tensor_path, parse_header(made.header_prefix, size))
+        return check_folder(partial, geometry)
+
+
+def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
+    """Validate a folder that was just made, values included.
+
+    Raises:
+        InvalidAdapter: what came out is no adapter, or not one of the base of `geometry`.
+    """
+    made = read_folder(folder)
+    size = made.tensor_file_size
+    report = validate(made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK)
+    scan_file(made.tensor_path, parse_header(made.header_prefix, size))
     return report
 
 
