@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,19 @@ def _add_merge(commands: Any) -> None:
         commands,
         "merge",
         _needing_numpy(_merge),
-        "Merge adapter folders of one base into a new one, offline.",
-        "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties",
+        "Merge adapter folders of one base into a new one, or into the base, offline.",
+        "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties\n"
+        "  registry merge ./support --into-base --base ./llama-3-8b --out ./llama-3-8b-support",
     )
     parser.add_argument(
         "adapters", nargs="+", type=_weighted, metavar="DIR[=WEIGHT]", help="weight 1 if not given"
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new or empty")
+    parser.add_argument(
+        "--into-base",
+        action="store_true",
+        help="write a full checkpoint of --base with the exact sum of the adapters in its weights",
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -115,11 +122,35 @@ def _needing_numpy(run: Run) -> Run:
 
 
 async def _merge(args: argparse.Namespace) -> None:
+    if args.into_base:
+        _merge_into_base(args)
+        return
     from loraplex.rewriting.merging import Recipe, merge
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
     report = merge(args.adapters, args.out, recipe, _geometry(args.base), _dtype(args))
     _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
+
+
+def _merge_into_base(args: argparse.Namespace) -> None:
+    import os
+
+    from loraplex.cli.local_base import base_folder
+    from loraplex.errors import InvalidRequest
+    from loraplex.rewriting.into_base import merge_into_base
+
+    if not args.base:
+        raise InvalidRequest.field("--base", "", "is needed: the base to merge into")
+    if args.method not in ("linear", "cat"):
+        description = "makes an adapter; merge the adapters by it first, then the result into base"
+        raise InvalidRequest.field("--method", args.method, description)
+    base = base_folder(args.base, os.environ)
+    merged = merge_into_base(args.adapters, base, args.out, _dtype(args))
+    if not args.json:
+        note = " (the head is a table of its own now)" if merged.is_untied else ""
+        print(f"merged into {merged.num_modules} modules of the base{note}: {args.out}")
+        return
+    print_json({"name": args.out.resolve().name, "version": None, "digest": None, **asdict(merged)})
 
 
 async def _convert(args: argparse.Namespace) -> None:

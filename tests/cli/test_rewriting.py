@@ -36,6 +36,18 @@ def test_convert_goes_to_tensorrt_llm_and_back(offline: Any, tmp_path: Path) -> 
     assert offline.json("validate", back, "--base", BASE)["max_rank"] == 8
 
 
+def test_a_merge_into_the_base_is_a_base(offline: Any, tmp_path: Path) -> None:
+    out = str(tmp_path / "merged")
+    merged = offline.json("merge", UPPER, "--into-base", "--base", BASE, "--out", out)
+    assert (merged["name"], merged["max_rank"], merged["is_untied"]) == ("merged", 8, False)
+    checked = offline.json("validate", MASK, "--base", out)
+    assert checked["digest"] == offline.json("validate", MASK, "--base", BASE)["digest"]
+    names = {path.name for path in Path(out).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    again = offline.error("merge", UPPER, "--into-base", "--base", BASE, "--out", out)
+    assert again[0] == 4
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -43,6 +55,9 @@ def test_convert_goes_to_tensorrt_llm_and_back(offline: Any, tmp_path: Path) -> 
         (("merge", f"{MASK}=much", "--out", "{tmp}/o"), 2),
         (("merge", MASK, UPPER, "--out", "{tmp}/o", "--method", "ties"), 3),
         (("merge", MASK, "--out", "{tmp}/o", "--density", "0"), 2),
+        (("merge", MASK, "--into-base", "--out", "{tmp}/o"), 2),
+        (("merge", MASK, "--into-base", "--base", "/no/such", "--out", "{tmp}/o"), 2),
+        (("merge", MASK, "--into-base", "--base", BASE, "--out", "{tmp}/o", "--method", "ties"), 2),
         (("convert", MASK, "{tmp}/o", "--to", "peft"), 2),
         (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "bfloat16"), 2),
         (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
