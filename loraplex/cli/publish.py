@@ -36,6 +36,9 @@ def add(commands: Any) -> None:
         "registry upload ./out/checkpoint-900 --name acme/support --tag staging",
     )
     parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
+    parser.add_argument(
+        "--convert", action="store_true", help="make safetensors of adapter_model.bin first"
+    )
     parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
     parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
     parser.add_argument("--no-latest", action="store_true", help="leave the tag latest alone")
@@ -78,7 +81,7 @@ def client_of(args: argparse.Namespace) -> RegistryClient:
 
 
 async def _upload(args: argparse.Namespace) -> None:
-    from loraplex.cli.progress import ProgressBar
+    from loraplex.cli.sources import adapter_folder
     from loraplex.publishing import Publication
 
     publication = Publication(
@@ -94,12 +97,19 @@ async def _upload(args: argparse.Namespace) -> None:
         signing_key=args.signing_key,
         signature=args.signature,
     )
+    with adapter_folder(args.dir, convert=args.convert) as folder:
+        await _upload_folder(args, folder, publication)
+
+
+async def _upload_folder(args: argparse.Namespace, folder: Path, publication: Publication) -> None:
+    from loraplex.cli.progress import ProgressBar
+
     async with client_of(args) as client:
         if args.dry_run:
-            await _dry_run(client, args, publication)
+            await _dry_run(client, args, folder, publication)
             return
         with ProgressBar(args.name) as bar:
-            published = await client.upload(args.dir, publication, bar)
+            published = await client.upload(folder, publication, bar)
         print_warnings(published.warnings)
         _print_published(published, args.json)
         if args.when_loaded and args.wait:
@@ -129,9 +139,9 @@ def _print_published(published: Published, as_json: bool) -> None:
 
 
 async def _dry_run(
-    client: RegistryClient, args: argparse.Namespace, publication: Publication
+    client: RegistryClient, args: argparse.Namespace, folder: Path, publication: Publication
 ) -> None:
-    checked = await client.check(args.dir, publication)
+    checked = await client.check(folder, publication)
     print_warnings(checked.warnings)
     if args.json:
         print_json(
