@@ -95,6 +95,15 @@ async def test_certificates_of_workers_found_by_name_contain_the_name(
     await server.stop(None)
 
 
+async def test_a_name_that_is_unknown_yet_is_looked_up_again(pool: TemplatePool) -> None:
+    fleet = Fleet(["dns:nowhere.invalid:1"], "g0", pool, base_seen=lambda _: None)
+    running = asyncio.create_task(fleet.run())
+    _, pending = await asyncio.wait([running], timeout=2)
+    assert pending, running.exception()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_worker_that_returns_with_another_context_is_taken_as_it_is(stack: Stack) -> None:
     await stack.start()
     await stack.stop_server("w0")
