@@ -1,6 +1,7 @@
 """Compiled products and elementwise operators against torch; dispatch and building."""
 
 import ctypes
+import importlib.util
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -162,7 +163,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(monkeypatch, tmp_
     monkeypatch.setattr(bindings, "_loaded", {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert bindings.load_native("auto") is None
     [line] = caplog.messages
     assert "cpu kernels: torch" in line and "pip install 'loraplex[compiler]'" in line

@@ -91,7 +91,7 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
     backend = VanillaAttention(0, heads[0], HEAD_DIM, heads[1], window=window, softcap=softcap)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
-    sequences = [Sequence(n, *heads, free) for n in (1, 15, 16, 17, 40, 63)]
+    sequences = [Sequence(n, heads[0], heads[1], free) for n in (1, 15, 16, 17, 40, 63)]
     while active := [s for s in sequences if s.computed < len(s.q)]:
         chosen = rng.sample(active, rng.randrange(1, len(active) + 1))
         pieces = [(s, min(rng.choice([1, 1, 7, 20]), len(s.q) - s.computed)) for s in chosen]
@@ -142,8 +142,9 @@ def test_without_a_cache_sequences_see_themselves_only(mask):
     backend = VanillaAttention(0, 4, HEAD_DIM, 2)
     out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata, mask)
     causal = mask is AttentionMask.CAUSAL
-    for part, *qkv in zip(*(x.split(lens) for x in (out, q, k, v)), strict=True):
-        expected = dense(*qkv, None, None, causal=causal).flatten(1)
+    parts = zip(*(x.split(lens) for x in (out, q, k, v)), strict=True)
+    for part, q_part, k_part, v_part in parts:
+        expected = dense(q_part, k_part, v_part, None, None, causal=causal).flatten(1)
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 

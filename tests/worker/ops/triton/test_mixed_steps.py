@@ -10,6 +10,9 @@ from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
+FREE_BLOCKS: list[int] = []
+"""Of the runner's arena."""
+
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
@@ -23,9 +26,9 @@ def runner(tmp_path_factory):
         max_resident=4,
         max_lora_rank=32,
     )
-    free = list(range(made.arena_blocks))
-    made.load_adapter(0, adapter, [free.pop() for _ in range(made.adapter_blocks(adapter))])
-    made.free = free
+    FREE_BLOCKS.extend(range(made.arena_blocks))
+    blocks = [FREE_BLOCKS.pop() for _ in range(made.adapter_blocks(adapter))]
+    made.load_adapter(0, adapter, blocks)
     return made
 
 
@@ -40,7 +43,7 @@ def mixed_plan(runner, steps_before):
         request = Request(name, list(range(2, 2 + num_prompt)), SamplingParams(9, seed=0))
         request.output_ids = [3] if start == num_prompt else []
         request.block_tables = [
-            [runner.free.pop() for _ in range(3)] for _ in runner.kv_group_windows
+            [FREE_BLOCKS.pop() for _ in range(3)] for _ in runner.kv_group_windows
         ]
         if start:
             before = PlannedRow(request, 0, start, False, slots)
