@@ -80,7 +80,7 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
         recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None))
-        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()), gpu._masks)
+        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
     num_layers = len(runner._model._layers)
@@ -91,13 +91,13 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
     gpu = runner._batches.gpu
-    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()), gpu._masks)
-    graphs._steps = {(size, 0): size for size in (64, 128, 192)}
+    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()))
+    assert graphs.sizes == (64, 128, 192)
     for num_tokens, size in ((1, 64), (64, 64), (65, 128), (192, 192), (193, None)):
         request = Request("r", [1] * 300, SamplingParams(9, seed=0))
         row = PlannedRow(request, 0, num_tokens, False, ())
         step = runner._batches.read(StepPlan(0, (row,)))
-        assert graphs.find(step, 0) == size
+        assert graphs.size_for(step) == size
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
