@@ -69,7 +69,7 @@ lint: ## Check style, import walls, stubs, sizes and protos; changes nothing
 	@scripts/protos.sh check
 	@scripts/lint_protos.sh
 
-type: ## Check types (mypy strict)
+type: ## Check types: services and SDK strictly, tests and tools for names and calls
 	@GOAL=$@ scripts/setup.sh run test dev
 	@$(BIN)/mypy
 

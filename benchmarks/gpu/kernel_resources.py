@@ -1,11 +1,14 @@
-"""Compile every Triton kernel for a GPU that is not here: types, registers, spills, shared memory.
+"""Registers, spills and shared memory of every Triton kernel, compiled here; needs no GPU.
 
-Must run in a process without TRITON_INTERPRET. A kernel's row says what a launch on a real model
-looks like: pointers 16-byte aligned, strides divisible by 16, and the constants of its plan.
+python -m benchmarks run gpu.kernel_resources [--target 90] [--only lora]
+
+Must run in a process without TRITON_INTERPRET. Each kernel is compiled as for a launch on a real
+model: pointers 16-byte aligned, strides divisible by 16, and the constants of its plan.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -308,3 +311,26 @@ def _fused(name: str) -> Iterator[Variant]:
         num_warps=2,
         divisible=strides,
     )
+
+
+def main() -> None:
+    """Print one line for each kernel and target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", type=int, action="append", help="compute capability, as 90")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    args = parser.parse_args()
+    print(f"{'kernel':<36}{'target':>8}{'registers':>11}{'spill B':>9}{'shared B':>10}")
+    for variant in variants():
+        if args.only not in variant.name:
+            continue
+        for target in args.target or CAPABILITIES:
+            used = resources(variant.compile(target))
+            print(
+                f"{variant.name:<36}{f'sm_{target}':>8}{used.num_registers:>11}"
+                f"{used.spill_bytes:>9}{used.shared_bytes:>10}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import psutil
@@ -91,7 +91,7 @@ class RegistryProcess:
 
     async def _is_ready(self) -> bool:
         async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="readiness")
             try:
                 answer = await stub.Check(request, timeout=5)

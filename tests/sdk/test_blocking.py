@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ def address() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def addresses() -> AsyncIterator[str]:
+    async def addresses() -> AsyncGenerator[str]:
         async with serving(ScriptedGateway(RESPONSES)) as found:
             yield found
 

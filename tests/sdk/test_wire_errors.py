@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ class Failed(grpc.RpcError):
 
     def __init__(self, status: grpc.Status) -> None:
         super().__init__()
-        self._status = status
+        self._status: Any = status
 
     def code(self) -> grpc.StatusCode:
         return self._status.code

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -97,7 +98,7 @@ class WorkerProcess:
 
 async def until_health(channel: grpc.aio.Channel, service: str, wanted: int) -> list[int]:
     """Ask until the answer is `wanted`; all different answers in order."""
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     seen: list[int] = []
     async with asyncio.timeout(PATIENCE_S):
         while True:
