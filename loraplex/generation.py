@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,35 +18,6 @@ class Message:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation rendered by the chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBy:
-    """What ran."""
-
-    adapters: tuple[str, ...]
-    """As tenant/name:vN; empty for the base."""
-    digests: tuple[str, ...]
-    worker_id: str
-    base_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens a request consumed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Measured by the worker, in seconds."""
-
-    queue_s: float
-    load_s: float
-    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True)

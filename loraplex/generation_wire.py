@@ -10,20 +10,13 @@ from loraplex.api.wire import (
     logprobs_from_proto,
     prompt_logprobs_from_proto,
     sampling_to_proto,
+    served_by_from_proto,
+    timings_from_proto,
+    usage_from_proto,
 )
 from loraplex.errors import InvalidRequest
-from loraplex.generation import (
-    Message,
-    Piece,
-    Prompt,
-    ResidentAdapter,
-    ServedBy,
-    Status,
-    Timings,
-    Usage,
-    WorkerStatus,
-)
-from loraplex.v1 import admin_pb2, common_pb2, worker_pb2
+from loraplex.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
+from loraplex.v1 import admin_pb2, worker_pb2
 from loraplex.v1 import inference_pb2 as pb
 
 _TIERS = {
@@ -85,26 +78,12 @@ def piece(message: pb.GenerateResponse) -> Piece:
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         stop_reason=message.stop_reason,
-        served_by=served_by(message.served_by) if message.HasField("served_by") else None,
-        usage=usage(message.usage) if message.HasField("usage") else None,
-        timings=_timings(message.timings) if message.HasField("timings") else None,
+        served_by=served_by_from_proto(message.served_by)
+        if message.HasField("served_by")
+        else None,
+        usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
+        timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
     )
-
-
-def served_by(message: pb.ServedBy) -> ServedBy:
-    """What ran."""
-    return ServedBy(
-        tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
-    )
-
-
-def usage(message: common_pb2.Usage) -> Usage:
-    """Tokens consumed."""
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
-
-
-def _timings(message: common_pb2.Timings) -> Timings:
-    return Timings(message.queue_s, message.load_s, message.prefill_s)
 
 
 def status(message: admin_pb2.GetStatusResponse) -> Status:

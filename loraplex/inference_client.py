@@ -9,20 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from loraplex import generation_wire, settings, vectors
+from loraplex.api.output import ServedBy, Usage
 from loraplex.api.sampling import Sampling
 from loraplex.channel import Channel
 from loraplex.errors import Unavailable
-from loraplex.generation import (
-    Choice,
-    Completion,
-    Fetched,
-    Model,
-    Piece,
-    Prompt,
-    ServedBy,
-    Status,
-    Usage,
-)
+from loraplex.generation import Choice, Completion, Fetched, Model, Piece, Prompt, Status
 from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
@@ -178,7 +169,7 @@ def collect(pieces: list[Piece]) -> Completion:
     if not choices:
         raise _ended_early()
     prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
-    return Completion(pieces[0].request_id, choices, usage or Usage(0, 0, 0), prompt_ids)
+    return Completion(pieces[0].request_id, choices, usage or Usage(), prompt_ids)
 
 
 def _choice(pieces: list[Piece]) -> Choice:

@@ -1,7 +1,8 @@
 """The plain types of a request and of its answer, which the SDK, the gateway and the worker share.
 
     sampling   what is asked of the sampler, before and after the gateway resolves the defaults
-    output     finish reasons and logprobs
+    output     finish reasons, logprobs, token counts and times
+    pooling    which vector of a prompt is computed
     wire       the one conversion of each type to and from its protobuf message
 
 Every module but `wire` is free of protobuf and gRPC.

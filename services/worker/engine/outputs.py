@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.api.output import FinishReason
+from loraplex.api.output import FinishReason, Timings
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.types.messages import Residency, Submit, WireError
 from loraplex_services.worker.types.request import Request
@@ -58,13 +58,13 @@ def stop_token(
     return last if is_end else None
 
 
-def timings(request: Request) -> tuple[float, float, float]:
-    """Seconds queued, of these waiting for adapters, and from first step to first token."""
+def timings(request: Request) -> Timings:
+    """Where the time to the first token went."""
     started_s = request.first_scheduled_s or request.arrival_s
     ready_s = request.adapters_ready_s or request.arrival_s
     load_s = ready_s - request.arrival_s if request.adapters.adapters else 0.0
     prefill_s = (request.first_token_s or started_s) - started_s
-    return started_s - request.arrival_s, load_s, prefill_s
+    return Timings(started_s - request.arrival_s, load_s, prefill_s)
 
 
 def residency(

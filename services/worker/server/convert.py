@@ -5,21 +5,24 @@ from __future__ import annotations
 import time
 from typing import cast
 
+from loraplex.api.pooling import Pooling
 from loraplex.api.wire import (
     finish_reason_to_proto,
     grammar_from_proto,
     logprob_to_proto,
+    pooling_from_proto,
     sampling_params_from_proto,
+    timings_to_proto,
 )
 from loraplex.convert import geometry_to_proto
-from loraplex.v1 import common_pb2, worker_pb2
+from loraplex.v1 import worker_pb2
 from loraplex.wire_errors import to_detail
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
 from loraplex_services.worker.server.status import StatusNews
 from loraplex_services.worker.types.messages import EngineLoad, Residency, Submit, TokenOutput
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens, Pooling
+from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 
@@ -49,17 +52,10 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
     )
 
 
-_POOLINGS = {
-    common_pb2.POOLING_LAST: Pooling.LAST,
-    common_pb2.POOLING_MEAN: Pooling.MEAN,
-    common_pb2.POOLING_HEAD: Pooling.HEAD,
-}
-
-
 def _pooling_from_wire(message: worker_pb2.WorkerRequest) -> Pooling:
     """Gateways before `pooling` say `pools`."""
     unsaid = Pooling.LAST if message.pools else Pooling.NONE
-    return _POOLINGS.get(message.pooling, unsaid)
+    return pooling_from_proto(message.pooling) or unsaid
 
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
@@ -88,10 +84,8 @@ def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent
     )
     if output.prompt_logprobs is not None:
         event.prompt_logprobs.extend(map(logprob_to_proto, (None, *output.prompt_logprobs)))
-    if output.finish_reason:
-        event.timings.queue_s = output.queue_s
-        event.timings.load_s = output.load_s
-        event.timings.prefill_s = output.prefill_s
+    if output.timings is not None:
+        event.timings.CopyFrom(timings_to_proto(output.timings))
     return event
 
 

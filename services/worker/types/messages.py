@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import Grammar, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens, Pooling
+from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20
@@ -195,9 +196,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     """With the first output: one entry per prompt token from the second on."""
     cached_tokens: int = 0
-    queue_s: float = 0.0
-    load_s: float = 0.0
-    prefill_s: float = 0.0
+    timings: Timings | None = None
+    """With the last output."""
     pooled: list[float] = []
 
 

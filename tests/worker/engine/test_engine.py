@@ -286,8 +286,8 @@ def test_what_comes_while_a_step_is_under_way_has_waited_from_then(stage: Stage)
     stage.now += 0.5
     stage.run(submit("r", A, came_s=came_s), submit("late", came_s=came_s, remaining_s=0.4))
     token = stage.last["r"]
-    assert round(token.queue_s, 6) == 0.51
-    assert token.load_s == 0.0, "its adapter was here all the time"
+    assert round(token.timings.queue_s, 6) == 0.51
+    assert token.timings.load_s == 0.0, "its adapter was here all the time"
     assert stage.failures == {"late": "DEADLINE_EXCEEDED"}
 
 
