@@ -105,7 +105,7 @@ async def most_distinct(client: InferenceClient, num_adapters: int) -> int:
     num_distinct = 0
     for _ in range(NUM_LOOKS):
         status = await client.status()
-        num_distinct = max(worker.max_distinct_adapters for worker in status.workers)
+        num_distinct = max(worker.load.max_distinct_adapters for worker in status.workers)
         if num_distinct == num_adapters:
             break
         await asyncio.sleep(LOOK_S)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.residency import AdapterResidency, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,8 @@ class ResidentAdapter:
     """One adapter on one worker."""
 
     ref: str
-    digest: str
-    tier: str
-    """"disk", "loading" or "device"."""
-    max_rank: int
-    device_bytes: int
-    pinned: bool
-    running_requests: int
+    """As tenant/name:vN; empty where the gateway does not know the name."""
+    residency: AdapterResidency
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +104,7 @@ class WorkerStatus:
     connected: bool
     ready: bool
     draining: bool
-    running_requests: int
-    waiting_requests: int
-    queued_tokens: int
-    free_blocks: int
-    total_blocks: int
-    step_s: float
-    steps: int
-    max_distinct_adapters: int
-    """The most adapters one step held since the worker started."""
+    load: WorkerLoad
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
     finish_reason_from_proto,
+    load_from_proto,
     logprobs_from_proto,
     prompt_logprobs_from_proto,
+    residency_from_proto,
     sampling_to_proto,
     served_by_from_proto,
     timings_from_proto,
@@ -16,14 +18,8 @@ from loraplex.api.wire import (
 )
 from loraplex.errors import InvalidRequest
 from loraplex.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
-from loraplex.v1 import admin_pb2, worker_pb2
+from loraplex.v1 import admin_pb2
 from loraplex.v1 import inference_pb2 as pb
-
-_TIERS = {
-    worker_pb2.ADAPTER_TIER_DISK: "disk",
-    worker_pb2.ADAPTER_TIER_LOADING: "loading",
-    worker_pb2.ADAPTER_TIER_DEVICE: "device",
-}
 
 
 def generate_request(
@@ -101,7 +97,6 @@ def status(message: admin_pb2.GetStatusResponse) -> Status:
 
 
 def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
-    load = message.load
     return WorkerStatus(
         worker_id=message.worker_id,
         address=message.address,
@@ -109,27 +104,10 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         connected=message.connected,
         ready=message.ready,
         draining=message.draining,
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_tokens=load.queued_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        step_s=load.step_s,
-        steps=load.steps,
-        max_distinct_adapters=load.max_distinct_adapters,
+        load=load_from_proto(message.load),
         num_adapters_on_device=message.num_adapters_on_device,
-        adapters=tuple(_resident(adapter) for adapter in message.adapters),
-    )
-
-
-def _resident(message: admin_pb2.ResidentAdapter) -> ResidentAdapter:
-    where = message.residency
-    return ResidentAdapter(
-        ref=message.ref,
-        digest=where.digest,
-        tier=_TIERS.get(where.tier, ""),
-        max_rank=where.max_rank,
-        device_bytes=where.device_bytes,
-        pinned=where.pinned,
-        running_requests=where.running_requests,
+        adapters=tuple(
+            ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
+            for adapter in message.adapters
+        ),
     )

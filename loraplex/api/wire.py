@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
 from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_LOAD_FIELDS = tuple(
+    field.name for field in dataclasses.fields(WorkerLoad) if field.name != "is_full"
+)
+"""Those that have the same name in the message."""
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -207,4 +212,42 @@ def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
     """The inverse."""
     return ServedBy(
         tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
+    )
+
+
+def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
+    """Where an adapter is."""
+    return worker_pb2.AdapterResidency(
+        digest=residency.digest,
+        tier=cast("worker_pb2.AdapterTier", int(residency.tier)),
+        max_rank=residency.max_rank,
+        device_bytes=residency.device_bytes,
+        pinned=residency.pinned,
+        running_requests=residency.running_requests,
+    )
+
+
+def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
+    """The inverse."""
+    return AdapterResidency(
+        digest=message.digest,
+        tier=Tier(message.tier),
+        max_rank=message.max_rank,
+        device_bytes=message.device_bytes,
+        pinned=message.pinned,
+        running_requests=message.running_requests,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
+    """How busy a worker is."""
+    return worker_pb2.WorkerLoad(
+        **{name: getattr(load, name) for name in _LOAD_FIELDS}, full=load.is_full
+    )
+
+
+def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    """The inverse."""
+    return WorkerLoad(
+        **{name: getattr(message, name) for name in _LOAD_FIELDS}, is_full=message.full
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from loraplex.api import wire
 from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
@@ -57,6 +58,11 @@ def test_every_field_of_the_wire_is_one_of_ours() -> None:
     assert names_of(common_pb2.Usage) == {f.name for f in dataclasses.fields(Usage)}
     assert names_of(common_pb2.Timings) == {f.name for f in dataclasses.fields(Timings)}
     assert names_of(inference_pb2.ServedBy) == {f.name for f in dataclasses.fields(ServedBy)}
+    residency, load = (
+        {f.name for f in dataclasses.fields(each)} for each in (AdapterResidency, WorkerLoad)
+    )
+    assert names_of(worker_pb2.AdapterResidency) == residency
+    assert names_of(worker_pb2.WorkerLoad) - {"full"} == load - {"is_full"}
     assert names_of(common_pb2.Grammar) == {f.name for f in dataclasses.fields(Grammar)}
 
 
@@ -155,9 +161,22 @@ def test_counts_times_and_what_ran_arrive_as_they_were_sent() -> None:
     assert wire.served_by_from_proto(wire.served_by_to_proto(served_by)) == served_by
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_residency_arrives_as_it_was_sent(tier: Tier) -> None:
+    residency = AdapterResidency("sha256:0", tier, 8, 1 << 33, True, 2)
+    assert wire.residency_from_proto(wire.residency_to_proto(residency)) == residency
+    suffix = tier.name if tier else "UNSPECIFIED"
+    assert worker_pb2.AdapterTier.Name(tier) == f"ADAPTER_TIER_{suffix}"  # type: ignore[arg-type]
+
+
+def test_load_arrives_as_it_was_sent() -> None:
+    load = WorkerLoad(1, 2, 3, 4, 5, 0.5, 6.0, 7, 8, 9, is_full=True)
+    assert wire.load_from_proto(wire.load_to_proto(load)) == load
+
+
 def test_plain_types_load_without_protobuf_and_grpc() -> None:
     program = (
-        "import sys, loraplex.api.sampling, loraplex.api.output, loraplex.api.pooling;"
+        "import sys; from loraplex.api import output, pooling, residency, sampling;"
         "sys.exit(any(name.split('.')[0] in ('google', 'grpc') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

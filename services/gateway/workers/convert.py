@@ -17,7 +17,6 @@ from loraplex.api.wire import (
 )
 from loraplex.v1 import worker_pb2
 from loraplex_services.gateway.request import ServedModel, Tokens, WorkerJob
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -36,35 +35,6 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> S
         tokenizer_digest=message.tokenizer_digest,
         default_sampling=default_sampling(message.generation_config_json),
         created_unix_s=int(now_unix_s),
-    )
-
-
-def load_from_wire(message: worker_pb2.WorkerLoad) -> WorkerLoad:
-    """A worker's load report."""
-    return WorkerLoad(
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-        queued_tokens=message.queued_tokens,
-        free_blocks=message.free_blocks,
-        total_blocks=message.total_blocks,
-        step_s=message.step_s,
-        prefill_tokens_per_s=message.prefill_tokens_per_s,
-        max_distinct_adapters=message.max_distinct_adapters,
-        steps=message.steps,
-        max_running_requests=message.max_running_requests,
-        is_full=message.full,
-    )
-
-
-def residency_from_wire(message: worker_pb2.AdapterResidency) -> AdapterResidency:
-    """Where one adapter is."""
-    return AdapterResidency(
-        digest=message.digest,
-        tier=Tier(message.tier),
-        max_rank=message.max_rank,
-        device_bytes=message.device_bytes,
-        pinned=message.pinned,
-        running_requests=message.running_requests,
     )
 
 

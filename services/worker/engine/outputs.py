@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.api.output import FinishReason, Timings
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
-from loraplex_services.worker.types.messages import Residency, Submit, WireError
+from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.types.residency import CachedAdapter
 
 
 def to_request(command: Submit, now: float) -> Request:
@@ -67,18 +68,19 @@ def timings(request: Request) -> Timings:
     return Timings(started_s - request.arrival_s, load_s, prefill_s)
 
 
-def residency(
+def residency_change(
     digest: str, adapter: CachedAdapter | None, block_bytes: int, error: LoraplexError | None
-) -> Residency:
+) -> ResidencyChange:
+    """How the engine reports where an adapter is; None = nowhere."""
     wire_error = WireError.of(error) if error else None
     if adapter is None:
-        return Residency(digest, Tier.GONE, error=wire_error)
-    return Residency(
+        return ResidencyChange(AdapterResidency(digest, Tier.NONE), wire_error)
+    residency = AdapterResidency(
         digest=digest,
         tier=adapter.tier,
         max_rank=adapter.max_rank,
         device_bytes=len(adapter.blocks) * block_bytes,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
-        error=wire_error,
     )
+    return ResidencyChange(residency, wire_error)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 from loraplex.api.pooling import Pooling
 from loraplex.api.wire import (
     finish_reason_to_proto,
     grammar_from_proto,
+    load_to_proto,
     logprob_to_proto,
     pooling_from_proto,
+    residency_to_proto,
     sampling_params_from_proto,
     timings_to_proto,
 )
@@ -21,7 +22,7 @@ from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
 from loraplex_services.worker.server.status import StatusNews
-from loraplex_services.worker.types.messages import EngineLoad, Residency, Submit, TokenOutput
+from loraplex_services.worker.types.messages import Submit, TokenOutput
 from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
@@ -89,18 +90,6 @@ def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent
     return event
 
 
-def residency_to_wire(entry: Residency) -> worker_pb2.AdapterResidency:
-    """Where an adapter is; the tiers have the same numbers."""
-    return worker_pb2.AdapterResidency(
-        digest=entry.digest,
-        tier=cast("worker_pb2.AdapterTier", entry.tier),
-        max_rank=entry.max_rank,
-        device_bytes=entry.device_bytes,
-        pinned=entry.pinned,
-        running_requests=entry.running_requests,
-    )
-
-
 def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:
     """One status message."""
     return worker_pb2.WatchStatusResponse(
@@ -110,25 +99,9 @@ def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchSt
         full=news.is_full,
         ready=news.is_ready,
         draining=news.is_draining,
-        load=_load_to_wire(news.load),
-        adapters=[residency_to_wire(entry) for entry in news.adapters],
+        load=load_to_proto(news.load),
+        adapters=[residency_to_proto(entry) for entry in news.adapters],
         base_id=config.base_id,
-    )
-
-
-def _load_to_wire(load: EngineLoad) -> worker_pb2.WorkerLoad:
-    return worker_pb2.WorkerLoad(
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_tokens=load.queued_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        step_s=load.step_s,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        max_distinct_adapters=load.max_distinct_adapters,
-        steps=load.steps,
-        max_running_requests=load.max_running,
-        full=load.is_full,
     )
 
 
