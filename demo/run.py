@@ -16,8 +16,8 @@ from pathlib import Path
 from demo.skills import SKILLS, held_out
 from demo.stack import Stack, StackFailed, running_stack
 from loraplex.api.sampling import Sampling
+from loraplex.client.inference_client import InferenceClient, collect
 from loraplex.errors import LoraplexError
-from loraplex.inference_client import InferenceClient, collect
 
 ROOT = Path(__file__).resolve().parent
 STATE_DIR = ROOT.parent / ".demo"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from loraplex.api.residency import AdapterResidency
     from loraplex.api.sampling import Grammar, Sampling
-    from loraplex.generation import Completion, Message, Piece, Status
-    from loraplex.inference_client import InferenceClient
+    from loraplex.client.generation import Completion, Message, Piece, Status
+    from loraplex.client.inference_client import InferenceClient
 
 
 def add(commands: Any) -> None:
@@ -119,13 +119,13 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 
 
 def client_of(args: argparse.Namespace) -> InferenceClient:
-    from loraplex.inference_client import InferenceClient
+    from loraplex.client.inference_client import InferenceClient
 
     return InferenceClient(args.gateway, credentials_of(args))
 
 
 async def _generate(args: argparse.Namespace) -> None:
-    from loraplex.inference_client import collect
+    from loraplex.client.inference_client import collect
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
@@ -145,7 +145,7 @@ def _print_completion(completion: Completion, as_json: bool) -> None:
 
 
 async def _chat(args: argparse.Namespace) -> None:
-    from loraplex.generation import Message
+    from loraplex.client.generation import Message
 
     messages = [Message("system", args.system)] if args.system else []
     if sys.stdin.isatty():
@@ -183,7 +183,7 @@ async def _line_typed() -> None:
 async def _reply(
     client: InferenceClient, args: argparse.Namespace, messages: list[Message]
 ) -> Message:
-    from loraplex.generation import Message
+    from loraplex.client.generation import Message
 
     pieces = client.generate(args.ref, messages, _sampling(args))
     text = "".join([piece.text async for piece in _shown(pieces, not args.json)])

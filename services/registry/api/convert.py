@@ -11,7 +11,7 @@ from loraplex.adapter_format import rope_scaling
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.adapter_format.tasks import CAUSAL_LM
-from loraplex.convert import (
+from loraplex.api.format_wire import (
     adapter_pooling_to_proto,
     geometry_from_proto,
     geometry_to_proto,

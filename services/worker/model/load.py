@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest
-from loraplex.progress import Progress, ignore_progress
 from loraplex_services.worker.model.config_reader import read_json_object
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")

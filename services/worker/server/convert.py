@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from loraplex.api.error_wire import to_detail
+from loraplex.api.format_wire import geometry_to_proto
 from loraplex.api.pooling import Pooling
 from loraplex.api.wire import (
     finish_reason_to_proto,
@@ -15,9 +17,7 @@ from loraplex.api.wire import (
     sampling_params_from_proto,
     timings_to_proto,
 )
-from loraplex.convert import geometry_to_proto
 from loraplex.v1 import worker_pb2
-from loraplex.wire_errors import to_detail
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loraplex.adapter_format.pooling_fields import PoolingFields
-from loraplex.convert import adapter_pooling_from_proto
-from loraplex.decoding import adapter_version
+from loraplex.api.format_wire import adapter_pooling_from_proto
+from loraplex.api.registry_wire import adapter_version
 from loraplex.refs import parse_ref
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import version_to_proto

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
 from loraplex.api.wire import pooling_to_proto, served_by_from_proto, usage_from_proto
+from loraplex.client.generation import Prompt
+from loraplex.client.generation_wire import prompt_into
 from loraplex.errors import InvalidRequest
-from loraplex.generation import Prompt
-from loraplex.generation_wire import prompt_into
 from loraplex.v1 import inference_pb2 as pb
 
 _POOLINGS = ("", Pooling.LAST, Pooling.MEAN)

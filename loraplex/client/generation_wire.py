@@ -16,8 +16,8 @@ from loraplex.api.wire import (
     timings_from_proto,
     usage_from_proto,
 )
+from loraplex.client.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
 from loraplex.errors import InvalidRequest
-from loraplex.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
 from loraplex.v1 import admin_pb2
 from loraplex.v1 import inference_pb2 as pb
 

@@ -1,4 +1,4 @@
-"""Between protobuf messages and the plain types of the domain: geometry, violations, pooling."""
+"""Converts geometries, files, violations and the pooling of adapters to and from messages."""
 
 from __future__ import annotations
 
