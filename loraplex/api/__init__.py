@@ -1,8 +1,17 @@
-"""The plain types of a request and of its answer, which the SDK, the gateway and the worker share.
+"""The plain types that the SDK, the gateway, the worker and the registry share.
 
-    sampling   what is asked of the sampler, before and after the gateway resolves the defaults
-    output     finish reasons and logprobs
-    wire       the one conversion of each type to and from its protobuf message
+    sampling    what is asked of the sampler, before and after the gateway resolves the defaults
+    pooling     which vector of a prompt is computed
+    output      finish reasons, logprobs, token counts and times
+    residency   where the adapters of a worker are, and how busy it is
+    registry    versions, tags and the other records of the registry
 
-Every module but `wire` is free of protobuf and gRPC.
+Every type has one conversion to and from its protobuf message:
+
+    wire            of the types above but the registry's
+    registry_wire   of the records of the registry
+    format_wire     of the types of `loraplex.adapter_format`
+    error_wire      of the errors of `loraplex.errors`
+
+The other modules are free of protobuf and gRPC, so that any folder of a service may import them.
 """

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_LOAD_FIELDS = tuple(
+    field.name for field in dataclasses.fields(WorkerLoad) if field.name != "is_full"
+)
+"""Those that have the same name in the message."""
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
 }
 _FINISH_REASON_OF = {number: reason for reason, number in _FINISH_REASONS.items()}
+_POOLINGS = {
+    Pooling.DEFAULT: common_pb2.POOLING_UNSPECIFIED,
+    Pooling.NONE: common_pb2.POOLING_UNSPECIFIED,
+    Pooling.LAST: common_pb2.POOLING_LAST,
+    Pooling.MEAN: common_pb2.POOLING_MEAN,
+    Pooling.HEAD: common_pb2.POOLING_HEAD,
+}
+# The last of the two that are unspecified counts: NONE.
+_POOLING_OF = {number: pooling for pooling, number in _POOLINGS.items()}
 
 
 def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
@@ -144,4 +159,95 @@ def _logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
         message.token.token_id,
         message.token.logprob,
         tuple(Candidate(top.token_id, top.logprob) for top in message.top),
+    )
+
+
+def pooling_to_proto(pooling: Pooling) -> common_pb2.Pooling:
+    """NONE and DEFAULT are both unspecified: requests for text and for vectors differ otherwise."""
+    return _POOLINGS[pooling]
+
+
+def pooling_from_proto(number: common_pb2.Pooling) -> Pooling | None:
+    """The inverse: NONE for unspecified, None for a pooling that this build does not know."""
+    return _POOLING_OF.get(number)
+
+
+def usage_to_proto(usage: Usage) -> common_pb2.Usage:
+    """Token counts."""
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def usage_from_proto(message: common_pb2.Usage) -> Usage:
+    """The inverse."""
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def timings_to_proto(timings: Timings) -> common_pb2.Timings:
+    """Times in seconds."""
+    return common_pb2.Timings(
+        queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
+    )
+
+
+def timings_from_proto(message: common_pb2.Timings) -> Timings:
+    """The inverse."""
+    return Timings(message.queue_s, message.load_s, message.prefill_s)
+
+
+def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
+    """What ran a request."""
+    return inference_pb2.ServedBy(
+        adapters=served_by.adapters,
+        digests=served_by.digests,
+        worker_id=served_by.worker_id,
+        base_id=served_by.base_id,
+    )
+
+
+def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
+    """The inverse."""
+    return ServedBy(
+        tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
+    )
+
+
+def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
+    """Where an adapter is."""
+    return worker_pb2.AdapterResidency(
+        digest=residency.digest,
+        tier=cast("worker_pb2.AdapterTier", int(residency.tier)),
+        max_rank=residency.max_rank,
+        device_bytes=residency.device_bytes,
+        pinned=residency.pinned,
+        running_requests=residency.running_requests,
+    )
+
+
+def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
+    """The inverse."""
+    return AdapterResidency(
+        digest=message.digest,
+        tier=Tier(message.tier),
+        max_rank=message.max_rank,
+        device_bytes=message.device_bytes,
+        pinned=message.pinned,
+        running_requests=message.running_requests,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
+    """How busy a worker is."""
+    return worker_pb2.WorkerLoad(
+        **{name: getattr(load, name) for name in _LOAD_FIELDS}, full=load.is_full
+    )
+
+
+def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    """The inverse."""
+    return WorkerLoad(
+        **{name: getattr(message, name) for name in _LOAD_FIELDS}, is_full=message.full
     )

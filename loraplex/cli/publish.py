@@ -19,9 +19,9 @@ from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry
-    from loraplex.publishing import Publication
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import Published
+    from loraplex.api.registry import Published
+    from loraplex.client.publishing import Publication
+    from loraplex.client.registry_client import RegistryClient
 
 DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
 
@@ -75,14 +75,14 @@ def add(commands: Any) -> None:
 
 def client_of(args: argparse.Namespace) -> RegistryClient:
     """The client that the connection flags describe."""
-    from loraplex.registry_client import RegistryClient
+    from loraplex.client.registry_client import RegistryClient
 
     return RegistryClient(args.registry, credentials_of(args))
 
 
 async def _upload(args: argparse.Namespace) -> None:
     from loraplex.cli.sources import adapter_folder
-    from loraplex.publishing import Publication
+    from loraplex.client.publishing import Publication
 
     publication = Publication(
         args.name,
@@ -166,8 +166,8 @@ async def _validate(args: argparse.Namespace) -> None:
         validate,
     )
     from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
+    from loraplex.client.publishing import left_behind, read_adapter
     from loraplex.errors import InvalidAdapter
-    from loraplex.publishing import left_behind, read_adapter
 
     folder = read_adapter(Path(args.dir))
     beside = left_behind(Path(args.dir), strict=args.strict)

@@ -6,7 +6,6 @@ answer with `Tokens`, which the pipeline turns into `TextDelta`s for the APIs to
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,23 +16,10 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
-
-
-class Pooling(enum.StrEnum):
-    """How a call ends with a vector of its prompt instead of output."""
-
-    NONE = ""
-    DEFAULT = "default"
-    """The adapter's own, else LAST; no job has it."""
-    LAST = "last"
-    """The last token's hidden state."""
-    MEAN = "mean"
-    """The mean over all tokens."""
-    HEAD = "head"
-    """The logits of the adapter's head on the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +164,6 @@ class WorkerJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    """Measured by the worker, in seconds."""
-
-    queue_s: float = 0.0
-    load_s: float = 0.0
-    prefill_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """What one or more steps added to one sequence."""
 
@@ -223,20 +200,6 @@ class TextDelta:
     worker_id: str = ""
     pooled: tuple[float, ...] = ()
     """The vector that a call for one ends with."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts of a request, growing while it runs."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def total(self) -> int:
-        """Tokens of the prompt and of all choices."""
-        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api import wire
-from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
@@ -48,11 +50,19 @@ def names_of(message_type: type) -> set[str]:
     return {field.name for field in message_type.DESCRIPTOR.fields}  # type: ignore[attr-defined]
 
 
-def test_every_sampling_field_of_the_wire_is_one_of_ours() -> None:
+def test_every_field_of_the_wire_is_one_of_ours() -> None:
     assert names_of(inference_pb2.SamplingParams) == {f.name for f in dataclasses.fields(Sampling)}
     assert names_of(worker_pb2.WorkerSampling) == {
         f.name for f in dataclasses.fields(SamplingParams)
     }
+    assert names_of(common_pb2.Usage) == {f.name for f in dataclasses.fields(Usage)}
+    assert names_of(common_pb2.Timings) == {f.name for f in dataclasses.fields(Timings)}
+    assert names_of(inference_pb2.ServedBy) == {f.name for f in dataclasses.fields(ServedBy)}
+    residency, load = (
+        {f.name for f in dataclasses.fields(each)} for each in (AdapterResidency, WorkerLoad)
+    )
+    assert names_of(worker_pb2.AdapterResidency) == residency
+    assert names_of(worker_pb2.WorkerLoad) - {"full"} == load - {"is_full"}
     assert names_of(common_pb2.Grammar) == {f.name for f in dataclasses.fields(Grammar)}
 
 
@@ -131,9 +141,42 @@ def test_minus_infinity_is_a_logprob() -> None:
     assert entry.logprob == -math.inf
 
 
+def test_poolings_cross_and_those_of_the_receiver_are_unspecified() -> None:
+    for pooling in (Pooling.LAST, Pooling.MEAN, Pooling.HEAD):
+        number = wire.pooling_to_proto(pooling)
+        assert common_pb2.Pooling.Name(number) == f"POOLING_{pooling.name}"
+        assert wire.pooling_from_proto(number) is pooling
+    for pooling in (Pooling.NONE, Pooling.DEFAULT):
+        assert wire.pooling_to_proto(pooling) == common_pb2.POOLING_UNSPECIFIED
+    assert wire.pooling_from_proto(common_pb2.POOLING_UNSPECIFIED) is Pooling.NONE
+    assert wire.pooling_from_proto(99) is None  # type: ignore[arg-type]
+
+
+def test_counts_times_and_what_ran_arrive_as_they_were_sent() -> None:
+    usage, timings = Usage(5, 7, 3), Timings(0.5, 0.25, 0.125)
+    assert wire.usage_from_proto(wire.usage_to_proto(usage)) == usage
+    assert usage.total_tokens == 12
+    assert wire.timings_from_proto(wire.timings_to_proto(timings)) == timings
+    served_by = ServedBy(("t/a:v1",), ("sha256:0",), "w", "base")
+    assert wire.served_by_from_proto(wire.served_by_to_proto(served_by)) == served_by
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_residency_arrives_as_it_was_sent(tier: Tier) -> None:
+    residency = AdapterResidency("sha256:0", tier, 8, 1 << 33, True, 2)
+    assert wire.residency_from_proto(wire.residency_to_proto(residency)) == residency
+    suffix = tier.name if tier else "UNSPECIFIED"
+    assert worker_pb2.AdapterTier.Name(tier) == f"ADAPTER_TIER_{suffix}"  # type: ignore[arg-type]
+
+
+def test_load_arrives_as_it_was_sent() -> None:
+    load = WorkerLoad(1, 2, 3, 4, 5, 0.5, 6.0, 7, 8, 9, is_full=True)
+    assert wire.load_from_proto(wire.load_to_proto(load)) == load
+
+
 def test_plain_types_load_without_protobuf_and_grpc() -> None:
     program = (
-        "import sys, loraplex.api.sampling, loraplex.api.output;"
+        "import sys; from loraplex.api import output, pooling, residency, sampling;"
         "sys.exit(any(name.split('.')[0] in ('google', 'grpc') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

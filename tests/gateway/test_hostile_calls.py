@@ -9,10 +9,10 @@ import grpc
 import openai
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.api.sampling import Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_QUEUED_JOB_BYTES_PER_TENANT,

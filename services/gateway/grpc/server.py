@@ -9,9 +9,16 @@ from typing import Any
 
 import grpc
 
-from loraplex.api.wire import finish_reason_to_proto, logprob_to_proto, sampling_from_proto
+from loraplex.api.wire import (
+    finish_reason_to_proto,
+    logprob_to_proto,
+    sampling_from_proto,
+    served_by_to_proto,
+    timings_to_proto,
+    usage_to_proto,
+)
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from loraplex.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.grpc.convert import (
@@ -153,10 +160,7 @@ class ResponseWriter:
         """Mutates: message."""
         prepared = self._prepared
         self._begun.add(text_delta.index)
-        message.served_by.adapters.extend(a.label for a in prepared.target.adapters)
-        message.served_by.digests.extend(a.digest for a in prepared.target.adapters)
-        message.served_by.worker_id = text_delta.worker_id
-        message.served_by.base_id = prepared.base.base_id
+        message.served_by.CopyFrom(served_by_to_proto(prepared.served_by(text_delta.worker_id)))
         if prepared.resolved.echo:
             message.text = prepared.prompt_text() + message.text
         if text_delta.index == 0:
@@ -169,18 +173,10 @@ class ResponseWriter:
         if text_delta.stop_reason is not None:
             message.stop_reason = str(text_delta.stop_reason)
         if text_delta.timings is not None:
-            timings = text_delta.timings
-            message.timings.CopyFrom(
-                common_pb2.Timings(
-                    queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
-                )
-            )
+            message.timings.CopyFrom(timings_to_proto(text_delta.timings))
         self._num_finished += 1
         if self._num_finished == self._prepared.resolved.num_choices:
-            usage = self._prepared.usage
-            message.usage.prompt_tokens = usage.prompt_tokens
-            message.usage.completion_tokens = usage.completion_tokens
-            message.usage.cached_tokens = usage.cached_tokens
+            message.usage.CopyFrom(usage_to_proto(self._prepared.usage))
 
 
 def call_from_wire(

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import math
 
+from loraplex.api.pooling import Pooling
 from loraplex.api.wire import (
     finish_reason_from_proto,
     grammar_to_proto,
     logprobs_from_proto,
+    pooling_to_proto,
     prompt_logprobs_from_proto,
     sampling_params_to_proto,
+    timings_from_proto,
 )
-from loraplex.v1 import common_pb2, worker_pb2
-from loraplex_services.gateway.request import Pooling, ServedModel, Timings, Tokens, WorkerJob
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad
+from loraplex.v1 import worker_pb2
+from loraplex_services.gateway.request import ServedModel, Tokens, WorkerJob
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_POOLINGS = {
-    Pooling.NONE: common_pb2.POOLING_UNSPECIFIED,
-    Pooling.LAST: common_pb2.POOLING_LAST,
-    Pooling.MEAN: common_pb2.POOLING_MEAN,
-    Pooling.HEAD: common_pb2.POOLING_HEAD,
-}
 
 
 def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> ServedModel:
@@ -39,35 +35,6 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> S
         tokenizer_digest=message.tokenizer_digest,
         default_sampling=default_sampling(message.generation_config_json),
         created_unix_s=int(now_unix_s),
-    )
-
-
-def load_from_wire(message: worker_pb2.WorkerLoad) -> WorkerLoad:
-    """A worker's load report."""
-    return WorkerLoad(
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-        queued_tokens=message.queued_tokens,
-        free_blocks=message.free_blocks,
-        total_blocks=message.total_blocks,
-        step_s=message.step_s,
-        prefill_tokens_per_s=message.prefill_tokens_per_s,
-        max_distinct_adapters=message.max_distinct_adapters,
-        steps=message.steps,
-        max_running_requests=message.max_running_requests,
-        is_full=message.full,
-    )
-
-
-def residency_from_wire(message: worker_pb2.AdapterResidency) -> AdapterResidency:
-    """Where one adapter is."""
-    return AdapterResidency(
-        digest=message.digest,
-        tier=Tier(message.tier),
-        max_rank=message.max_rank,
-        device_bytes=message.device_bytes,
-        pinned=message.pinned,
-        running_requests=message.running_requests,
     )
 
 
@@ -94,7 +61,7 @@ def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.Wor
         grammar_eos_ids=job.grammar_tokens.eos_ids,
         remaining_first_token_s=_first_token_left_s(job, now_s),
         pools=job.pooling is Pooling.LAST,
-        pooling=_POOLINGS[job.pooling],
+        pooling=pooling_to_proto(job.pooling),
     )
 
 
@@ -116,14 +83,10 @@ def tokens_from_wire(event: worker_pb2.TokenEvent, worker_id: str) -> Tokens:
         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
         prompt_logprobs=prompt_logprobs_from_proto(event.prompt_logprobs),
         cached_tokens=event.cached_tokens,
-        timings=_timings(event.timings) if finish is not None else None,
+        timings=timings_from_proto(event.timings) if finish is not None else None,
         worker_id=worker_id,
         pooled=tuple(event.pooled),
     )
-
-
-def _timings(message: common_pb2.Timings) -> Timings:
-    return Timings(message.queue_s, message.load_s, message.prefill_s)
 
 
 def default_sampling(generation_config_json: str) -> dict[str, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.api.output import TokenLogprob
+from loraplex.api.pooling import Pooling
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
 from loraplex_services.worker.grammars.opening import Grammars, no_allowed_token
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
-from loraplex_services.worker.types.request import Pooling, Request
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
 
@@ -116,7 +117,6 @@ class OutputProcessor:
         vector = self._vector(request, sampled)
         if reason:
             self.drop(request.request_id, now)
-        queue_s, load_s, prefill_s = timings(request) if reason else (0.0, 0.0, 0.0)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -126,8 +126,6 @@ class OutputProcessor:
             logprobs=[sampled.logprobs] if sampled.logprobs and token_ids else [],
             prompt_logprobs=prompt_logprobs,
             cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
-            queue_s=queue_s,
-            load_s=load_s,
-            prefill_s=prefill_s,
+            timings=timings(request) if reason else None,
             pooled=vector,
         )

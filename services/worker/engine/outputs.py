@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.api.output import FinishReason
+from loraplex.api.output import FinishReason, Timings
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
-from loraplex_services.worker.types.messages import Residency, Submit, WireError
+from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.types.residency import CachedAdapter
 
 
 def to_request(command: Submit, now: float) -> Request:
@@ -58,27 +59,28 @@ def stop_token(
     return last if is_end else None
 
 
-def timings(request: Request) -> tuple[float, float, float]:
-    """Seconds queued, of these waiting for adapters, and from first step to first token."""
+def timings(request: Request) -> Timings:
+    """Where the time to the first token went."""
     started_s = request.first_scheduled_s or request.arrival_s
     ready_s = request.adapters_ready_s or request.arrival_s
     load_s = ready_s - request.arrival_s if request.adapters.adapters else 0.0
     prefill_s = (request.first_token_s or started_s) - started_s
-    return started_s - request.arrival_s, load_s, prefill_s
+    return Timings(started_s - request.arrival_s, load_s, prefill_s)
 
 
-def residency(
+def residency_change(
     digest: str, adapter: CachedAdapter | None, block_bytes: int, error: LoraplexError | None
-) -> Residency:
+) -> ResidencyChange:
+    """How the engine reports where an adapter is; None = nowhere."""
     wire_error = WireError.of(error) if error else None
     if adapter is None:
-        return Residency(digest, Tier.GONE, error=wire_error)
-    return Residency(
+        return ResidencyChange(AdapterResidency(digest, Tier.NONE), wire_error)
+    residency = AdapterResidency(
         digest=digest,
         tier=adapter.tier,
         max_rank=adapter.max_rank,
         device_bytes=len(adapter.blocks) * block_bytes,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
-        error=wire_error,
     )
+    return ResidencyChange(residency, wire_error)

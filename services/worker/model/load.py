@@ -20,8 +20,8 @@ from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.text_model import is_wrapper, plain_names
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest
-from loraplex.progress import Progress, ignore_progress
 from loraplex_services.worker.model.config_reader import read_json_object
 
 logger = logging.getLogger(__name__)

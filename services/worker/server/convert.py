@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
+from loraplex.api.error_wire import to_detail
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.pooling import Pooling
 from loraplex.api.wire import (
     finish_reason_to_proto,
     grammar_from_proto,
+    load_to_proto,
     logprob_to_proto,
+    pooling_from_proto,
+    residency_to_proto,
     sampling_params_from_proto,
+    timings_to_proto,
 )
-from loraplex.convert import geometry_to_proto
-from loraplex.v1 import common_pb2, worker_pb2
-from loraplex.wire_errors import to_detail
+from loraplex.v1 import worker_pb2
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
 from loraplex_services.worker.server.status import StatusNews
-from loraplex_services.worker.types.messages import EngineLoad, Residency, Submit, TokenOutput
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens, Pooling
+from loraplex_services.worker.types.messages import Submit, TokenOutput
+from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 
@@ -49,17 +53,10 @@ def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
     )
 
 
-_POOLINGS = {
-    common_pb2.POOLING_LAST: Pooling.LAST,
-    common_pb2.POOLING_MEAN: Pooling.MEAN,
-    common_pb2.POOLING_HEAD: Pooling.HEAD,
-}
-
-
 def _pooling_from_wire(message: worker_pb2.WorkerRequest) -> Pooling:
     """Gateways before `pooling` say `pools`."""
     unsaid = Pooling.LAST if message.pools else Pooling.NONE
-    return _POOLINGS.get(message.pooling, unsaid)
+    return pooling_from_proto(message.pooling) or unsaid
 
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
@@ -88,23 +85,9 @@ def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent
     )
     if output.prompt_logprobs is not None:
         event.prompt_logprobs.extend(map(logprob_to_proto, (None, *output.prompt_logprobs)))
-    if output.finish_reason:
-        event.timings.queue_s = output.queue_s
-        event.timings.load_s = output.load_s
-        event.timings.prefill_s = output.prefill_s
+    if output.timings is not None:
+        event.timings.CopyFrom(timings_to_proto(output.timings))
     return event
-
-
-def residency_to_wire(entry: Residency) -> worker_pb2.AdapterResidency:
-    """Where an adapter is; the tiers have the same numbers."""
-    return worker_pb2.AdapterResidency(
-        digest=entry.digest,
-        tier=cast("worker_pb2.AdapterTier", entry.tier),
-        max_rank=entry.max_rank,
-        device_bytes=entry.device_bytes,
-        pinned=entry.pinned,
-        running_requests=entry.running_requests,
-    )
 
 
 def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:
@@ -116,25 +99,9 @@ def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchSt
         full=news.is_full,
         ready=news.is_ready,
         draining=news.is_draining,
-        load=_load_to_wire(news.load),
-        adapters=[residency_to_wire(entry) for entry in news.adapters],
+        load=load_to_proto(news.load),
+        adapters=[residency_to_proto(entry) for entry in news.adapters],
         base_id=config.base_id,
-    )
-
-
-def _load_to_wire(load: EngineLoad) -> worker_pb2.WorkerLoad:
-    return worker_pb2.WorkerLoad(
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_tokens=load.queued_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        step_s=load.step_s,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        max_distinct_adapters=load.max_distinct_adapters,
-        steps=load.steps,
-        max_running_requests=load.max_running,
-        full=load.is_full,
     )
 
 

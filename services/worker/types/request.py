@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import SamplingParams
 
 RELEASED_BLOCK = -1
 """Stands in a block table for a block behind the group's window: never to be read."""
-
-
-class Pooling(enum.StrEnum):
-    """What a request ends with instead of output."""
-
-    NONE = ""
-    LAST = "last"
-    """The last prompt token's hidden state after the last norm."""
-    MEAN = "mean"
-    """The mean of these over the prompt."""
-    HEAD = "head"
-    """The logits of its adapter's head on the last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import boto3
 import pytest
 
 from demo.run import GREEDY, Question, adapter_folders, questions
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.inference_client import InferenceClient
-from loraplex.settings import Credentials
 from tests.deploy.cluster.cluster import Cluster
 from tests.deploy.cluster.network import run
 from tests.deploy.kustomize import Document, render

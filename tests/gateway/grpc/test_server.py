@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
-from loraplex.wire_errors import from_rpc_error
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless

@@ -64,7 +64,7 @@ async def test_continuous_usage_is_in_every_chunk_and_grows_with_it(
     fields: dict[str, Any] = {"model": "base", "stream": True, "stream_options": options}
     if is_chat:
         messages = [{"role": "user", "content": "hi"}]
-        stream = await client.chat.completions.create(messages=messages, **fields)
+        stream: Any = await client.chat.completions.create(messages=messages, **fields)
     else:
         stream = await client.completions.create(prompt="hi", max_tokens=64, **fields)
     *chunks, last = [chunk async for chunk in stream]

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.v1 import worker_pb2
 from loraplex_services.common.grpc_channels import channel_opener
 from loraplex_services.common.tls import TlsFiles
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.link import updated
-from loraplex_services.gateway.workers.view import Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -191,7 +192,7 @@ def features_of(base: TinyBase) -> list[str]:
     return [name for name in FEATURES if name in names]
 
 
-def of_text_model(fields: dict[str, object]) -> dict[str, object]:
+def of_text_model(fields: dict[str, Any]) -> dict[str, Any]:
     """The same feature for the text model of a multimodal base alone."""
     excluded = fields.get("exclude_modules", "")
     towers = r".*(vision_tower|visual|multi_modal_projector).*"

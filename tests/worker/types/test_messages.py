@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.types.messages import (
     Cancel,
     Command,
-    EngineLoad,
     Failure,
     Fetched,
     FetchFailed,
@@ -21,7 +21,7 @@ from loraplex_services.worker.types.messages import (
     Gone,
     Ping,
     Prefetch,
-    Residency,
+    ResidencyChange,
     StepInput,
     StepOutput,
     Submit,
@@ -76,8 +76,8 @@ OUTPUT = StepOutput(
         )
     ],
     failures=[Failure("1/q", WireError.of(DataLoss("damaged")))],
-    residency=[Residency(DIGEST, 3, 8, 4096, True, 2)],
-    load=EngineLoad(steps=3),
+    residency=[ResidencyChange(AdapterResidency(DIGEST, Tier.DEVICE, 8, 4096, True, 2))],
+    load=WorkerLoad(steps=3),
 )
 
 

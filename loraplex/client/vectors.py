@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from loraplex.api.output import ServedBy, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.wire import pooling_to_proto, served_by_from_proto, usage_from_proto
+from loraplex.client.generation import Prompt
+from loraplex.client.generation_wire import prompt_into
 from loraplex.errors import InvalidRequest
-from loraplex.generation import Prompt, ServedBy, Usage
-from loraplex.generation_wire import prompt_into, served_by, usage
-from loraplex.v1 import common_pb2
 from loraplex.v1 import inference_pb2 as pb
 
-_POOLINGS = {
-    "": common_pb2.POOLING_UNSPECIFIED,
-    "last": common_pb2.POOLING_LAST,
-    "mean": common_pb2.POOLING_MEAN,
-}
+_POOLINGS = ("", Pooling.LAST, Pooling.MEAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,9 @@ def embed_request(
         raise InvalidRequest.field("pooling", pooling, 'must be "last", "mean" or ""')
     if not 0 <= dimensions < 1 << 32:
         raise InvalidRequest.field("dimensions", dimensions, "must be 0 or more")
-    request = pb.EmbedRequest(model=model, pooling=_POOLINGS[pooling], dimensions=dimensions)
+    request = pb.EmbedRequest(
+        model=model, pooling=pooling_to_proto(Pooling(pooling)), dimensions=dimensions
+    )
     if normalize is not None:
         request.normalize = normalize
     _fill(request, inputs)
@@ -86,7 +86,9 @@ def _fill(request: pb.EmbedRequest | pb.ScoreRequest, inputs: str | Sequence[Pro
 def embeddings(message: pb.EmbedResponse) -> Embeddings:
     """Vectors of a response."""
     vectors = tuple(tuple(embedding.values) for embedding in message.embeddings)
-    return Embeddings(vectors, usage(message.usage), served_by(message.served_by))
+    return Embeddings(
+        vectors, usage_from_proto(message.usage), served_by_from_proto(message.served_by)
+    )
 
 
 def scores(message: pb.ScoreResponse) -> Scores:
@@ -96,4 +98,6 @@ def scores(message: pb.ScoreResponse) -> Scores:
         for score in message.scores
     )
     labels = tuple(message.labels)
-    return Scores(found, labels, usage(message.usage), served_by(message.served_by))
+    return Scores(
+        found, labels, usage_from_proto(message.usage), served_by_from_proto(message.served_by)
+    )

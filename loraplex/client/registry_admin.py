@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
-from loraplex import decoding
 from loraplex.adapter_format import geometry_from_folder
-from loraplex.channel import Channel
-from loraplex.convert import geometry_to_proto
-from loraplex.types import ApiKey, AuditEntry, BaseModel, Collected, Reindexed, Tenant
+from loraplex.api import registry_wire
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Collected, Reindexed, Tenant
+from loraplex.client.channel import Channel
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -49,12 +49,12 @@ class RegistryAdmin:
         )
         request = pb.RegisterBaseRequest(base=base, replace=replace)
         answer = await self._channel.call(self._stub.RegisterBase, request)
-        return decoding.base_model(answer.base)
+        return registry_wire.base_model(answer.base)
 
     async def bases(self) -> Sequence[BaseModel]:
         """Known bases, ordered by id."""
         answer = await self._channel.call(self._stub.ListBases, pb.ListBasesRequest())
-        return [decoding.base_model(base) for base in answer.bases]
+        return [registry_wire.base_model(base) for base in answer.bases]
 
     async def collect_garbage(self, *, dry_run: bool = False) -> Collected:
         """Delete objects that nothing refers to and that are older than a day."""
@@ -73,7 +73,7 @@ class RegistryAdmin:
         while True:
             page = await self._channel.call(self._stub.ListAudit, request)
             for entry in page.entries:
-                yield decoding.audit_entry(entry)
+                yield registry_wire.audit_entry(entry)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -86,24 +86,24 @@ class RegistryAdmin:
             tenant=tenant, scopes=scopes, ttl_s=ttl_s, description=description
         )
         answer = await self._channel.call(self._stub.CreateKey, request)
-        return decoding.api_key(answer.key), answer.token
+        return registry_wire.api_key(answer.key), answer.token
 
     async def create_first_key(self) -> tuple[ApiKey, str]:
         """The first admin key and its token. Raises AlreadyExists where there ever was one, and
         PermissionDenied from another machine than the registry's."""
         answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
-        return decoding.api_key(answer.key), answer.token
+        return registry_wire.api_key(answer.key), answer.token
 
     async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
         """Keys of a tenant, without secrets."""
         answer = await self._channel.call(self._stub.ListKeys, pb.ListKeysRequest(tenant=tenant))
-        return [decoding.api_key(key) for key in answer.keys]
+        return [registry_wire.api_key(key) for key in answer.keys]
 
     async def revoke_key(self, key_id: str) -> ApiKey:
         """Make a key invalid, within seconds everywhere."""
         request = pb.RevokeKeyRequest(key_id=key_id)
         answer = await self._channel.call(self._stub.RevokeKey, request)
-        return decoding.api_key(answer.key)
+        return registry_wire.api_key(answer.key)
 
     async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
         """Create a tenant or change those of its `fields` that are named; none named = all."""
@@ -119,9 +119,9 @@ class RegistryAdmin:
         )
         request = pb.SetTenantRequest(tenant=message, fields=fields)
         answer = await self._channel.call(self._stub.SetTenant, request)
-        return decoding.tenant(answer.tenant)
+        return registry_wire.tenant(answer.tenant)
 
     async def tenants(self) -> Sequence[Tenant]:
         """All tenants with limits and use."""
         answer = await self._channel.call(self._stub.ListTenants, pb.ListTenantsRequest())
-        return [decoding.tenant(tenant) for tenant in answer.tenants]
+        return [registry_wire.tenant(tenant) for tenant in answer.tenants]

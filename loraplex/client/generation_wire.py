@@ -7,30 +7,19 @@ from collections.abc import Mapping
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
     finish_reason_from_proto,
+    load_from_proto,
     logprobs_from_proto,
     prompt_logprobs_from_proto,
+    residency_from_proto,
     sampling_to_proto,
+    served_by_from_proto,
+    timings_from_proto,
+    usage_from_proto,
 )
+from loraplex.client.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
 from loraplex.errors import InvalidRequest
-from loraplex.generation import (
-    Message,
-    Piece,
-    Prompt,
-    ResidentAdapter,
-    ServedBy,
-    Status,
-    Timings,
-    Usage,
-    WorkerStatus,
-)
-from loraplex.v1 import admin_pb2, common_pb2, worker_pb2
+from loraplex.v1 import admin_pb2
 from loraplex.v1 import inference_pb2 as pb
-
-_TIERS = {
-    worker_pb2.ADAPTER_TIER_DISK: "disk",
-    worker_pb2.ADAPTER_TIER_LOADING: "loading",
-    worker_pb2.ADAPTER_TIER_DEVICE: "device",
-}
 
 
 def generate_request(
@@ -85,26 +74,12 @@ def piece(message: pb.GenerateResponse) -> Piece:
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         stop_reason=message.stop_reason,
-        served_by=served_by(message.served_by) if message.HasField("served_by") else None,
-        usage=usage(message.usage) if message.HasField("usage") else None,
-        timings=_timings(message.timings) if message.HasField("timings") else None,
+        served_by=served_by_from_proto(message.served_by)
+        if message.HasField("served_by")
+        else None,
+        usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
+        timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
     )
-
-
-def served_by(message: pb.ServedBy) -> ServedBy:
-    """What ran."""
-    return ServedBy(
-        tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
-    )
-
-
-def usage(message: common_pb2.Usage) -> Usage:
-    """Tokens consumed."""
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
-
-
-def _timings(message: common_pb2.Timings) -> Timings:
-    return Timings(message.queue_s, message.load_s, message.prefill_s)
 
 
 def status(message: admin_pb2.GetStatusResponse) -> Status:
@@ -122,7 +97,6 @@ def status(message: admin_pb2.GetStatusResponse) -> Status:
 
 
 def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
-    load = message.load
     return WorkerStatus(
         worker_id=message.worker_id,
         address=message.address,
@@ -130,27 +104,10 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         connected=message.connected,
         ready=message.ready,
         draining=message.draining,
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_tokens=load.queued_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        step_s=load.step_s,
-        steps=load.steps,
-        max_distinct_adapters=load.max_distinct_adapters,
+        load=load_from_proto(message.load),
         num_adapters_on_device=message.num_adapters_on_device,
-        adapters=tuple(_resident(adapter) for adapter in message.adapters),
-    )
-
-
-def _resident(message: admin_pb2.ResidentAdapter) -> ResidentAdapter:
-    where = message.residency
-    return ResidentAdapter(
-        ref=message.ref,
-        digest=where.digest,
-        tier=_TIERS.get(where.tier, ""),
-        max_rank=where.max_rank,
-        device_bytes=where.device_bytes,
-        pinned=where.pinned,
-        running_requests=where.running_requests,
+        adapters=tuple(
+            ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
+            for adapter in message.adapters
+        ),
     )

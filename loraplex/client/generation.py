@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.residency import AdapterResidency, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,35 +19,6 @@ class Message:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation rendered by the chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBy:
-    """What ran."""
-
-    adapters: tuple[str, ...]
-    """As tenant/name:vN; empty for the base."""
-    digests: tuple[str, ...]
-    worker_id: str
-    base_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens a request consumed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Measured by the worker, in seconds."""
-
-    queue_s: float
-    load_s: float
-    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +90,8 @@ class ResidentAdapter:
     """One adapter on one worker."""
 
     ref: str
-    digest: str
-    tier: str
-    """"disk", "loading" or "device"."""
-    max_rank: int
-    device_bytes: int
-    pinned: bool
-    running_requests: int
+    """As tenant/name:vN; empty where the gateway does not know the name."""
+    residency: AdapterResidency
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +104,7 @@ class WorkerStatus:
     connected: bool
     ready: bool
     draining: bool
-    running_requests: int
-    waiting_requests: int
-    queued_tokens: int
-    free_blocks: int
-    total_blocks: int
-    step_s: float
-    steps: int
-    max_distinct_adapters: int
-    """The most adapters one step held since the worker started."""
+    load: WorkerLoad
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
 

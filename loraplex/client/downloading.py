@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from loraplex.channel import Channel
-from loraplex.decoding import adapter_version
+from loraplex.api.registry import AdapterFile, AdapterVersion
+from loraplex.api.registry_wire import adapter_version
+from loraplex.client.channel import Channel
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
-from loraplex.progress import Progress, ignore_progress
-from loraplex.types import AdapterFile, AdapterVersion
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 

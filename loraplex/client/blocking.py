@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from loraplex.inference_client import InferenceClient
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Between protobuf messages and the plain types of the domain: geometry, violations, pooling."""
+"""Converts geometries, files, violations and the pooling of adapters to and from messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from loraplex.adapter_format import geometry as kinds
 from loraplex.adapter_format.files import File
 from loraplex.adapter_format.geometry import Geometry, Module
-from loraplex.adapter_format.pooling_fields import LAST, MEAN, PoolingFields
+from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.api.pooling import Pooling
+from loraplex.api.wire import pooling_from_proto, pooling_to_proto
 from loraplex.errors import InvalidRequest, Violation
 from loraplex.v1 import common_pb2, registry_pb2
 
@@ -19,11 +21,6 @@ _KINDS = {
     kinds.NORM: common_pb2.MODULE_KIND_NORM,
 }
 _KIND_NAMES = {number: name for name, number in _KINDS.items()}
-_POOLINGS = {
-    "": common_pb2.POOLING_UNSPECIFIED,
-    LAST: common_pb2.POOLING_LAST,
-    MEAN: common_pb2.POOLING_MEAN,
-}
 
 
 def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
@@ -89,7 +86,7 @@ def files_from_proto(messages: Iterable[registry_pb2.FileSpec]) -> tuple[File, .
     return tuple(File(m.path, m.size, m.sha256) for m in messages)
 
 
-def pooling_to_proto(task: str, fields: PoolingFields) -> registry_pb2.AdapterPooling:
+def adapter_pooling_to_proto(task: str, fields: PoolingFields) -> registry_pb2.AdapterPooling:
     """How an adapter of a task answers requests for vectors and scores."""
     message = registry_pb2.AdapterPooling(
         task_type=task,
@@ -97,21 +94,21 @@ def pooling_to_proto(task: str, fields: PoolingFields) -> registry_pb2.AdapterPo
         labels=fields.labels,
         problem_type=fields.problem_type,
         pad_token_id=fields.pad_token_id,
-        pooling=_POOLINGS[fields.pooling],
+        pooling=pooling_to_proto(Pooling(fields.pooling)),
     )
     if fields.normalize is not None:
         message.normalize = fields.normalize
     return message
 
 
-def pooling_from_proto(message: registry_pb2.AdapterPooling) -> tuple[str, PoolingFields]:
+def adapter_pooling_from_proto(message: registry_pb2.AdapterPooling) -> tuple[str, PoolingFields]:
     """The inverse; an empty message is a causal model's."""
     fields = PoolingFields(
         labels=tuple(message.labels),
         num_labels=message.num_labels,
         problem_type=message.problem_type,
         pad_token_id=message.pad_token_id if message.HasField("pad_token_id") else None,
-        pooling=next((name for name, wire in _POOLINGS.items() if wire == message.pooling), ""),
+        pooling=(pooling_from_proto(message.pooling) or Pooling.NONE).value,
         normalize=message.normalize if message.HasField("normalize") else None,
     )
     return message.task_type or CAUSAL_LM, fields

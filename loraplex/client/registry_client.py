@@ -9,21 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from loraplex import decoding, settings
-from loraplex.channel import Channel
-from loraplex.downloading import download, read_file
-from loraplex.model_layout import make_layout
-from loraplex.progress import Progress, ignore_progress
-from loraplex.publishing import (
-    Publication,
-    config_and_header,
-    left_behind,
-    local_files,
-    signatures_of,
-)
-from loraplex.registry_admin import RegistryAdmin
-from loraplex.settings import Credentials
-from loraplex.types import (
+from loraplex.api import registry_wire
+from loraplex.api.registry import (
     AdapterVersion,
     Change,
     Checked,
@@ -34,7 +21,21 @@ from loraplex.types import (
     Tag,
     TagMove,
 )
-from loraplex.uploading import LocalFile, hash_files, upload
+from loraplex.client import settings
+from loraplex.client.channel import Channel
+from loraplex.client.downloading import download, read_file
+from loraplex.client.progress import Progress, ignore_progress
+from loraplex.client.publishing import (
+    Publication,
+    config_and_header,
+    left_behind,
+    local_files,
+    signatures_of,
+)
+from loraplex.client.registry_admin import RegistryAdmin
+from loraplex.client.settings import Credentials
+from loraplex.client.uploading import LocalFile, hash_files, upload
+from loraplex.model_layout import make_layout
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -93,9 +94,9 @@ class RegistryClient:
         await self._validate(options, files, specs)
         answer = await upload(self._channel, options, files, summed, progress)
         return Published(
-            decoding.adapter_version(answer.version),
+            registry_wire.adapter_version(answer.version),
             answer.created,
-            (*beside, *decoding.violations(answer.warnings)),
+            (*beside, *registry_wire.violations(answer.warnings)),
         )
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
@@ -106,7 +107,7 @@ class RegistryClient:
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, files, specs)
-        warnings = (*beside, *decoding.violations(answer.warnings))
+        warnings = (*beside, *registry_wire.violations(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
@@ -125,8 +126,8 @@ class RegistryClient:
         """The version behind a reference. Raises AdapterNotFound."""
         request = pb.GetAdapterRequest(ref=ref, split_key=split_key)
         answer = await self._channel.call(self._stub.GetAdapter, request)
-        tags = tuple(decoding.tag(tag) for tag in answer.tags)
-        return Resolved(decoding.adapter_version(answer.version), tags)
+        tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
+        return Resolved(registry_wire.adapter_version(answer.version), tags)
 
     async def list(
         self,
@@ -151,7 +152,7 @@ class RegistryClient:
         while True:
             page = await self._channel.call(self._stub.ListAdapters, request)
             for version in page.versions:
-                yield decoding.adapter_version(version)
+                yield registry_wire.adapter_version(version)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -237,13 +238,13 @@ class RegistryClient:
 
     async def _set_tag(self, request: pb.SetTagRequest) -> Tag:
         answer = await self._channel.call(self._stub.SetTag, request)
-        return decoding.tag(answer.tag)
+        return registry_wire.tag(answer.tag)
 
     async def tag_history(self, name: str, tag: str) -> Sequence[TagMove]:
         """The last moves of a tag, newest first."""
         request = pb.ListTagHistoryRequest(name=name, tag=tag)
         answer = await self._channel.call(self._stub.ListTagHistory, request)
-        return [decoding.tag_move(move) for move in answer.moves]
+        return [registry_wire.tag_move(move) for move in answer.moves]
 
     async def delete(
         self, ref: str, *, every: bool = False, force: bool = False, purge: bool = False
@@ -255,7 +256,7 @@ class RegistryClient:
         """
         request = pb.DeleteAdapterVersionRequest(ref=ref, all=every, force=force, purge=purge)
         answer = await self._channel.call(self._stub.DeleteAdapterVersion, request)
-        return [decoding.adapter_version(version) for version in answer.deleted]
+        return [registry_wire.adapter_version(version) for version in answer.deleted]
 
     async def set_sharing(
         self,
@@ -274,13 +275,13 @@ class RegistryClient:
         """
         request = pb.SetSharingRequest(
             name=name,
-            visibility=decoding.visibility_number(visibility),
+            visibility=registry_wire.visibility_number(visibility),
             shared_with=shared_with,
         )
         if pullable is not None:
             request.pullable = pullable
         answer = await self._channel.call(self._stub.SetSharing, request)
-        return decoding.sharing(name, answer)
+        return registry_wire.sharing(name, answer)
 
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""
@@ -292,14 +293,14 @@ class RegistryClient:
         """
         request = pb.AttachSignatureRequest(ref=ref, bundle=bundle, public_key=public_key)
         answer = await self._channel.call(self._stub.AttachSignature, request)
-        return decoding.adapter_version(answer.version)
+        return registry_wire.adapter_version(answer.version)
 
     async def signatures(self, ref: str) -> Signed:
         """The version behind a reference, its signatures, and what its tenant demands."""
         request = pb.ListSignaturesRequest(ref=ref)
         answer = await self._channel.call(self._stub.ListSignatures, request)
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
-        version = decoding.adapter_version(answer.version)
+        version = registry_wire.adapter_version(answer.version)
         return Signed(version, bundles, tuple(answer.policy_keys))
 
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
@@ -307,5 +308,5 @@ class RegistryClient:
         request = pb.WatchAdaptersRequest(resume_token=resume_token)
         async with aclosing(self._channel.stream(self._stub.WatchAdapters, request)) as messages:
             async for message in messages:
-                for change in decoding.changes(message):
+                for change in registry_wire.changes(message):
                     yield change

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
 from loraplex.adapter_format.safetensors_header import TensorInfo, parse_header, read_prefix
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import InvalidRequest
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
 
 NAME_PREFIX = "trace-"
 UPLOADS_AT_ONCE = 4

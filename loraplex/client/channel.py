@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from loraplex.allocation import reuse_large_blocks
+from loraplex.api.error_wire import from_rpc_error, has_details
+from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
-from loraplex.settings import Credentials
-from loraplex.wire_errors import from_rpc_error, has_details
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20

@@ -1,11 +1,10 @@
-"""Wire messages of the registry to the values in `types`."""
+"""Converts the messages of the registry to the records of `loraplex.api.registry`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loraplex.errors import Violation
-from loraplex.types import (
+from loraplex.api.registry import (
     AdapterFile,
     AdapterVersion,
     ApiKey,
@@ -18,6 +17,7 @@ from loraplex.types import (
     TagTarget,
     Tenant,
 )
+from loraplex.errors import Violation
 from loraplex.v1 import common_pb2
 from loraplex.v1 import registry_pb2 as pb
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex import errors
+from loraplex.api.error_wire import from_detail, from_rpc_error, to_detail, to_status
 from loraplex.errors import AdapterNotFound, LoraplexError, Unavailable, Violation
-from loraplex.wire_errors import from_detail, from_rpc_error, to_detail, to_status
 
 CLASSES = [
     cls

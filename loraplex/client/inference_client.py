@@ -8,25 +8,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from loraplex import generation_wire, settings, vectors
+from loraplex.api.output import ServedBy, Usage
 from loraplex.api.sampling import Sampling
-from loraplex.channel import Channel
+from loraplex.client import generation_wire, settings, vectors
+from loraplex.client.channel import Channel
+from loraplex.client.generation import Choice, Completion, Fetched, Model, Piece, Prompt, Status
+from loraplex.client.settings import Credentials
+from loraplex.client.vectors import Embeddings, Scores
 from loraplex.errors import Unavailable
-from loraplex.generation import (
-    Choice,
-    Completion,
-    Fetched,
-    Model,
-    Piece,
-    Prompt,
-    ServedBy,
-    Status,
-    Usage,
-)
-from loraplex.settings import Credentials
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
-from loraplex.vectors import Embeddings, Scores
 
 PAGE_SIZE = 500
 FETCH_TIMEOUT_S = 300.0
@@ -178,7 +169,7 @@ def collect(pieces: list[Piece]) -> Completion:
     if not choices:
         raise _ended_early()
     prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
-    return Completion(pieces[0].request_id, choices, usage or Usage(0, 0, 0), prompt_ids)
+    return Completion(pieces[0].request_id, choices, usage or Usage(), prompt_ids)
 
 
 def _choice(pieces: list[Piece]) -> Choice:

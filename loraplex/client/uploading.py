@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 
-from loraplex.channel import CHUNK_BYTES, Channel
+from loraplex.client.channel import CHUNK_BYTES, Channel
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import Blocked, DataLoss, Unavailable
-from loraplex.progress import Progress, ignore_progress
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 

@@ -9,8 +9,8 @@ import pytest
 
 from loraplex.adapter_format import read_folder
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, parse_header
-from loraplex.adapter_variants import source_folders, write_variant
 from loraplex.errors import InvalidRequest
+from loraplex.workload.adapter_variants import source_folders, write_variant
 
 DEMO = Path(__file__).parents[2] / "demo" / "adapters"
 SOURCE = DEMO / "mask"

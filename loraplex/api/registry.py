@@ -1,4 +1,4 @@
-"""What the clients return: frozen values, free of gRPC."""
+"""The records of the registry, as its clients return them."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from loraplex.api.sampling import Sampling
+from loraplex.client.generation import Model
+from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.generation import Model
-from loraplex.inference_client import InferenceClient
 from loraplex.workload import Outcome, TracedRequest
 
 TEXT_VOCAB = 256
