@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ def _weighted(text: str) -> tuple[Path, float]:
         raise argparse.ArgumentTypeError(f"expected DIR=WEIGHT, got {text!r}") from None
 
 
-def _needing_numpy(run: Run) -> Run:
+def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
     async def checked(args: argparse.Namespace) -> None:
         from importlib.util import find_spec
 
