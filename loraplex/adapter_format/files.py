@@ -39,6 +39,8 @@ IGNORED = frozenset({
 
 PICKLE_FILE = "adapter_model.bin"
 """What PEFT wrote before safetensors."""
+MAX_PICKLE_BYTES = 8 * 1024 * MiB
+"""The process that converts one holds it in memory."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
 _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)

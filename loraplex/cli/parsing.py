@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loraplex.client.settings import Credentials
 
 T = TypeVar("T")
-Run = Callable[[argparse.Namespace], Awaitable[None]]
+Run = Callable[[argparse.Namespace], Awaitable[None] | None]
 DEFAULT_WHEN_LOADED = "5m"
 REF_FORMS = "NAME, NAME:TAG, NAME:vN or NAME@sha256:..."
 

@@ -33,9 +33,16 @@ def add(commands: Any) -> None:
         "upload",
         _upload,
         "Publish a PEFT adapter folder as a new version.",
-        "registry upload ./out/checkpoint-900 --name acme/support --tag staging",
+        "registry upload ./out/checkpoint-900 --name acme/support --tag staging\n"
+        "  registry upload hf://acme/support-lora@main --name support\n"
+        "  registry upload s3://models/support/v7 --name support\n"
+        "  registry upload oci://ghcr.io/acme/support:v7 --name support",
     )
-    parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
+    parser.add_argument(
+        "dir",
+        metavar="DIR|hf://ORG/NAME[@REV]|s3://BUCKET/PREFIX|oci://HOST/REPO:TAG",
+        help=DIR_HELP,
+    )
     parser.add_argument(
         "--convert", action="store_true", help="make safetensors of adapter_model.bin first"
     )
@@ -80,7 +87,9 @@ def client_of(args: argparse.Namespace) -> RegistryClient:
     return RegistryClient(args.registry, credentials_of(args))
 
 
-async def _upload(args: argparse.Namespace) -> None:
+def _upload(args: argparse.Namespace) -> None:
+    import asyncio
+
     from loraplex.cli.sources import adapter_folder
     from loraplex.client.publishing import Publication
 
@@ -97,8 +106,9 @@ async def _upload(args: argparse.Namespace) -> None:
         signing_key=args.signing_key,
         signature=args.signature,
     )
-    with adapter_folder(args.dir, convert=args.convert) as folder:
-        await _upload_folder(args, folder, publication)
+    # Fetching blocks: outside of the event loop, an interrupt ends it at once.
+    with adapter_folder(args.dir, convert=args.convert, strict=args.strict) as folder:
+        asyncio.run(_upload_folder(args, folder, publication))
 
 
 async def _upload_folder(args: argparse.Namespace, folder: Path, publication: Publication) -> None:

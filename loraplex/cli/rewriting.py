@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ def _weighted(text: str) -> tuple[Path, float]:
         raise argparse.ArgumentTypeError(f"expected DIR=WEIGHT, got {text!r}") from None
 
 
-def _needing_numpy(run: Run) -> Run:
+def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
     async def checked(args: argparse.Namespace) -> None:
         from importlib.util import find_spec
 
@@ -133,18 +134,15 @@ async def _merge(args: argparse.Namespace) -> None:
 
 
 def _merge_into_base(args: argparse.Namespace) -> None:
-    import os
-
-    from loraplex.cli.local_base import base_folder
     from loraplex.errors import InvalidRequest
     from loraplex.rewriting.into_base import merge_into_base
 
-    if not args.base:
+    base = _folder(args.base)
+    if base is None:
         raise InvalidRequest.field("--base", "", "is needed: the base to merge into")
     if args.method not in ("linear", "cat"):
         description = "makes an adapter; merge the adapters by it first, then the result into base"
         raise InvalidRequest.field("--method", args.method, description)
-    base = base_folder(args.base, os.environ)
     merged = merge_into_base(args.adapters, base, args.out, _dtype(args))
     if not args.json:
         note = " (the head is a table of its own now)" if merged.is_untied else ""
@@ -170,16 +168,12 @@ def _from_pickle(args: argparse.Namespace) -> None:
 
 
 def _to_trtllm(args: argparse.Namespace) -> None:
-    from loraplex.errors import InvalidRequest
     from loraplex.rewriting.tensors import open_adapter
-    from loraplex.rewriting.trtllm import DTYPES as NPY_DTYPES
     from loraplex.rewriting.trtllm import to_trtllm
 
-    dtype = _dtype(args)
-    if dtype not in ("", *NPY_DTYPES):
-        raise InvalidRequest.field("--dtype", args.dtype, "must be float16 or float32 in .npy")
-    opened = open_adapter(args.dir, _geometry(args.base))
-    num_rows = to_trtllm(opened, args.out, dtype or "F16")
+    geometry = _geometry(args.base)
+    opened = open_adapter(args.dir, geometry)
+    num_rows = to_trtllm(opened, args.out, _dtype(args) or "F16", geometry, _folder(args.base))
     _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
 
 
@@ -199,8 +193,18 @@ def _to_peft(args: argparse.Namespace) -> None:
         raise InvalidRequest.field("--base", "", description)
     else:
         base_id = "" if Path(args.base).is_dir() else args.base
-        report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16")
+        base = _folder(args.base)
+        report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16", base)
     _print(args, report, f"wrote a PEFT adapter of rank {report.max_rank} into {args.out}")
+
+
+def _folder(base: str) -> Path | None:
+    """Of a base on this machine; None for ""."""
+    import os
+
+    from loraplex.cli.local_base import base_folder
+
+    return base_folder(base, os.environ) if base else None
 
 
 def _dtype(args: argparse.Namespace) -> str:

@@ -15,14 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from loraplex.adapter_format import TENSOR_FILE, Geometry, Report
-from loraplex.adapter_format.files import MAX_BYTES, PICKLE_FILE
+from loraplex.adapter_format.files import MAX_BYTES, MAX_PICKLE_BYTES, PICKLE_FILE
 from loraplex.adapter_format.folder import file_names
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
 from loraplex.rewriting.tensors import check_folder, new_folder
 
 TIMEOUT_S = 600.0
-MAX_PICKLE_BYTES = 8 << 30
-"""The process that reads one holds it in memory."""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
 _REFUSED = 3
 

@@ -59,7 +59,7 @@ def test_a_merge_into_the_base_is_a_base(offline: Any, tmp_path: Path) -> None:
         (("merge", MASK, "--into-base", "--base", "/no/such", "--out", "{tmp}/o"), 2),
         (("merge", MASK, "--into-base", "--base", BASE, "--out", "{tmp}/o", "--method", "ties"), 2),
         (("convert", MASK, "{tmp}/o", "--to", "peft"), 2),
-        (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "bfloat16"), 2),
+        (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "float64"), 2),
         (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
     ],
 )
