@@ -20,9 +20,6 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 template <class T>
 inline int place_in_panel(int output) {
     return output;

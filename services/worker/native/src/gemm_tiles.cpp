@@ -1,24 +1,27 @@
-// y = x W^T in bfloat16 on AMX tiles, accumulated in float32. W is packed once at load.
+// y = x W^T in bfloat16, accumulated in float32, with AMX or AVX-512's pairwise dot products. W is
+// packed once at load.
 //
-// A panel is 32 outputs: for every 32 inputs two tiles of 1 KiB, one after another, each 16 rows of
-// (16 outputs x 2 neighbouring inputs), as TDPBF16PS reads its right operand. A product streams its
-// panels from memory in order. Inputs are padded with zeros to whole tiles.
+// A panel is 32 outputs: for every 32 inputs two tiles of 1 KiB (see tiles.h), one after another. A
+// product streams its panels from memory in order. Inputs are padded with zeros to whole tiles.
 //
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
 // a row's result does not depend on its neighbours.
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
+#if defined(LPX_HAS_TILES)
 #if defined(__AMX_BF16__)
-#include "tiles.h"
+#include "tiles_amx.h"
+#else
+#include "tiles_avx512.h"
+#endif
 
 namespace lpx {
 namespace {
 
-constexpr int64_t kPanel = 2 * kTileRows;
-constexpr int64_t kBlockRows = 2 * kTileRows;
-// Rows of one task when there are many: their inputs stay in the second-level cache.
-constexpr int64_t kTaskRows = 256;
+// Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
+constexpr int64_t kCachedBytes = 512 << 10;
 // Outputs of one task: few enough to share out, enough to outweigh claiming it.
 constexpr int64_t kTasksPerThread = 6;
 constexpr int64_t kMaxTaskPanels = 12;
@@ -30,80 +33,78 @@ struct TileProduct {
     int64_t num_rows, num_tiles, num_outputs, ldy;
 };
 
-// sums[32][32] = the product of up to 32 rows and one panel.
-template <bool kTwo>
-void multiply_tiles(const TileProduct& g, const bf16* x, const bf16* panel, float* sums) {
-    const int64_t stride = g.ldx * int64_t(sizeof(bf16));
-    _tile_zero(0);
-    _tile_zero(1);
-    if (kTwo) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t k = 0; k < g.num_tiles; ++k) {
-        const bf16* weights = panel + k * 2 * kTileItems;
-        _tile_loadd(4, x + k * kTileInputs, stride);
-        _tile_loadd(6, weights, kTileBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + kTileItems, kTileBytes);
-        _tile_dpbf16ps(1, 4, 7);
-        if (kTwo) {
-            _tile_loadd(5, x + kTileRows * g.ldx + k * kTileInputs, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+template <class T>
+void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int64_t num_rows,
+                int64_t panel) {
+    const int64_t first = panel * kTilePanel;
+    const int64_t left = smaller(g.num_outputs - first, kTilePanel);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        T* out = y + (row + r) * g.ldy + first;
+        store_n(out, load(sums + r * kTilePanel), left);
+        if (left > kLanes) {
+            store_n(out + kLanes, load(sums + r * kTilePanel + kLanes), left - kLanes);
         }
-    }
-    constexpr int64_t kStride = kPanel * sizeof(float);
-    _tile_stored(0, sums, kStride);
-    _tile_stored(1, sums + kTileRows, kStride);
-    if (kTwo) {
-        _tile_stored(2, sums + kTileRows * kPanel, kStride);
-        _tile_stored(3, sums + kTileRows * kPanel + kTileRows, kStride);
     }
 }
 
+// What the block of rows number `block` of `num_blocks` asks for. A single block asks for what follows
+// in memory a few tiles later. Of several, the first two ask for half of the next panel each: it
+// arrives while they all compute.
+Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t block,
+               int64_t num_blocks) {
+    constexpr int64_t kLine = 64, kDistance = 16 * kTileItems;
+    if (num_blocks == 1) return {reinterpret_cast<const char*>(weights + kDistance), 2 * kLine};
+    if (block > 1) return {reinterpret_cast<const char*>(weights), 0};
+    return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
+}
+
+// Long inputs are taken in chunks that stay in the cache for all panels; the sums wait in between,
+// in float32, so chunks change no bit.
 template <class T>
 void multiply_panels(const TileProduct& g, T* y, int64_t row, int64_t num_rows, int64_t begin,
                      int64_t end) {
-    alignas(64) float sums[kBlockRows * kPanel];
-    int64_t configured = 0;
-    for (int64_t panel = begin; panel < end; ++panel) {
-        const bf16* weights = g.packed + panel * g.num_tiles * 2 * kTileItems;
-        const int64_t first = panel * kPanel;
-        const int64_t left = g.num_outputs - first < kPanel ? g.num_outputs - first : kPanel;
-        for (int64_t block = 0; block < num_rows; block += kBlockRows) {
-            const int64_t n = num_rows - block < kBlockRows ? num_rows - block : kBlockRows;
-            const bf16* x = g.x + (row + block) * g.ldx;
-            if (n != configured) configure_tiles(configured = n);
-            if (n > kTileRows) {
-                multiply_tiles<true>(g, x, weights, sums);
-            } else {
-                multiply_tiles<false>(g, x, weights, sums);
+    const int64_t num_blocks = ceil_div(num_rows, PanelProduct::kMaxRows);
+    const int64_t fitting = kCachedBytes / (num_rows * kTileBytes);
+    int64_t chunk = num_blocks == 1 ? g.num_tiles : smaller(fitting, PanelProduct::kSharedTiles);
+    chunk = smaller(g.num_tiles, chunk < 1 ? 1 : chunk);
+    const bool is_whole = chunk == g.num_tiles;
+    float* sums = scratch(0, (is_whole ? PanelProduct::kMaxRows : num_rows * (end - begin)) *
+                                 kTilePanel);
+    PanelProduct product;
+    for (int64_t tile = 0; tile < g.num_tiles; tile += chunk) {
+        const int64_t num_tiles = smaller(chunk, g.num_tiles - tile);
+        const bool is_last = tile + num_tiles == g.num_tiles;
+        const bf16* weights = g.packed + (begin * g.num_tiles + tile) * 2 * kTileItems;
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const bf16* next = weights + g.num_tiles * 2 * kTileItems;
+            int64_t done = 0;
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t n = ceil_div(num_rows - done, num_blocks - block);
+                float* out =
+                    is_whole ? sums : sums + ((panel - begin) * num_rows + done) * kTilePanel;
+                product.multiply(n, g.x + (row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
+                                 num_tiles, out, tile > 0,
+                                 ahead_of(weights, next, num_tiles, block, num_blocks));
+                if (is_last) store_sums(g, out, y, row + done, n, panel);
+                done += n;
             }
-            for (int64_t r = 0; r < n; ++r) {
-                T* out = y + (row + block + r) * g.ldy + first;
-                store_n(out, load(sums + r * kPanel), left);
-                if (left > kLanes) {
-                    store_n(out + kLanes, load(sums + r * kPanel + kLanes), left - kLanes);
-                }
-            }
+            weights = next;
         }
     }
-    _tile_release();
 }
 
 template <class T>
 void multiply(const TileProduct& g, T* y) {
-    const int64_t num_panels = (g.num_outputs + kPanel - 1) / kPanel;
-    const int64_t num_row_tasks = (g.num_rows + kTaskRows - 1) / kTaskRows;
+    constexpr int64_t kTaskRows = PanelProduct::kTaskRows;
+    const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
     int64_t panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
-    panels = panels < 1 ? 1 : panels > kMaxTaskPanels ? kMaxTaskPanels : panels;
-    parallel_for((num_panels + panels - 1) / panels * num_row_tasks, [&](int64_t task) {
+    panels = panels < 1 ? 1 : smaller(panels, kMaxTaskPanels);
+    parallel_for(ceil_div(num_panels, panels) * num_row_tasks, [&](int64_t task) {
         const int64_t begin = task / num_row_tasks * panels;
-        const int64_t end = begin + panels < num_panels ? begin + panels : num_panels;
+        const int64_t end = smaller(begin + panels, num_panels);
         const int64_t row = task % num_row_tasks * kTaskRows;
-        const int64_t left = g.num_rows - row;
-        multiply_panels(g, y, row, left < kTaskRows ? left : kTaskRows, begin, end);
+        multiply_panels(g, y, row, smaller(g.num_rows - row, kTaskRows), begin, end);
     });
 }
 
@@ -125,7 +126,7 @@ const bf16* padded(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_inp
 // Items that `lpx_pack_tiles` writes for a weight [num_outputs, num_inputs].
 LPX_EXPORT int64_t lpx_tile_items(int64_t num_outputs, int64_t num_inputs) {
     using namespace lpx;
-    return (num_outputs + kPanel - 1) / kPanel * 2 * tiles_of(num_inputs) * kTileItems;
+    return ceil_div(num_outputs, kTilePanel) * 2 * tiles_of(num_inputs) * kTileItems;
 }
 
 LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t num_inputs,
@@ -133,12 +134,12 @@ LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t 
     using namespace lpx;
     const bf16* from = static_cast<const bf16*>(weight);
     const int64_t num_tiles = tiles_of(num_inputs);
-    parallel_for((num_outputs + kPanel - 1) / kPanel, [&](int64_t panel) {
+    parallel_for(ceil_div(num_outputs, kTilePanel), [&](int64_t panel) {
         bf16* out = static_cast<bf16*>(packed) + panel * num_tiles * 2 * kTileItems;
         for (int64_t i = 0; i < num_tiles * 2 * kTileItems; ++i) {
             const int64_t k = i / (2 * kTileItems) * kTileInputs + i % kTileItems / 32 * 2 + i % 2;
             const int64_t row =
-                panel * kPanel + i / kTileItems % 2 * kTileRows + i % 32 / 2;
+                panel * kTilePanel + i / kTileItems % 2 * kTileRows + i % 32 / 2;
             out[i] = row < num_outputs && k < num_inputs ? from[row * num_inputs + k] : bf16();
         }
     });
