@@ -30,8 +30,8 @@ class Level(NamedTuple):
 
 _FLOAT32 = (False, "float32 vectors", "float32 vectors", "float32 vectors")
 LEVELS = {
-    "amx": Level((*_BF16, "-mamx-tile", "-mamx-bf16"), True, "tiles", "float32 vectors", "tiles"),
-    "avx512_bf16": Level(_BF16, True, "dot products", "float32 vectors", "dot products"),
+    "amx": Level((*_BF16, "-mamx-tile", "-mamx-bf16"), True, "tiles", "dot products", "tiles"),
+    "avx512_bf16": Level(_BF16, True, "dot products", "dot products", "dot products"),
     "avx512": Level(_AVX512, *_FLOAT32),
     "avx2": Level(("-mavx2", "-mfma", "-mf16c"), *_FLOAT32),
     "generic": Level(("-O1",), *_FLOAT32),

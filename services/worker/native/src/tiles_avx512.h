@@ -1,32 +1,10 @@
 // Products of tiles with AVX-512's pairwise dot products of bfloat16 (VDPBF16PS).
 #pragma once
-#include <immintrin.h>
-
-#include <cstring>
-#include <type_traits>
-
 #include "attention.h"
+#include "pairs.h"
 #include "tiles.h"
 
 namespace lpx {
-
-inline __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-// Two neighbouring inputs in all 16 lanes.
-inline __m512bh broadcast_pair(const bf16* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-
-// Calls f(integral_constant<n>) for 1 <= n <= N.
-template <int N, class F>
-inline void with_count(int64_t n, const F& f) {
-    if constexpr (N > 1) {
-        if (n < N) return with_count<N - 1>(n, f);
-    }
-    f(std::integral_constant<int, N>());
-}
 
 class PanelProduct {
 public:
