@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Violation
-from loraplex.progress import Progress, ignore_progress
+from loraplex.client.progress import Progress, ignore_progress
 
 SCHEMES = ("hf", "s3", "oci")
 

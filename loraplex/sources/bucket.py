@@ -14,7 +14,7 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from loraplex.progress import Progress
+from loraplex.client.progress import Progress
 from loraplex.sources.selection import needing, select, write_bounded
 
 MAX_OBJECTS = 10_000

@@ -22,7 +22,7 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from loraplex.progress import Progress
+from loraplex.client.progress import Progress
 from loraplex.sources.selection import needing, select
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

@@ -39,7 +39,7 @@ from loraplex.model_layout import (
     MAX_DOCUMENT_BYTES,
     layout_files,
 )
-from loraplex.progress import Progress
+from loraplex.client.progress import Progress
 from loraplex.sources.selection import write_bounded
 
 TIMEOUT_S = 60.0

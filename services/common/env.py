@@ -217,8 +217,8 @@ DTYPE: Knob[str] = Knob(
     choice("auto", "float32", "bfloat16", "float16"),
     "auto",
     "up worker",
-    "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
-    "else float32.",
+    "Arithmetic of the base; auto = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 BF16 for "
+    "larger half-precision bases; else float32.",
 )
 LORA_DTYPE: Knob[str] = Knob(
     "LORAPLEX_LORA_DTYPE",
@@ -284,7 +284,7 @@ MAX_STEP_S: Knob[float] = Knob(
 )
 CPU_ISA: Knob[str] = Knob(
     "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
     "auto",
     "worker",
     "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
