@@ -157,7 +157,7 @@ class ApiServer:
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
         self.status.update(output.residency, output.load)
-        metrics.observe_step(output, len(self._sessions))
+        metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
         now = time.monotonic()
         for token in output.tokens:
