@@ -84,7 +84,7 @@ OUTPUT_TOKEN_COST = 2.0
 MAX_ABSENT = 1000
 """Names without a request whose counters are remembered."""
 EXPECTED_BACK_S = 10.0
-"""Who had a request within so many seconds will probably have another."""
+"""A tenant that had a request within this many seconds is assumed to return."""
 
 
 @dataclass(slots=True, eq=False)
