@@ -39,7 +39,7 @@ MAX_LOADS_PER_STEP = 16
 MAX_PASSED_OVER = 16
 """Long prompts that wait for another to end; short ones behind more of them are not looked for."""
 REWALK_S = 0.1
-"""A walk over the queue is repeated so often though nothing has changed: ages and forecasts do."""
+"""The queue is searched again at least this often, because ages and estimates change."""
 
 
 class Scheduler:
