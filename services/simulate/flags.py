@@ -75,7 +75,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.2,
         metavar="TIME",
-        help="of steps in which requests decode, beside long prompts; 0 = any (200ms)",
+        help="target time of a step in which requests decode; 0 = none (200ms)",
     )
     group.add_argument(
         "--max-loras", type=count, default=0, help="distinct in a step; 0 = no limit"

@@ -1,4 +1,4 @@
-"""What a worker is told by its environment, resolved once."""
+"""A worker's settings, read once from its environment."""
 
 from __future__ import annotations
 

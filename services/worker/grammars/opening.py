@@ -1,4 +1,4 @@
-"""The engine's grammars: compiled in a thread beside the loop, once per grammar, while the request
+"""The engine's grammars: compiled in a thread of their own, once per grammar, while the request
 waits. Nothing here runs longer than the library's limits allow, and no step waits for it."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ looks at where one sequence ends and the next begins. Everything else sees token
 pass over a fixed number of token rows is captured in one graph more than it has layers, each from
 one layer's attention to the next one's. A step of up to that many token rows fills the first ones,
 and replays the pieces with its own attention in between: about 5 launches a layer instead of 20.
-(On an H200, an eager step of 256 prompt tokens beside 64 decoding rows took 16.7 ms with the base
+(On an H200, an eager step of 256 prompt tokens and 64 decoding rows took 16.7 ms with the base
 alone and 78 ms with 33 adapters, nearly all of it launches.)
 
 There is a set of pieces for each size in `MIXED_SIZES` and each set of sites that adapters touch:
@@ -96,7 +96,7 @@ class MixedInputs:
         )
 
     def qkv(self, size: int, widths: Sequence[int], like: Tensor) -> Tensor:
-        """`[size, sum of widths]`: queries, keys and values beside each other. All layers and all
+        """`[size, sum of widths]`: queries, keys and values side by side. All layers and all
         sizes share the memory."""
         if self._qkv is None:
             self._qkv = like.new_zeros(len(self.buffer.input_ids), sum(widths))
