@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from loraplex import settings
 from loraplex.cli.output import print_error
 from loraplex.cli.parsing import Parser, spelled_out
+from loraplex.client import settings
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
 
 INTERRUPTED = 130

@@ -13,8 +13,8 @@ from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import Tag, TagTarget
+    from loraplex.api.registry import Tag, TagTarget
+    from loraplex.client.registry_client import RegistryClient
 
 MAX_WEIGHT = 1_000_000
 

@@ -6,15 +6,16 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.generate import client_of, state_of
+from loraplex.cli.generate import client_of, state_of, status_object
 from loraplex.cli.output import print_json, table_lines
 from loraplex.cli.parsing import add_command, add_connection, count, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from loraplex.api.load import ModelLoad, RecentLoad
     from loraplex.cli.keyboard import Keyboard
-    from loraplex.generation import ModelLoad, RecentLoad, Status, WorkerStatus
+    from loraplex.client.generation import Status, WorkerStatus
 
 SHOW_FROM_TOP, CLEAR_REST = "\x1b[H", "\x1b[J"
 CLEAR_LINE = "\x1b[K"
@@ -66,7 +67,7 @@ async def _top(args: argparse.Namespace) -> None:
                 num_shown += 1
                 size = shutil.get_terminal_size()
                 if args.json:
-                    print_json(status)
+                    print_json(status_object(status))
                 elif sys.stdout.isatty():
                     _draw(screen(status, key, size.columns, size.lines - 1))
                 else:
@@ -134,17 +135,17 @@ def _rates(recent: RecentLoad) -> list[str]:
 
 def _workers(workers: tuple[WorkerStatus, ...], num_lines: int) -> list[str]:
     """The busiest workers, those that are away first."""
-    order = sorted(workers, key=lambda w: (w.connected and w.ready, -w.running_requests))
+    order = sorted(workers, key=lambda w: (w.connected and w.ready, -w.load.running_requests))
     shown = order if len(order) < num_lines else order[: num_lines - 2]
     rows = [
         (
             worker.worker_id or worker.address,
             state_of(worker),
-            str(worker.running_requests),
-            str(worker.waiting_requests),
-            _share(worker.total_blocks - worker.free_blocks, worker.total_blocks),
+            str(worker.load.running_requests),
+            str(worker.load.waiting_requests),
+            _share(worker.load.total_blocks - worker.load.free_blocks, worker.load.total_blocks),
             str(worker.num_adapters_on_device),
-            _time(worker.step_s),
+            _time(worker.load.step_s),
         )
         for worker in shown
     ]

@@ -11,7 +11,7 @@ from loraplex.cli.parsing import add_command, add_connection
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.types import UsageEntry
+    from loraplex.api.registry import UsageEntry
 
 _COUNTERS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens")
 

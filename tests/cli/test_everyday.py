@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.settings import unknown_variables
+from loraplex.client.settings import unknown_variables
 from loraplex_services.common.variables import known_names
 from tests.cli.conftest import DEMO
 

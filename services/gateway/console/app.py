@@ -17,6 +17,7 @@ from loraplex_services.gateway.console import state
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.view import no_worker_reason
 
 MAX_LISTED = 500
 _TYPES = {

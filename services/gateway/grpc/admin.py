@@ -9,25 +9,22 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.residency import Tier
+from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
-from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.pipeline.recent import RecentLoad, RecentRequests
+from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.routing.router import rendezvous_order
 from loraplex_services.gateway.workers.fleet import Fleet
-from loraplex_services.gateway.workers.view import (
-    AdapterResidency,
-    Tier,
-    WorkerView,
-    no_worker_reason,
-)
+from loraplex_services.gateway.workers.view import WorkerView, no_worker_reason
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
@@ -70,7 +67,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             num_adapters=self._resolver.snapshot.num_adapters,
             running_requests=self._controller.num_running,
             queued_requests=self._controller.num_waiting,
-            recent=_recent_load(self._recent.load()) if shows_load else None,
+            recent=recent_load_to_proto(self._recent.load()) if shows_load else None,
         )
 
     def _labels(self) -> ShownLabels:
@@ -118,7 +115,6 @@ class ShownLabels:
 
 def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
     """State of one worker; with `labels` also the adapters that it holds and the caller may see."""
-    load = view.load
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",
         address=view.address,
@@ -126,63 +122,15 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         connected=view.connected,
         ready=view.ready,
         draining=view.draining,
-        load=worker_pb2.WorkerLoad(
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            queued_tokens=load.queued_tokens,
-            free_blocks=load.free_blocks,
-            total_blocks=load.total_blocks,
-            step_s=load.step_s,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            max_distinct_adapters=load.max_distinct_adapters,
-            steps=load.steps,
-            max_running_requests=load.max_running_requests,
-            full=load.is_full,
-        ),
+        load=load_to_proto(view.load),
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
     )
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]
-        state.adapters.extend(_resident(r, labels.names.get(r.digest, "")) for r in held)
+        for residency in held:
+            ref = labels.names.get(residency.digest, "")
+            state.adapters.add(ref=ref, residency=residency_to_proto(residency))
     return state
-
-
-def _recent_load(load: RecentLoad) -> admin_pb2.RecentLoad:
-    models = [
-        admin_pb2.ModelLoad(
-            model=each.model,
-            requests=each.requests,
-            errors=each.errors,
-            generated_tokens=each.generated_tokens,
-        )
-        for each in load.models
-    ]
-    return admin_pb2.RecentLoad(
-        window_s=load.window_s,
-        requests=load.requests,
-        failures=load.failures,
-        prompt_tokens=load.prompt_tokens,
-        generated_tokens=load.generated_tokens,
-        first_token_p50_s=load.first_token_s[0],
-        first_token_p95_s=load.first_token_s[1],
-        duration_p50_s=load.duration_s[0],
-        duration_p95_s=load.duration_s[1],
-        models=models,
-    )
-
-
-def _resident(residency: AdapterResidency, label: str) -> admin_pb2.ResidentAdapter:
-    return admin_pb2.ResidentAdapter(
-        ref=label,
-        residency=worker_pb2.AdapterResidency(
-            digest=residency.digest,
-            tier=worker_pb2.AdapterTier.Name(residency.tier),
-            max_rank=residency.max_rank,
-            device_bytes=residency.device_bytes,
-            pinned=residency.pinned,
-            running_requests=residency.running_requests,
-        ),
-    )
 
 
 def service(servicer: AdminServicer) -> grpc_server.Service:

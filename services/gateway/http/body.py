@@ -131,7 +131,7 @@ class Body:
             raise bad_type(self._prefix + name, value, "a string or a list of strings")
         return tuple(items)
 
-    def bias(self, name: str) -> tuple[tuple[int, float], ...]:
+    def bias(self, name: str) -> dict[int, float]:
         """An object from token id to number."""
         value = self._left.pop(name, {})
         if not isinstance(value, dict):
@@ -142,7 +142,10 @@ class Body:
                 raise InvalidRequest.field(
                     self._prefix + name, shown, f"the key {shown!r} is not a token id"
                 )
-        return tuple((int(key), _float(self._prefix + name, bias)) for key, bias in value.items())
+        biases = {int(key): _float(self._prefix + name, bias) for key, bias in value.items()}
+        if len(biases) < len(value):
+            raise InvalidRequest.field(self._prefix + name, "", "names a token twice")
+        return biases
 
     def raw(self, name: str) -> Any:
         """A field of any type; None if absent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from loraplex_services.gateway.http.body import Body, bad_type
@@ -13,10 +14,8 @@ from loraplex_services.gateway.http.prompts import parse_conversation, parse_pro
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.request import (
     AskedAdapter,
-    AskedSampling,
     ChatPrompt,
     GenerateCall,
-    Grammar,
     Prompt,
     beginning_hash,
 )
@@ -101,7 +100,7 @@ def _call(
     fields: dict[str, Any],
     origin: Origin,
     prompts: list[Prompt],
-    asked: AskedSampling,
+    asked: Sampling,
     *,
     is_chat: bool,
     must_call: bool = False,
@@ -167,8 +166,8 @@ def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Gra
     return (None, "tools") if grammar is None or must_call else (grammar, name)
 
 
-def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
-    return AskedSampling(
+def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    return Sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens"),
         temperature=body.number("temperature"),

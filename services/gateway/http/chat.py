@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loraplex.api.output import FinishReason
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
@@ -13,7 +14,7 @@ from loraplex_services.gateway.http.formatting import (
 )
 from loraplex_services.gateway.http.logprobs import chat_logprobs
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import FinishReason, TextDelta
+from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.tools.answer import AnswerParser
 from loraplex_services.gateway.tools.reader import Delta, ToolCall

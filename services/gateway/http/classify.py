@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.api.pooling import Pooling
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Pooled
 from loraplex_services.gateway.pipeline.scoring import PromptScore
-from loraplex_services.gateway.request import GenerateCall, Pooling
+from loraplex_services.gateway.request import GenerateCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ def _message(message: Any, index: int) -> dict[str, object]:
         raise bad_type(f"{field}.role", message.get("role"), "a string")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text_part(part, f"{field}.content") for part in content)
+        parts = enumerate(content)
+        content = "".join(_text_part(part, f"{field}.content[{i}]") for i, part in parts)
     if content is not None and not isinstance(content, str):
         raise bad_type(f"{field}.content", content, "a string or a list of text parts")
     if content is None and not message.get("tool_calls"):
@@ -101,4 +102,7 @@ def _message(message: Any, index: int) -> dict[str, object]:
 def _text_part(part: Any, field: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise Unsupported.field(field, "", "only parts of type text are served")
+    kind = part.get("type") if isinstance(part, dict) else None
+    named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
+    description = f"{named}, but only parts of type text are served; send no images, audio or files"
+    raise Unsupported.field(field, "", description)

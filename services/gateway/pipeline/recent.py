@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex_services.gateway.event_loop import now_s
 
 WINDOW_S = 60.0
@@ -32,34 +33,6 @@ class Ended:
     def is_failure(self) -> bool:
         """Neither served nor given up by its client."""
         return self.outcome not in (OK, CANCELLED)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    """The part of one model."""
-
-    model: str
-    requests: int
-    errors: int
-    generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecentLoad:
-    """A summary of the window."""
-
-    window_s: float
-    requests: int
-    failures: dict[str, int]
-    """By reason."""
-    prompt_tokens: int
-    generated_tokens: int
-    first_token_s: tuple[float, float]
-    """Median and 95th percentile; 0 where there were none."""
-    duration_s: tuple[float, float]
-    """The same, of requests that were served."""
-    models: tuple[ModelLoad, ...]
-    """Those with most generated tokens first."""
 
 
 class RecentRequests:
@@ -97,14 +70,18 @@ class RecentRequests:
         while self._first_tokens and self._first_tokens[0][0] < from_s:
             self._first_tokens.popleft()
         ended = list(self._ended)
+        first_tokens = _percentiles([seconds for _, seconds in self._first_tokens])
+        durations = _percentiles([e.duration_s for e in ended if e.outcome == OK])
         return RecentLoad(
             window_s=self._now() - from_s,
             requests=len(ended),
             failures=dict(Counter(entry.outcome for entry in ended if entry.is_failure)),
             prompt_tokens=sum(entry.prompt_tokens for entry in ended),
             generated_tokens=sum(entry.generated_tokens for entry in ended),
-            first_token_s=_percentiles([seconds for _, seconds in self._first_tokens]),
-            duration_s=_percentiles([e.duration_s for e in ended if e.outcome == OK]),
+            first_token_p50_s=first_tokens[0],
+            first_token_p95_s=first_tokens[1],
+            duration_p50_s=durations[0],
+            duration_p95_s=durations[1],
             models=_models(ended),
         )
 

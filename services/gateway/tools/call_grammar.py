@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from loraplex_services.gateway.request import Grammar
+from loraplex.api.sampling import Grammar
 from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
 from loraplex_services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
@@ -56,7 +56,7 @@ def call_grammar(
         return answer
     else:
         start = writer.free() if answer is None else writer.or_answer(answer)
-    return Grammar("ebnf", (start + _RULES + "\n".join(writer.rules) + "\n",))
+    return Grammar(ebnf=start + _RULES + "\n".join(writer.rules) + "\n")
 
 
 class _Writer:

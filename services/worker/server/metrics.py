@@ -9,11 +9,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from loraplex.api.output import Timings
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.worker.server.sessions import LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
-from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from loraplex_services.worker.types.request import FinishReason
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.messages import StepOutput, TokenOutput
 
 MAX_ADAPTER_LABELS = 100
 """Adapters shown one by one; the others are counted together."""
@@ -104,9 +104,10 @@ _layer_stall_s = Gauge(
 _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
 
-def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int) -> None:
-    """Take over what the engine says of itself."""
-    for copy_s in copies_s:
+def observe_load(output: StepOutput, num_sessions: int) -> None:
+    """Take over what the engine reports about itself."""
+    load = output.load
+    for copy_s in output.copies_s:
         _adapter_load.observe(copy_s)
     _running.set(load.running_requests)
     _waiting.set(load.waiting_requests)
@@ -116,7 +117,7 @@ def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int)
     _step_s.set(load.step_s)
     _max_distinct.set(load.max_distinct_adapters)
     _free_blocks.set(load.free_blocks)
-    _layer_stall_s.set(load.layer_stall_s)
+    _layer_stall_s.set(output.layer_stall_s)
 
 
 def observe_preemptions(before: int, now: int) -> None:
@@ -154,14 +155,15 @@ def _observe_output(request: LiveRequest, output: TokenOutput, now: float) -> No
     if output.finish_reason:
         _observe_end(request, output, now - request.first_token_s)
         _whole.observe(now - request.arrival_s)
-        count_end(FinishReason(output.finish_reason).name.lower())
+        count_end(output.finish_reason)
 
 
 def _observe_end(request: LiveRequest, output: TokenOutput, decode_s: float) -> None:
-    _queue.observe(output.queue_s)
-    _prefill.observe(output.prefill_s)
+    timings = output.timings or Timings()
+    _queue.observe(timings.queue_s)
+    _prefill.observe(timings.prefill_s)
     _decode.observe(decode_s)
-    _inference.observe(output.prefill_s + decode_s)
+    _inference.observe(timings.prefill_s + decode_s)
     _prompt_length.observe(request.num_prompt)
     _output_length.observe(request.num_output)
     if request.num_output > 1:
@@ -222,7 +224,7 @@ class AdapterCollector(Collector):
         yield _gauge("vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras)
         yield self._requests_info(adapters)
 
-    def _requests_info(self, adapters: list[Residency]) -> GaugeMetricFamily:
+    def _requests_info(self, adapters: list[AdapterResidency]) -> GaugeMetricFamily:
         running = sorted(a.digest for a in adapters if a.running_requests)[:MAX_ADAPTER_LABELS]
         waiting = sorted(a.digest for a in adapters if a.tier == Tier.LOADING)
         info = GaugeMetricFamily(

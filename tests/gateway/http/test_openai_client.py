@@ -64,7 +64,7 @@ async def test_continuous_usage_is_in_every_chunk_and_grows_with_it(
     fields: dict[str, Any] = {"model": "base", "stream": True, "stream_options": options}
     if is_chat:
         messages = [{"role": "user", "content": "hi"}]
-        stream = await client.chat.completions.create(messages=messages, **fields)
+        stream: Any = await client.chat.completions.create(messages=messages, **fields)
     else:
         stream = await client.completions.create(prompt="hi", max_tokens=64, **fields)
     *chunks, last = [chunk async for chunk in stream]
@@ -111,6 +111,26 @@ async def test_chat_renders_the_template_without_special_tokens(stack: Stack) ->
     assert answer.choices[0].message.content is not None
     assert answer.choices[0].message.content.endswith("😀")
     assert sent.sampling.max_tokens == 512 - len(sent.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    ],
+)
+async def test_image_and_audio_parts_are_refused_by_name(stack: Stack, part: Any) -> None:
+    await stack.start()
+    content = [{"type": "text", "text": "what is this?"}, part]
+    with pytest.raises(openai.BadRequestError) as error:
+        await stack.openai().chat.completions.create(
+            model="base", messages=[{"role": "user", "content": content}]
+        )
+    assert error.value.status_code == 400
+    assert error.value.param == "messages[0].content[1]"
+    assert part["type"] in error.value.message
+    assert stack.workers[0].requests == []
 
 
 async def test_chat_stream_opens_with_the_role(stack: Stack) -> None:

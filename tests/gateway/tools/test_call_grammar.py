@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex_services.gateway.request import Grammar
+from loraplex.api.sampling import Grammar
 from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 from loraplex_services.gateway.tools.readers import reader_of
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from loraplex_services.worker.types.request import Grammar as WorkerGrammar
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 PARAMETERS = {
@@ -32,7 +31,7 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now"}}
-ANSWER = Grammar("json_schema", (json.dumps({"type": "object", "required": ["x"]}),))
+ANSWER = Grammar(json_schema=json.dumps({"type": "object", "required": ["x"]}))
 ROME = {"city": 'Rom"a, <é>', "days": 2, "unit": "F", "sun/rain": None}
 
 CODER = (
@@ -108,7 +107,7 @@ class Judge:
         grammar = call_grammar(style, use, answer, self._added_id, is_thinking=is_thinking)
         assert grammar is not None
         vocabulary = read_vocabulary(path, size, [EOS_ID])
-        self._matcher = compile_grammar(WorkerGrammar(grammar.form, grammar.texts), vocabulary)
+        self._matcher = compile_grammar(grammar, vocabulary)
 
     def __call__(self, text: str) -> bool:
         matcher = self._matcher.deep_copy()
