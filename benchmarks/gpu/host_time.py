@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -50,7 +51,7 @@ from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16

@@ -16,9 +16,9 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loraplex.convert import geometry_to_proto
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry.records import BaseRecord
 

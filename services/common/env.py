@@ -183,7 +183,7 @@ REASONING: Knob[str] = Knob(
     choice("auto", "think", "none"),
     "auto",
     "gateway",
-    "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
+    "Split `<think>` off into reasoning; auto = where the chat template knows it.",
 )
 LORA_ROOT = path_knob(
     "LORAPLEX_LORA_ROOT",
@@ -217,8 +217,8 @@ DTYPE: Knob[str] = Knob(
     choice("auto", "float32", "bfloat16", "float16"),
     "auto",
     "up worker",
-    "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
-    "else float32.",
+    "Arithmetic of the base; auto = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 BF16 for "
+    "larger half-precision bases; else float32.",
 )
 LORA_DTYPE: Knob[str] = Knob(
     "LORAPLEX_LORA_DTYPE",
@@ -226,6 +226,13 @@ LORA_DTYPE: Knob[str] = Knob(
     "auto",
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
+)
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
@@ -291,13 +298,6 @@ POLICY: Knob[str] = Knob(
 )
 
 # Switches of LORAPLEX_DEBUG
-CPU_ISA: Switch[str] = Switch(
-    "cpu-isa",
-    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
-)
 OVERLAP: Switch[str] = Switch(
     "overlap",
     choice("auto", "on", "off"),

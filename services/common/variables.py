@@ -25,7 +25,6 @@ def known_names() -> set[str]:
 _NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
 GONE = {
     "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
-    "LORAPLEX_CPU_ISA": _NOW_A_SWITCH.format("cpu-isa"),
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
     "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; requests bring first_token_s",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
 from loraplex_services.gateway.admission.controller import Permit
@@ -19,7 +20,7 @@ from loraplex_services.simulate.gateway import Due, SimulatedGateway
 from loraplex_services.simulate.virtual_loop import VirtualLoop
 from loraplex_services.simulate.worker import SimulatedWorker
 from loraplex_services.worker.types.messages import EngineConfig, StepOutput, Submit
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 """Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""

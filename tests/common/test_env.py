@@ -114,12 +114,12 @@ def test_a_variable_that_is_no_longer_read_is_refused_with_the_way_out(name: str
 
 
 def test_switches_are_read_from_one_list() -> None:
-    environ = {"LORAPLEX_DEBUG": "cpu-isa=avx2, replace-bases ,step-timeout-s=500ms"}
+    environ = {"LORAPLEX_DEBUG": "overlap=on, replace-bases ,step-timeout-s=500ms"}
     variables.refuse_unreadable(environ)
-    assert env.CPU_ISA.read(environ) == "avx2"
     assert env.REPLACE_BASES.read(environ) is True
     assert env.STEP_TIMEOUT_S.read(environ) == 0.5
-    assert env.OVERLAP.read(environ) == env.OVERLAP.default
+    assert env.OVERLAP.read(environ) == "on"
+    assert env.PREFIX_CACHE.read(environ) == env.PREFIX_CACHE.default
 
 
 def test_of_a_repeated_switch_the_last_one_counts() -> None:
@@ -128,13 +128,13 @@ def test_of_a_repeated_switch_the_last_one_counts() -> None:
 
 
 def test_an_unknown_switch_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=r"cpu_isa.*overlap") as caught:
-        variables.refuse_unreadable({"LORAPLEX_DEBUG": "cpu_isa=avx2"})
+    with pytest.raises(InvalidRequest, match=r"over_lap.*overlap") as caught:
+        variables.refuse_unreadable({"LORAPLEX_DEBUG": "over_lap=on"})
     assert caught.value.violations[0].field == "LORAPLEX_DEBUG"
 
 
 def test_a_bad_value_of_a_switch_names_the_switch() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        env.CPU_ISA.read({"LORAPLEX_DEBUG": "cpu-isa=mmx"})
+        env.OVERLAP.read({"LORAPLEX_DEBUG": "overlap=mmx"})
     violation = caught.value.violations[0]
-    assert (violation.field, violation.value) == ("LORAPLEX_DEBUG", "cpu-isa=mmx")
+    assert (violation.field, violation.value) == ("LORAPLEX_DEBUG", "overlap=mmx")

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import (
     InvalidAdapter,
     InvalidRequest,
@@ -24,7 +25,6 @@ from loraplex.errors import (
 )
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.callers import Caller, current_caller
 from loraplex_services.common.grpc_server import RunningServer, serve, start
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.error_wire import to_status
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import to_status
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
 Script = Callable[[worker_pb2.WorkerRequest], list[int]]

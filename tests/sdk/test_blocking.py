@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from loraplex.blocking import BlockingInference, BlockingRegistry
+from loraplex.client.blocking import BlockingInference, BlockingRegistry
+from loraplex.client.settings import Credentials
 from loraplex.errors import Unavailable
-from loraplex.settings import Credentials
 from loraplex.v1 import common_pb2
 from loraplex.v1 import inference_pb2 as pb
 from tests.sdk.servers import ScriptedGateway, serving

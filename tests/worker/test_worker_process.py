@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import DataLoss, InvalidRequest, NotFound
 from loraplex.v1 import common_pb2, worker_pb2
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.objects.store import blob_key
 from loraplex_services.worker.server.engine_client import MAX_FAILED_STARTS
 from tests.worker import tiny

@@ -19,9 +19,9 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.api.error_wire import from_detail
 from loraplex.errors import LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import from_detail
 from loraplex_services.common.objects.opening import open_store
 from tests.worker import tiny
 

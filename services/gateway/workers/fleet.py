@@ -136,7 +136,7 @@ class Fleet:
                 host, int(port), type=socket.SOCK_STREAM
             )
         except OSError as error:
-            logger.warning("DNS look-up failed", extra={"name": name, "error": str(error)})
+            logger.warning("DNS look-up failed", extra={"host": name, "error": str(error)})
             return [address for address in self._links if address not in self._static]
         addresses = sorted({_address(info[4][0], int(port)) for info in infos})
         self._name_of |= dict.fromkeys(addresses, host)

@@ -108,7 +108,7 @@ class PackedLinear:
 
 
 class TiledLinear:
-    """A bfloat16 base weight in the order that AMX reads."""
+    """A bfloat16 base weight in tiles, as bfloat16 dot products read it."""
 
     def __init__(self, native: Native, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape

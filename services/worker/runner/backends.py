@@ -13,7 +13,7 @@ from loraplex_services.worker.runner.numerics import set_threads
 
 REFUSALS = {
     "triton": "Triton kernels need the device cuda",
-    "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a cpu-isa "
+    "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a LORAPLEX_CPU_ISA "
     "other than torch",
 }
 """Why a backend that exists cannot compute here."""

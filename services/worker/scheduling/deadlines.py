@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loraplex.api.residency import Tier
 from loraplex.errors import DeadlineExceeded, LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
@@ -20,7 +21,6 @@ from loraplex_services.worker.scheduling.early_abort import (
 from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.residency import Tier
 
 
 class Deadlines:
@@ -88,7 +88,7 @@ class Deadlines:
         outlook = Outlook(
             num_tokens=request.num_pending,
             num_copies=sum(tier < Tier.DEVICE for tier in tiers),
-            fetched_for_s=now - request.arrival_s if Tier.GONE in tiers else None,
+            fetched_for_s=now - request.arrival_s if Tier.NONE in tiers else None,
         )
         is_contended = len(self._running) + len(self._waiting) > 1
         latest_s = latest_start_s(due_s, outlook, self.times, is_contended)

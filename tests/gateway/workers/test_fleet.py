@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.v1 import worker_pb2
 from loraplex_services.common.grpc_channels import channel_opener
 from loraplex_services.common.tls import TlsFiles
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.link import updated
-from loraplex_services.gateway.workers.view import Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
@@ -93,6 +94,15 @@ async def test_certificates_of_workers_found_by_name_contain_the_name(
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await server.stop(None)
+
+
+async def test_a_name_that_is_unknown_yet_is_looked_up_again(pool: TemplatePool) -> None:
+    fleet = Fleet(["dns:nowhere.invalid:1"], "g0", pool, base_seen=lambda _: None)
+    running = asyncio.create_task(fleet.run())
+    _, pending = await asyncio.wait([running], timeout=2)
+    assert pending, running.exception()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_worker_that_returns_with_another_context_is_taken_as_it_is(stack: Stack) -> None:

@@ -14,10 +14,10 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry.index.metadata_server import find_binary
 from tests.certificates import Authority

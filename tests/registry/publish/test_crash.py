@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common.objects import open_store
 from loraplex_services.registry import layout
 from loraplex_services.registry.maintenance.gc import Collector

@@ -19,7 +19,7 @@ def test_the_environment_forces_an_instruction_set_and_the_log_says_so(
 ):
     if isa != TORCH:
         native(isa)  # skips without a compiler
-    monkeypatch.setenv("LORAPLEX_DEBUG", f"cpu-isa={isa}")
+    monkeypatch.setenv("LORAPLEX_CPU_ISA", isa)
     caplog.set_level(logging.INFO)
     build_engine(make_config(model_dir=str(write_base(tmp_path / "base")), arena_bytes=ARENA_BYTES))
     assert [m for m in caplog.messages if m.startswith("cpu kernels")][-1] == f"cpu kernels: {isa}"

@@ -83,7 +83,9 @@ def tiled(compiled):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 31, 32, 33, 300])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64), (960, 576)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (5, 7), (33, 100), (200, 64), (960, 576), (70, 4200)], ids=str
+)
 def test_a_product_on_tiles_equals_torch(tiled, shape, num_rows, dtype):
     torch.manual_seed(0)
     weight = (torch.randn(shape) / shape[1] ** 0.5).bfloat16()

@@ -31,7 +31,7 @@ def test_a_gpu_computes_with_triton_by_default_and_by_name():
 @pytest.mark.parametrize(
     ("device", "dtype", "isa", "backend", "reason"),
     [
-        (CPU, torch.float32, TORCH, "cpu", "cpu-isa"),
+        (CPU, torch.float32, TORCH, "cpu", "LORAPLEX_CPU_ISA"),
         (CPU, torch.float16, "auto", "cpu", "float32 or bfloat16"),
         (CUDA, torch.float32, "auto", "cpu", "device cpu"),
         (CPU, torch.float32, "auto", "flashinfer", "vanilla"),

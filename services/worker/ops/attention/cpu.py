@@ -1,6 +1,7 @@
 """Attention in C++: ragged, paged, contexts and generations alike.
 
-`native/src/attention_tiles.cpp` in bfloat16 on AMX, `native/src/attention.cpp` elsewhere.
+`native/src/attention_tiles.cpp` in bfloat16 where the library has dot products of it,
+`native/src/attention.cpp` elsewhere.
 """
 
 from __future__ import annotations

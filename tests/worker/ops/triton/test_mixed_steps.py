@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base

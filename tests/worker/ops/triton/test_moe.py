@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.lora_linear import LoraLinear
@@ -23,7 +24,7 @@ from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.common import write_base
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 from tests.worker.ops.triton.conftest import INTERPRETING
 
