@@ -161,7 +161,7 @@ class LayerAttention:
 
 
 @dataclass(slots=True)
-class Segment:
+class GraphSegment:
     """A part of the forward pass without attention, and the attention that follows it."""
 
     graph: Graph | None = None
@@ -177,7 +177,7 @@ class MixedGraph:
     """The segments of one size and set of sites. Implements `cuda_graphs.CapturedStep`."""
 
     inputs: MixedInputs
-    segments: Sequence[Segment]
+    segments: Sequence[GraphSegment]
     batch: ForwardBatch
     """Kept for its workspaces, whose addresses the graphs hold."""
     hidden: Tensor
@@ -215,7 +215,7 @@ class SegmentRecorder:
     def __init__(self, inputs: MixedInputs, size: int) -> None:
         self._inputs = inputs
         self.size = size
-        self.segments = [Segment()]
+        self.segments = [GraphSegment()]
 
     def wait(self, site_id: int) -> None:
         """The segment reads adapters at a site."""
@@ -249,7 +249,7 @@ class SegmentRecorder:
         torch.cat((q, k, v), dim=1, out=qkv)
         self.end_segment()
         self.segments[-1].attention = LayerAttention(backend, qkv, widths, cos_sin)
-        self.segments.append(Segment())
+        self.segments.append(GraphSegment())
         self.begin_segment()
         return self._inputs.attended(self.size, widths[0], q)
 
