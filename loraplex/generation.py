@@ -208,6 +208,10 @@ class WorkerStatus:
     """The most adapters one step held since the worker started."""
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
+    dtype: str = ""
+    """Of its arithmetic; "" while it has never answered, or where it is older than this field."""
+    kernels: str = ""
+    """"triton", "torch", or an instruction set such as "avx512_bf16"."""
 
 
 @dataclass(frozen=True, slots=True)

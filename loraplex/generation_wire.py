@@ -192,6 +192,8 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         max_distinct_adapters=load.max_distinct_adapters,
         num_adapters_on_device=message.num_adapters_on_device,
         adapters=tuple(_resident(adapter) for adapter in message.adapters),
+        dtype=message.dtype,
+        kernels=message.kernels,
     )
 
 
