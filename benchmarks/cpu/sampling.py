@@ -21,11 +21,11 @@ from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import SHAPES, Shape, make_base, make_prompts
 from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio, timed
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.native.bindings import load_native
 from loraplex_services.worker.native.isa import half_is_fast
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
 from loraplex_services.worker.sampling.masks import limits_of
-from loraplex_services.worker.types.request import SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
