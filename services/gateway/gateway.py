@@ -187,6 +187,7 @@ class Gateway:
         if isinstance(self._rate_limit_store, RedisRateLimitStore):
             await self._rate_limit_store.close()
         await self._pool.close()
+        await self._adapter_text.close()
         if self._metrics is not None:
             await self._metrics.stop()
 

@@ -65,7 +65,7 @@ class TokenizeEndpoints:
         body.finish()
         served = await self._served(model, caller, prompt)
         try:
-            ids = await served.tokenizer.encode(prompt, served.model)
+            ids = await served.tokenizer.encode(prompt, served.model, caller.tenant)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field}) from None
         name_of = served.tokenizer.tokens.name_of
@@ -107,7 +107,7 @@ class TokenizeEndpoints:
         call = GenerateCall("", caller.tenant, model, prompt, AskedSampling())
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
+        tokenizer = await self._adapter_text.tokenizer(served, target, caller.tenant)
         return ServedBase(served.model.under(target.adapters), tokenizer)
 
 
