@@ -22,7 +22,7 @@ from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.admin import AdminService, caller_access, page_size
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.publish.inspection import check
+from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
 from loraplex_services.registry.publish.uploads import UploadSession
@@ -117,13 +117,19 @@ class RegistryService(AdminService):
             await self._registry.signatures.accepted(tenant, files, offered, access.actor)
         labels = request.options.labels
         convert.check_labels(labels, "options.labels")
-        base, report, warnings = await check(
+        wanted = Wanted(
+            caller_access().tenant,
+            request.options.base_id,
+            request.options.strict,
+            labels.get(ROPE_FIELD, ""),
+        )
+        base, report, _, warnings = await check(
             self._registry.bases,
-            complete_config(request.adapter_config_json, rope_label=labels.get(ROPE_FIELD, "")),
+            self._registry.validations,
+            complete_config(request.adapter_config_json, rope_label=wanted.rope_label),
             request.safetensors_header,
             files,
-            request.options.base_id,
-            strict=request.options.strict,
+            wanted,
         )
         return pb.ValidateAdapterResponse(
             warnings=[violation_to_proto(warning) for warning in warnings],
