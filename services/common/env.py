@@ -61,7 +61,14 @@ DRAIN_S: Knob[float] = Knob(
     "LORAPLEX_DRAIN_S", parse_seconds, 20.0, "up all", "Longest drain after SIGTERM."
 )
 AUTH: Knob[str] = Knob(
-    "LORAPLEX_AUTH", choice("off", "keys"), "off", "up registry gateway", "Who may call."
+    "LORAPLEX_AUTH", choice("off", "keys"), "off", "up registry gateway worker", "Who may call."
+)
+MAX_UNCHECKED_KEY_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_UNCHECKED_KEY_S",
+    parse_seconds,
+    24 * 3600.0,
+    "gateway",
+    "How long an API key stays valid that the registry cannot check, because it is away.",
 )
 INSECURE: Knob[bool] = Knob(
     "LORAPLEX_INSECURE",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import LoraplexError, ResourceExhausted, Unavailable
 from loraplex_services.common.job_process import FRAME, MAX_FRAME_BYTES
+from loraplex_services.common.limits import PoolLimits
 from loraplex_services.common.piped_process import start_module
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
@@ -21,25 +21,6 @@ from loraplex_services.common.tenant_slots import TenantSlots
 REFUSED_S = 30.0
 """How long a job is refused after it failed."""
 MAX_REFUSED = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """What the jobs of one pool may take."""
-
-    work: str
-    """Names the work in errors, such as "grammars"."""
-    num_processes: int
-    timeout_s: float
-    """For one job, once a process has it."""
-    max_wait_s: float = 30.0
-    """For a process, before the job begins."""
-    start_timeout_s: float = 30.0
-    """For the start of a process."""
-    keeps_processes: bool = True
-    """False ends a process after each job, which returns its memory."""
-    num_answers: int = 0
-    """Answers that are remembered by their key."""
 
 
 class JobFailed(Exception):

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.limits import HTTP_BODY
+from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.body import parse_object
 from loraplex_services.gateway.http.errors import error_body
 
@@ -56,6 +57,8 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
+        client = scope.get("client")
+        current_peer.set(peer_of_host(client[0]) if client else "")
 
         intake = _Intake(receive)
 

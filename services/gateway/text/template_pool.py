@@ -7,19 +7,19 @@ import json
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.process_pool import JobFailed, PoolLimits, ProcessPool
+from loraplex_services.common.limits import TEMPLATES, PoolLimits
+from loraplex_services.common.process_pool import JobFailed, ProcessPool
 
 MAX_TEMPLATE_CHARS = 256 << 10
 _MODULE = "loraplex_services.gateway.text.template_process"
 
 
 class TemplatePool:
-    """Renders templates; at most `size` at a time, each within `timeout_s`."""
+    """Renders templates within the limits of their processes."""
 
-    def __init__(self, size: int = 3, timeout_s: float = 2.0) -> None:
-        limits = PoolLimits("chat templates", num_processes=size, timeout_s=timeout_s)
+    def __init__(self, limits: PoolLimits = TEMPLATES) -> None:
         self._pool = ProcessPool(_MODULE, limits)
-        self._timeout_s = timeout_s
+        self._timeout_s = limits.timeout_s
 
     async def render(
         self,

@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.limits import TEMPLATES
 
-MAX_MEMORY_BYTES = 192 << 20
 MAX_OUTPUT_CHARS = 16 << 20
 
 
@@ -113,7 +113,7 @@ def _answer(job: bytes) -> bytes:
 
 def main() -> None:
     """Serve jobs until stdin closes."""
-    limit_memory(MAX_MEMORY_BYTES)
+    limit_memory(TEMPLATES.memory_bytes)
     read_setup()
     serve(_answer)
 

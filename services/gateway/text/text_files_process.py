@@ -12,18 +12,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loraplex.adapter_format.added_tokens import TOKENIZER_FILES, AddedToken, added_tokens
+from loraplex.adapter_format.added_tokens import TOKENIZER_FILES as TOKENIZER_NAMES
+from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
-from loraplex_services.common.process_pool import PoolLimits, ProcessPool
+from loraplex_services.common.limits import TOKENIZER_FILES, PoolLimits
+from loraplex_services.common.process_pool import ProcessPool
 from loraplex_services.gateway.text.chat_format import ChatFormat, chat_format
 
-MAX_MEMORY_BYTES = 640 << 20
-"""Twice what the tokenizers of today's largest vocabularies take (25 MB of JSON: 325 MB)."""
 _MODULE = "loraplex_services.gateway.text.text_files_process"
-_LIMITS = PoolLimits(
-    "tokenizer files", num_processes=1, timeout_s=20.0, max_wait_s=60.0, keeps_processes=False
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class TextFiles:
 class TextFilesReader:
     """Reads files in processes of their own, one adapter at a time."""
 
-    def __init__(self, limits: PoolLimits = _LIMITS) -> None:
+    def __init__(self, limits: PoolLimits = TOKENIZER_FILES) -> None:
         self._pool = ProcessPool(_MODULE, limits)
 
     async def read(
@@ -55,7 +52,7 @@ class TextFilesReader:
         """
         if files.keys() == {"chat_template.jinja"}:
             return TextFiles((), *_chat_of(files))  # nothing to parse
-        base = base_tokenizer if files.keys() & set(TOKENIZER_FILES) else b""
+        base = base_tokenizer if files.keys() & set(TOKENIZER_NAMES) else b""
         parts = {"": base, **files}
         head = json.dumps({name: len(content) for name, content in parts.items()}).encode()
         job = b"\n".join([head, b"".join(parts.values())])
@@ -106,7 +103,7 @@ def _chat_of(files: Mapping[str, bytes]) -> tuple[ChatFormat | None, str]:
 
 def main() -> None:
     """Serve jobs until stdin closes."""
-    limit_memory(MAX_MEMORY_BYTES)
+    limit_memory(TOKENIZER_FILES.memory_bytes)
     read_setup()
     serve(_answer)
 

@@ -118,6 +118,11 @@ class Keys:
         self._cache.drop(key_id)
         return record
 
+    def remembers(self, token: str) -> bool:
+        """Whether a key of this id was read a short time ago."""
+        match = TOKEN.fullmatch(token)
+        return match is not None and self._cache.get(match[1]) is not None
+
     async def check(self, token: str) -> Caller:
         """The caller that holds a token.
 

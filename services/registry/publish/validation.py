@@ -9,19 +9,19 @@ import msgspec
 
 from loraplex.adapter_format import Header, Report
 from loraplex.errors import InvalidAdapter, Violation
-from loraplex_services.common.process_pool import JobFailed, PoolLimits, ProcessPool
+from loraplex_services.common.limits import VALIDATIONS, PoolLimits
+from loraplex_services.common.process_pool import JobFailed, ProcessPool
 from loraplex_services.registry.publish.validation_process import Job, Outcome
 
 SMALL_BYTES = 64 << 10
 """Config and header of up to 500 tensors take milliseconds."""
-LIMITS = PoolLimits("validations", num_processes=2, timeout_s=30.0, max_wait_s=60.0)
 _MODULE = "loraplex_services.registry.publish.validation_process"
 
 
 class Validations:
     """Checks configs and headers against bases. The processes start when they are first needed."""
 
-    def __init__(self, limits: PoolLimits = LIMITS) -> None:
+    def __init__(self, limits: PoolLimits = VALIDATIONS) -> None:
         self._limits = limits
         self._pool = ProcessPool(_MODULE, limits)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="validation")

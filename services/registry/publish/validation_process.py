@@ -10,8 +10,8 @@ import msgspec
 from loraplex.adapter_format import File, Geometry, Header, Report, parse_header, validate
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.limits import VALIDATIONS
 
-MAX_MEMORY_BYTES = 288 << 20
 NICE = 5
 """The registry comes first where cores are few."""
 
@@ -66,7 +66,7 @@ def _answer(content: bytes) -> bytes:
 def main() -> None:
     """Serve jobs until stdin closes."""
     os.nice(NICE)
-    limit_memory(MAX_MEMORY_BYTES)
+    limit_memory(VALIDATIONS.memory_bytes)
     read_setup()
     serve(_answer)
 

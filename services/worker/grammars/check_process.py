@@ -18,11 +18,11 @@ from llguidance import LLTokenizer
 
 from loraplex.errors import LoraplexError
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.types.messages import WireError
 from loraplex_services.worker.types.request import Grammar
 
-MAX_MEMORY_BYTES = 3 << 29
 NICE = 5
 """The engine comes first where cores are few."""
 STACK_BYTES = 2 << 20
@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True):
 def main() -> None:
     """Answer every grammar until stdin closes: null for a good one, else why it is refused."""
     os.nice(NICE)
-    limit_memory(MAX_MEMORY_BYTES)
+    limit_memory(GRAMMARS.memory_bytes)
     setup = msgspec.json.decode(read_setup(), type=Setup)
     vocabulary: LLTokenizer | LoraplexError
     try:

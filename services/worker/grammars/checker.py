@@ -8,28 +8,20 @@ from pathlib import Path
 import msgspec
 
 from loraplex.errors import LoraplexError
-from loraplex_services.common.process_pool import JobFailed, PoolLimits, ProcessPool
+from loraplex_services.common.limits import GRAMMARS, PoolLimits
+from loraplex_services.common.process_pool import JobFailed, ProcessPool
 from loraplex_services.worker.grammars.check_process import Setup
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
 from loraplex_services.worker.types.messages import WireError
 from loraplex_services.worker.types.request import Grammar
 
-CHECK_TIMEOUT_S = 5.0
-"""For one grammar."""
-LIMITS = PoolLimits(
-    "grammars",
-    num_processes=2,
-    timeout_s=CHECK_TIMEOUT_S,
-    start_timeout_s=60.0,  # for Python and a large vocabulary
-    num_answers=1024,
-)
 _MODULE = "loraplex_services.worker.grammars.check_process"
 
 
 class GrammarChecker:
     """Says whether an engine may be given a grammar. The processes start with the first ones."""
 
-    def __init__(self, tokenizer_json: Path, limits: PoolLimits = LIMITS) -> None:
+    def __init__(self, tokenizer_json: Path, limits: PoolLimits = GRAMMARS) -> None:
         self._tokenizer_json = tokenizer_json
         self._limits = limits
         self._pool: ProcessPool | None = None

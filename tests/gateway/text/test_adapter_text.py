@@ -60,7 +60,7 @@ class Shelf:
 
 @pytest.fixture
 async def served() -> AsyncIterator[ServedBase]:
-    pool = TemplatePool(size=1)
+    pool = TemplatePool()
     yield ServedBase(MODEL, BaseTokenizer(tokenizer_files(), pool))
     await pool.close()
 
@@ -106,7 +106,7 @@ async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
 async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
     flags: dict[str, bool],
 ) -> None:
-    pool = TemplatePool(size=1)
+    pool = TemplatePool()
     theirs = byte_tokenizer()
     add = theirs.add_special_tokens if flags.get("special") else theirs.add_tokens
     add([tokenizers.AddedToken(text, normalized=False, **flags) for text in ("<x>", "<xy>")])
@@ -130,7 +130,7 @@ async def test_ids_that_the_library_cannot_give_are_left_aside(
     theirs = json.loads(json.dumps(base))
     theirs["added_tokens"].append({**base["added_tokens"][-1], "id": PAD_ID + 3, "content": "<x>"})
     own, files = ({"tokenizer.json": json.dumps(whole).encode()} for whole in (base, theirs))
-    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool(size=1)))
+    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool()))
     shelf = Shelf()
     with caplog.at_level(logging.WARNING):
         made = await opened(shelf.read).tokenizer(gapped, target(shelf.put("a:v1", files)))

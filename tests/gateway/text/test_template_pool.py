@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.limits import TEMPLATES
 from loraplex_services.gateway.text.template_pool import TemplatePool
 
 pytestmark = pytest.mark.hostile
@@ -17,7 +19,7 @@ LOOPING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TemplatePool]:
-    made = TemplatePool(size=1, timeout_s=0.3)
+    made = TemplatePool(replace(TEMPLATES, num_processes=1, timeout_s=0.3))
     yield made
     await made.close()
 
@@ -46,7 +48,7 @@ async def test_one_slow_conversation_does_not_end_the_chats_of_a_base(pool: Temp
 
 
 async def test_slow_conversations_of_one_tenant_do_not_delay_the_chats_of_another() -> None:
-    pool = TemplatePool(size=2, timeout_s=5.0)
+    pool = TemplatePool(replace(TEMPLATES, num_processes=2, timeout_s=5.0))
     try:
         await pool.render("warm", {}, tenant="acme")
         slow = [asyncio.create_task(pool.render(LOOPING, {}, tenant="globex")) for _ in range(4)]

@@ -11,7 +11,8 @@ import pytest
 
 from loraplex.adapter_format.safetensors_header import MAX_TENSORS
 from loraplex.errors import InvalidAdapter
-from loraplex_services.registry.publish.validation import LIMITS, SMALL_BYTES, Validations
+from loraplex_services.common.limits import VALIDATIONS
+from loraplex_services.registry.publish.validation import SMALL_BYTES, Validations
 from loraplex_services.registry.publish.validation_process import Job
 from tests.adapter_format.builders import good_config, good_tensors, tensor_file, tiny_geometry
 
@@ -71,7 +72,7 @@ async def test_large_headers_of_one_tenant_do_not_delay_the_validations_of_anoth
 
 
 async def test_a_header_that_takes_too_long_is_refused() -> None:
-    validations = Validations(replace(LIMITS, timeout_s=0.05))
+    validations = Validations(replace(VALIDATIONS, timeout_s=0.05))
     try:
         with pytest.raises(InvalidAdapter, match=r"takes longer than 0\.05 s"):
             await validations.check("globex", crowded())

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.common.process_pool import JobFailed
-from loraplex_services.worker.grammars.checker import CHECK_TIMEOUT_S, LIMITS, GrammarChecker
+from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
 from loraplex_services.worker.types.request import Grammar
 
@@ -102,7 +103,7 @@ def slow(number: int = 900_001) -> Grammar:
 
 @pytest.fixture
 async def impatient() -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker(TOKENIZER, replace(LIMITS, timeout_s=0.3))
+    checker = GrammarChecker(TOKENIZER, replace(GRAMMARS, timeout_s=0.3))
     yield checker
     await checker.close()
 
@@ -151,5 +152,5 @@ async def test_grammars_of_requests_that_were_cancelled_are_not_compiled(
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-    async with asyncio.timeout(CHECK_TIMEOUT_S):  # six of them would take several times as long
+    async with asyncio.timeout(GRAMMARS.timeout_s):  # six of them would take several times as long
         await checker.check(Grammar("regex", ("after",)), VOCAB, EOS, "globex")
