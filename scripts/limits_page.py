@@ -52,6 +52,10 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
+    "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
+    "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
+    "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
+    "`DEADLINE_EXCEEDED`; what arrived is kept",
     "MAX_QUEUED_JOB_BYTES_PER_TENANT": "bytes of one tenant's requests that wait to be sent to one "
     "worker; more are refused with status 429",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "

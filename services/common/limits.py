@@ -151,6 +151,12 @@ MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 64
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
+MAX_UPLOAD_STREAMS = 32
+"""Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
+MAX_UPLOAD_STREAMS_PER_TENANT = 8
+"""Of these; further ones wait until one ends."""
+MAX_UPLOAD_IDLE_S = 30
+"""Seconds without a chunk after which an upload's stream ends; what arrived is kept."""
 MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
 """Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
 MAX_CHARS_PER_TOKEN = 128

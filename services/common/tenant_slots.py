@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from loraplex.errors import ResourceExhausted
 
@@ -15,10 +17,12 @@ from loraplex.errors import ResourceExhausted
 class TenantSlots:
     """Hands out slots. Every `take` that returned needs one `give`."""
 
-    def __init__(self, num_slots: int, *, max_waiting_per_tenant: int = 256) -> None:
-        """With several slots, a tenant may hold all but one."""
+    def __init__(
+        self, num_slots: int, *, max_held: int = 0, max_waiting_per_tenant: int = 256
+    ) -> None:
+        """`max_held`: how many slots a tenant may hold; 0 = all but one, where there are more."""
         self._num_free = num_slots
-        self._most_held = max(1, num_slots - 1)
+        self._most_held = max_held or max(1, num_slots - 1)
         self._max_waiting = max_waiting_per_tenant
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -59,6 +63,15 @@ class TenantSlots:
         if not self._held[tenant]:
             del self._held[tenant]
         self._grant()
+
+    @asynccontextmanager
+    async def held(self, tenant: str, what: str) -> AsyncIterator[None]:
+        """Hold a slot meanwhile. Raises as `take` does."""
+        await self.take(tenant, what)
+        try:
+            yield
+        finally:
+            self.give(tenant)
 
     def _grant(self) -> None:
         """Give free slots to the tenants that wait, in rotation."""

@@ -99,13 +99,9 @@ class AdapterText:
             why = f"its text files have more than {MAX_TEXT_BYTES} bytes"
             return self._left_aside(key, base, label, why)
         try:
-            await self._slots.take(tenant, "tokenizer files")
-            try:
-                found = await self._reader.read(
-                    tenant, base.source, await self._read_files(label, files)
-                )
-            finally:
-                self._slots.give(tenant)
+            async with self._slots.held(tenant, "tokenizer files"):
+                contents = await self._read_files(label, files)
+                found = await self._reader.read(tenant, base.source, contents)
         except (JobFailed, LoraplexError, OSError) as error:
             why = error.message if isinstance(error, LoraplexError) else type(error).__name__
             raise Unavailable(
