@@ -56,8 +56,6 @@ COUNTS = {
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
     "`DEADLINE_EXCEEDED`; what arrived is kept",
-    "MAX_QUEUED_JOB_BYTES_PER_TENANT": "bytes of one tenant's requests that wait to be sent to one "
-    "worker; more are refused with status 429",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
     "is refused before it is tokenized",
     "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "

@@ -157,8 +157,6 @@ MAX_UPLOAD_STREAMS_PER_TENANT = 8
 """Of these; further ones wait until one ends."""
 MAX_UPLOAD_IDLE_S = 30
 """Seconds without a chunk after which an upload's stream ends; what arrived is kept."""
-MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
-"""Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
 MAX_CHARS_PER_TOKEN = 128
 """A text with more characters per token of the context is refused before it is tokenized. Tokens of
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
