@@ -45,6 +45,11 @@ async def _ask(target: Target, path: str, body: dict[str, Any]) -> None:
         writer.close()
 
 
+async def nothing(target: Target) -> None:
+    """The noise of the machine."""
+    await asyncio.sleep(1)
+
+
 async def long_texts(target: Target) -> None:
     """Texts of 7.9 MB, to be completed and to be tokenized."""
     text = "word " * (7_900_000 // 5)
@@ -187,6 +192,7 @@ async def _registry(target: Target) -> AsyncIterator[tuple[Any, Any]]:
 
 Attack = Callable[[Target], Awaitable[None]]
 ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
+    "none (noise)": ("nothing", nothing, 1, "text"),
     "gateway event loop": ("texts of 7.9 MB", long_texts, 4, "text"),
     "engine step": ("n = 16, logprobs, lowest priority number", large_batches, 16, "text"),
     "registry reads": ("lists of all versions", registry_reads, 8, "text"),
