@@ -52,6 +52,11 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
+    "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
+    "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
+    "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
+    "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "

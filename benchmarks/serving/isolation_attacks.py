@@ -226,13 +226,13 @@ def main() -> None:
     target = Target(**json.loads(sys.stdin.readline()))
 
     async def run() -> None:
-        task = asyncio.create_task(_attack(sys.argv[1], target))
+        attacking = asyncio.create_task(_attack(sys.argv[1], target))
         await asyncio.to_thread(sys.stdin.read)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        print(json.dumps(_statuses), flush=True)
+        assert not attacking.done(), attacking.exception()
+        os._exit(0)  # calls that the servers hold up do not hold up the end
 
     asyncio.run(run())
-    print(json.dumps(_statuses))
 
 
 if __name__ == "__main__":

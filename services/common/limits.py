@@ -151,6 +151,13 @@ MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 64
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
+MAX_SMALL_BODY_BYTES = 256 * KIB
+"""HTTP bodies beyond it wait for each other."""
+MAX_LARGE_BODIES = 8
+"""Large HTTP bodies that one gateway has in memory before they are parsed."""
+MAX_LARGE_BODIES_PER_TENANT = 2
+MAX_LARGE_BODY_S = 60
+"""For a large HTTP body to arrive."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8

@@ -13,7 +13,7 @@ from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import parse_conversation, parse_prompts
-from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import (
@@ -58,7 +58,7 @@ class TokenizeEndpoints:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
         prompt, field = _prompt(body)
@@ -82,7 +82,7 @@ class TokenizeEndpoints:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._served(model, caller, TokenPrompt(ids))
