@@ -27,13 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_results
-from benchmarks.serving.isolation_attacks import ATTACKS, LOOPING_ADAPTER, NUM_OWN_ADAPTERS
+from benchmarks.serving.isolation_attacks import (
+    ATTACKS,
+    LIMITED,
+    LOOPING_ADAPTER,
+    NUM_OWN_ADAPTERS,
+)
 from benchmarks.serving.isolation_traffic import Target, Waits, ordinary_traffic
 from benchmarks.serving.process_memory import PeakMemory
 from demo.stack import Stack, running_stack
 from loraplex.publishing import Publication
 from loraplex.registry_client import RegistryClient
 from loraplex.settings import Credentials
+from loraplex.types import Tenant
 
 DEMO = Path(__file__).parents[2] / "demo"
 BASE_ID = "base"
@@ -44,10 +50,12 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """Two tenants of one stack."""
+    """Tenants of one stack."""
 
     ordinary: Target
     attacker: Target
+    limited: Target
+    """Another attacker, which the operator lets run 4 sequences at a time."""
 
 
 def main() -> None:
@@ -93,9 +101,10 @@ async def _prepared(stack: Stack, admin_key: str, folder: Path) -> Tenants:
     async with RegistryClient(stack.registry, Credentials(api_key=admin_key)) as admin:
         made = [
             await admin.admin.create_key(tenant, ["reader", "publisher"])
-            for tenant in ("acme", "globex")
+            for tenant in ("acme", "globex", "initech")
         ]
-    ordinary, attacker = (_target(stack, token) for _, token in made)
+        await admin.admin.set_tenant(Tenant("initech", max_concurrent=4), ["max_concurrent"])
+    ordinary, attacker, limited = (_target(stack, token) for _, token in made)
     async with RegistryClient(stack.registry, Credentials(api_key=ordinary.key)) as client:
         await client.upload(DEMO / "adapters" / "upper", Publication("upper"))
     async with RegistryClient(stack.registry, Credentials(api_key=attacker.key)) as client:
@@ -105,7 +114,7 @@ async def _prepared(stack: Stack, admin_key: str, folder: Path) -> Tenants:
         looping = _adapter_like_upper(folder / LOOPING_ADAPTER, NUM_OWN_ADAPTERS)
         (looping / "chat_template.jinja").write_text(LOOP)
         await client.upload(looping, Publication(LOOPING_ADAPTER))
-    return Tenants(ordinary, attacker)
+    return Tenants(ordinary, attacker, limited)
 
 
 def _target(stack: Stack, key: str) -> Target:
@@ -135,7 +144,8 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
     with PeakMemory() as memory:
         for _ in range(rounds):
             alone.append(traffic())
-            with attack(resource, tenants.attacker, attacks):
+            attacker = tenants.limited if resource == LIMITED else tenants.attacker
+            with attack(resource, attacker, attacks):
                 beside.append(traffic())
     return {
         "attack": ATTACKS[resource][0],

@@ -28,6 +28,8 @@ from loraplex.v1 import registry_pb2_grpc
 
 NUM_OWN_ADAPTERS = 24
 LOOPING_ADAPTER = "looping"
+LIMITED = "engine step, limited"
+"""Attacked by a tenant with a limit of its own."""
 _numbers = itertools.count(random.SystemRandom().randrange(1 << 40))
 _MIB = 1 << 20
 _PART_BYTES = 8 * _MIB
@@ -58,14 +60,19 @@ async def long_texts(target: Target) -> None:
     await _ask(target, "/v1/completions", {"model": "base", "prompt": [text[:7000]] * 1000})
 
 
-async def large_batches(target: Target) -> None:
+async def large_batches(target: Target, num_choices: int = 16) -> None:
     """Many choices with long lists of token ids and the most urgent priority."""
     ids = list(range(250))
     body = {
-        "model": "base", "prompt": "hello", "n": 16, "max_tokens": 64, "ignore_eos": True,
+        "model": "base", "prompt": "hello", "n": num_choices, "max_tokens": 64, "ignore_eos": True,
         "temperature": 1.0, "bad_token_ids": ids[3:60], "logprobs": 5, "priority": -(1 << 31),
     }  # fmt: skip
     await _ask(target, "/v1/completions", body)
+
+
+async def small_batches(target: Target) -> None:
+    """The same with as many choices as a tenant with `max_concurrent` = 4 may run at once."""
+    await large_batches(target, 4)
 
 
 async def hard_grammars(target: Target) -> None:
@@ -195,6 +202,7 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
     "none (noise)": ("nothing", nothing, 1, "text"),
     "gateway event loop": ("texts of 7.9 MB", long_texts, 4, "text"),
     "engine step": ("n = 16, logprobs, lowest priority number", large_batches, 16, "text"),
+    LIMITED: ("the same, with max_concurrent = 4 for it", small_batches, 16, "text"),
     "registry reads": ("lists of all versions", registry_reads, 8, "text"),
     "uploads": ("parts of unfinished uploads", uploads, 64, "text"),
     "watches": ("watches, opened again", watches, 64, "text"),
