@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -33,6 +34,7 @@ LIMITED = "engine step, limited"
 _numbers = itertools.count(random.SystemRandom().randrange(1 << 40))
 _MIB = 1 << 20
 _PART_BYTES = 8 * _MIB
+_WORDS = "word " * (7_900_000 // 5)
 _statuses: Counter[str] = Counter()
 
 
@@ -54,7 +56,7 @@ async def nothing(target: Target) -> None:
 
 async def long_texts(target: Target) -> None:
     """Texts of 7.9 MB, to be completed and to be tokenized."""
-    text = "word " * (7_900_000 // 5)
+    text = _WORDS
     await _ask(target, "/v1/completions", {"model": "base", "prompt": text})
     await _ask(target, "/tokenize", {"model": "base", "prompt": text[: 500 * 100]})
     await _ask(target, "/v1/completions", {"model": "base", "prompt": [text[:7000]] * 1000})
@@ -111,6 +113,14 @@ async def registry_reads(target: Target) -> None:
 
 async def validations(target: Target) -> None:
     """Headers of 45,000 tensors."""
+    async with _registry(target) as (stub, metadata):
+        for _ in range(10):
+            with _refusals():
+                await stub.ValidateAdapter(_crowded(), metadata=metadata)
+
+
+@functools.cache
+def _crowded() -> pb.ValidateAdapterRequest:
     tensors = {
         f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {
             "dtype": "F32", "shape": [1, 1], "data_offsets": [4 * n, 4 * n + 4],
@@ -120,18 +130,14 @@ async def validations(target: Target) -> None:
     head = json.dumps(tensors).encode()
     header = len(head).to_bytes(8, "little") + head
     config = b'{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}'
+    size = len(header) + 4 * len(tensors)
     files = [
         pb.FileSpec(path="adapter_config.json", size=len(config), sha256=_sha256(config)),
-        pb.FileSpec(
-            path="adapter_model.safetensors", size=len(header) + 180_000, sha256="0" * 64
-        ),
-    ]  # fmt: skip
-    request = pb.ValidateAdapterRequest(
+        pb.FileSpec(path="adapter_model.safetensors", size=size, sha256="0" * 64),
+    ]
+    return pb.ValidateAdapterRequest(
         files=files, adapter_config_json=config, safetensors_header=header
     )
-    async with _registry(target) as (stub, metadata):
-        with _refusals():
-            await stub.ValidateAdapter(request, metadata=metadata)
 
 
 async def uploads(target: Target) -> None:
@@ -163,16 +169,22 @@ async def watches(target: Target) -> None:
 
 
 async def _parts(upload_id: str) -> AsyncIterator[pb.UploadPartRequest]:
-    chunk = os.urandom(_MIB)
+    chunk, crc32 = _chunk()
     for offset in range(0, _PART_BYTES, _MIB):
         yield pb.UploadPartRequest(
             upload_id=upload_id,
             path="adapter_model.safetensors",
             offset=offset,
             data=chunk,
-            crc32=zlib.crc32(chunk),
+            crc32=crc32,
         )
     await asyncio.sleep(5)  # holds the stream and what it has buffered
+
+
+@functools.cache
+def _chunk() -> tuple[bytes, int]:
+    data = os.urandom(_MIB)
+    return data, zlib.crc32(data)
 
 
 def _sha256(data: bytes) -> str:

@@ -238,10 +238,9 @@ class Scheduler:
         self._prefixes.check_integrity(tables)
 
     def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Not all can have the blocks that they want: the last to arrive go until the rest can.
-        True when one went."""
+        """Preempt the last to arrive until the rest has its blocks. True when one went."""
         members = {member.request.request_id: member for member in self._running.members()}
-        order = running_order(member.request for member in members.values())
+        order = running_order(self._running)
         queue = [members[request.request_id] for request in order]
         num_before = len(queue)
         index = 0
