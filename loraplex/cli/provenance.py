@@ -11,7 +11,7 @@ from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.types import AdapterVersion
+    from loraplex.api.registry import AdapterVersion
 
 
 def add(commands: Any) -> None:

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import (
     InvalidAdapter,
     InvalidRequest,
@@ -24,7 +25,6 @@ from loraplex.errors import (
 )
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.callers import Caller, current_caller
 from loraplex_services.common.grpc_server import RunningServer, serve, start
 
@@ -175,7 +175,7 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
 async def test_health_is_live_at_once_and_ready_when_told() -> None:
     running = await _running(RegistryLookup())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
 
         async def statuses() -> list[int]:
             names = ("liveness", "readiness", "", NAME)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.adapter_format import File
-from loraplex.convert import geometry_to_proto
-from loraplex.publishing import Publication
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.registry import Published
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
 from loraplex.refs import LATEST, parse_name
-from loraplex.registry_client import RegistryClient
-from loraplex.types import Published
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.redis_url import connect_redis

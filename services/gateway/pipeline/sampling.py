@@ -6,18 +6,13 @@ Every refusal names the field, shows the value and explains what to send instead
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_TOKEN_IDS_PER_FIELD
-from loraplex_services.gateway.request import (
-    AskedSampling,
-    Grammar,
-    Sampling,
-    ServedModel,
-    TextRules,
-)
+from loraplex_services.gateway.request import ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
@@ -33,7 +28,7 @@ _INT32_MAX = (1 << 31) - 1
 class ResolvedSampling:
     """All parameters of one prompt, resolved."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     text: TextRules
     num_choices: int
     echo: bool
@@ -43,7 +38,7 @@ class ResolvedSampling:
 
 
 def resolve(
-    asked: AskedSampling,
+    asked: Sampling,
     base: ServedModel,
     num_prompt_tokens: int,
     *,
@@ -68,7 +63,7 @@ def resolve(
         text=TextRules(
             _stops(asked.stop),
             asked.include_stop_str_in_output,
-            asked.skip_special_tokens,
+            asked.skip_special_tokens is not False,
             sampling.min_tokens,
         ),
         num_choices=_whole("n", asked.n, 1, 1, MAX_CHOICES),
@@ -95,14 +90,14 @@ def check_grammar(grammar: Grammar | None) -> None:
 
 
 def _sampling(
-    asked: AskedSampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
-) -> Sampling:
+    asked: Sampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
+) -> SamplingParams:
     defaults = base.default_sampling
     vocab_size = base.vocab_size
     prompt_logprobs = asked.prompt_logprobs
     if asked.echo and asked.logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = asked.logprobs
-    return Sampling(
+    return SamplingParams(
         max_tokens=max(max_tokens, 1),
         seed=_seed(asked.seed, draw_seed),
         min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
@@ -126,7 +121,7 @@ def _sampling(
 
 
 def _max_tokens(
-    asked: AskedSampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
+    asked: Sampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
 ) -> int:
     space_left = base.max_model_len - num_prompt_tokens
     given = asked.max_tokens
@@ -158,7 +153,7 @@ def _too_long(field: str, value: object, description: str) -> InvalidRequest:
     return error
 
 
-def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise _bad("stop", len(stops), f"at most {MAX_STOPS} stop strings")
     for index, stop in enumerate(stops):
@@ -167,7 +162,7 @@ def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
             raise _bad(
                 "stop", "", f"string {index} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
             )
-    return stops
+    return tuple(stops)
 
 
 def _seed(seed: int | None, draw: Callable[[], int]) -> int:
@@ -202,14 +197,11 @@ def _logprobs(field: str, value: int | None) -> int | None:
     return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
 
 
-def _logit_bias(
-    biases: tuple[tuple[int, float], ...], vocab_size: int
-) -> tuple[tuple[int, float], ...]:
-    if len(_ids("logit_bias", (token_id for token_id, _ in biases), vocab_size)) < len(biases):
-        raise _bad("logit_bias", "", "names a token twice")
-    for _, bias in biases:
+def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    _ids("logit_bias", biases, vocab_size)
+    for bias in biases.values():
         _number("logit_bias", bias, 0.0, -100.0, 100.0)
-    return biases
+    return tuple(biases.items())
 
 
 def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.types.messages import WireError
-from loraplex_services.worker.types.request import Grammar
 
 NICE = 5
 """The engine comes first where cores are few."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import GRAMMARS, PoolLimits
 from loraplex_services.common.process_pool import JobFailed, ProcessPool
 from loraplex_services.worker.grammars.check_process import Setup
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
 from loraplex_services.worker.types.messages import WireError
-from loraplex_services.worker.types.request import Grammar
 
 _MODULE = "loraplex_services.worker.grammars.check_process"
 

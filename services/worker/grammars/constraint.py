@@ -15,9 +15,10 @@ from concurrent.futures import Executor, Future
 
 from llguidance import LLMatcher, LLTokenizer
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import bad_grammar
-from loraplex_services.worker.types.request import Grammar, GrammarTokens
+from loraplex_services.worker.types.request import GrammarTokens
 
 QUICK_MASK_S = 0.001
 """Steps on GPUs take several times as long: a mask that is computed while one runs is there before

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from loraplex_services.worker.types.request import Grammar, GrammarTokens, Request
+from loraplex_services.worker.types.request import GrammarTokens, Request
 
 logger = logging.getLogger(__name__)
 

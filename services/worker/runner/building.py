@@ -11,8 +11,8 @@ import torch
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
+from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.progress import Progress
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes

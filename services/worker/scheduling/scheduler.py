@@ -70,7 +70,7 @@ class Scheduler:
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
         queues = self._waiting, self._running
-        self._deadlines = Deadlines(cache, prefixes, queues, limits.first_token_s)
+        self._deadlines = Deadlines(cache, prefixes, queues)
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0

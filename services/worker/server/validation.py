@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
 from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
 from loraplex_services.worker.types.messages import Submit
-from loraplex_services.worker.types.request import GrammarTokens, Pooling, SamplingParams
+from loraplex_services.worker.types.request import GrammarTokens
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loraplex.api.residency import Tier
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-
-
-class Tier(enum.IntEnum):
-    """How far an adapter has come; numbers equal the wire enum."""
-
-    GONE = 0
-    DISK = 1
-    LOADING = 2
-    DEVICE = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from loraplex.api.error_wire import to_detail
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import common_pb2, worker_pb2
-from loraplex.wire_errors import to_detail
 from loraplex_services.worker.scheduling.policies import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unavailable
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.common.grpc_channels import channel_opener
 from loraplex_services.common.service_token import ServiceAuth

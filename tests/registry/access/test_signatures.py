@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from loraplex.api.registry import Tenant
 from loraplex.errors import PermissionDenied
 from loraplex.signing import public_pem
-from loraplex.types import Tenant
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from tests.registry.conftest import Door

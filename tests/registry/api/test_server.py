@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.convert import geometry_to_proto
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import (
     AlreadyExists,
     Blocked,
@@ -19,8 +21,6 @@ from loraplex.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common import grpc_server
 from loraplex_services.registry import layout

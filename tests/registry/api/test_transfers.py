@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from loraplex.client.publishing import Publication
 from loraplex.errors import DataLoss, InvalidAdapter
-from loraplex.publishing import Publication
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import layout
 from tests.registry.conftest import Door

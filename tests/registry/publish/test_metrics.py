@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -37,7 +38,7 @@ async def test_uploads_are_counted_by_how_they_ended(door: Door, tmp_path: Path)
 
 async def test_watches_are_counted_while_they_are_open(door: Door) -> None:
     before = _value("watchers")
-    changes = door.client.watch()
+    changes: Any = door.client.watch()
     await anext(changes)
     assert _value("watchers") == before + 1
     await changes.aclose()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_format import parse_config, parse_manifest
+from loraplex.client.publishing import Publication
 from loraplex.errors import InvalidAdapter, InvalidRequest
-from loraplex.publishing import Publication
 from loraplex_services.registry import layout
 from tests.registry.conftest import Door
 from tests.registry.house import adapter_files, write_folder

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
     FIRST_COME,
@@ -18,7 +19,7 @@ from loraplex_services.worker.scheduling.policies import (
     fair,
     running_order,
 )
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 
 
 def make_request(name: str, arrival_s: float, digest: str = "", **fields: object) -> Request:
