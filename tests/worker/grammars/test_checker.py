@@ -96,7 +96,7 @@ async def test_a_base_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 def slow(number: int = 900_001) -> Grammar:
     """A schema of a few bytes that takes seconds to compile."""
-    return Grammar("json_schema", (json.dumps({"type": "integer", "multipleOf": number}),))
+    return Grammar(json_schema=json.dumps({"type": "integer", "multipleOf": number}))
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ async def test_hard_grammars_of_one_tenant_do_not_delay_the_grammars_of_another(
     ]
     await asyncio.sleep(0)
     for word in ("one", "two", "three"):
-        await checker.check(Grammar("regex", (word,)), VOCAB, EOS, "acme")
+        await checker.check(Grammar(regex=word), VOCAB, EOS, "acme")
     assert not any(task.done() for task in hard)
     for task in hard:
         task.cancel()
@@ -151,4 +151,4 @@ async def test_grammars_of_requests_that_were_cancelled_are_not_compiled(
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
     async with asyncio.timeout(GRAMMARS.timeout_s):  # six of them would take several times as long
-        await checker.check(Grammar("regex", ("after",)), VOCAB, EOS, "globex")
+        await checker.check(Grammar(regex="after"), VOCAB, EOS, "globex")
