@@ -81,8 +81,15 @@ AUTH: Knob[str] = Knob(
     "LORAPLEX_AUTH",
     choice("off", "keys"),
     "off",
-    "up registry gateway",
+    "up registry gateway worker",
     "keys = callers need an API key.",
+)
+MAX_UNCHECKED_KEY_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_UNCHECKED_KEY_S",
+    parse_seconds,
+    24 * 3600.0,
+    "gateway",
+    "How long an API key stays valid that the registry cannot check, because it is away.",
 )
 ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
