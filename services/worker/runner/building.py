@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ from loraplex_services.worker.types.runner_protocol import ModelInfo
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
 
+logger = logging.getLogger(__name__)
+
 
 def build_runner(
     model_dir: Path,
@@ -83,6 +86,7 @@ def build_runner(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes)
@@ -230,6 +234,7 @@ def _model_info(
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
+        kernels=operators.name.removeprefix("native-"),
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

@@ -35,7 +35,7 @@ STRIPPING = (
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TemplatePool]:
-    made = TemplatePool(size=1, timeout_s=2.0)
+    made = TemplatePool()
     yield made
     await made.close()
 
@@ -72,7 +72,7 @@ async def test_texts_are_truncated_as_transformers_does(
         text or "x", truncation=True, max_length=max_tokens, add_special_tokens=add_special
     )["input_ids"]
     ours = await BaseTokenizer(files, pool).encode(
-        TextPrompt(text or "x", add_special), BASE, Truncation(max_tokens, keeps_end)
+        TextPrompt(text or "x", add_special), BASE, truncation=Truncation(max_tokens, keeps_end)
     )
     assert list(ours) == expected
 
@@ -80,9 +80,14 @@ async def test_texts_are_truncated_as_transformers_does(
 async def test_token_ids_are_cut_at_the_same_side(pool: TemplatePool, tmp_path: Path) -> None:
     tokenizer = BaseTokenizer(_files(tmp_path, CHATML)[0], pool)
     prompt = TokenPrompt((1, 2, 3, 4))
-    assert await tokenizer.encode(prompt, BASE, Truncation(2, keeps_end=True)) == (3, 4)
-    assert await tokenizer.encode(prompt, BASE, Truncation(2, keeps_end=False)) == (1, 2)
-    assert await tokenizer.encode(prompt, BASE, Truncation(9, keeps_end=True)) == (1, 2, 3, 4)
+    assert await tokenizer.encode(prompt, BASE, truncation=Truncation(2, keeps_end=True)) == (3, 4)
+    assert await tokenizer.encode(prompt, BASE, truncation=Truncation(2, keeps_end=False)) == (1, 2)
+    assert await tokenizer.encode(prompt, BASE, truncation=Truncation(9, keeps_end=True)) == (
+        1,
+        2,
+        3,
+        4,
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, STRIPPING])
