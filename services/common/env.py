@@ -335,7 +335,13 @@ STEP_TRACE: Knob[Path | None] = path_knob(
     "LORAPLEX_STEP_TRACE", "worker", "File that gets a line for each step, to fit a simulation."
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+    
+    "LORAPLEX_TENSOR_PARALLEL",
+    whole(1),
+    1,
+    "up worker",
+    "Ranks of one machine that divide a base; must divide its heads.",
+
 )
 
 ALL_KNOBS: tuple[Knob[object], ...] = tuple(

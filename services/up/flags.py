@@ -230,7 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for flag in UNSUPPORTED:
         parser.add_argument(flag, help=argparse.SUPPRESS)
-    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that share a model (1)")
+    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")
     parser.add_argument("--drain-s", metavar="SECONDS", help="longest drain (20)")
     parser.add_argument("--insecure", action="store_true", help="allow --host without keys")
     return parser

@@ -59,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     first_token_s: float | None = None
     """The longest that a first token may take; see `SchedulerLimits`."""
+    tensor_parallel: int = 1
+    """Ranks that share the base, each a process; the engine process is rank 0."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
