@@ -334,14 +334,19 @@ STEP_TIMEOUT_S: Knob[float] = Knob(
 STEP_TRACE: Knob[Path | None] = path_knob(
     "LORAPLEX_STEP_TRACE", "worker", "File that gets a line for each step, to fit a simulation."
 )
+FULLY_SHARDED_LORAS: Knob[bool] = Knob(
+    "LORAPLEX_FULLY_SHARDED_LORAS",
+    parse_bool,
+    False,
+    "up worker",
+    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
+)
 TENSOR_PARALLEL: Knob[int] = Knob(
-    
     "LORAPLEX_TENSOR_PARALLEL",
     whole(1),
     1,
     "up worker",
     "Ranks of one machine that divide a base; must divide its heads.",
-
 )
 
 ALL_KNOBS: tuple[Knob[object], ...] = tuple(

@@ -54,6 +54,7 @@ class WorkerConfig:
     adapter_dtype: str
     host_cache_bytes: int
     tensor_parallel: int
+    fully_sharded_loras: bool
 
     def engine(self, model_dir: Path) -> EngineConfig:
         """The part that the engine process gets."""
@@ -77,6 +78,7 @@ class WorkerConfig:
             adapter_dtype=self.adapter_dtype,
             host_cache_bytes=self.host_cache_bytes,
             tensor_parallel=self.tensor_parallel,
+            fully_sharded_loras=self.fully_sharded_loras,
         )
 
     @property
@@ -135,6 +137,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         adapter_dtype=env.LORA_DTYPE.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),
+        fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),
     )
 
 

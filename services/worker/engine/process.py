@@ -162,6 +162,7 @@ def build_engine(config: EngineConfig) -> Engine:
         adapter_dtype=config.adapter_dtype,
         host_cache_bytes=config.host_cache_bytes,
         num_ranks=config.tensor_parallel,
+        fully_sharded_loras=config.fully_sharded_loras,
         on_rank_end=_end_as_rank,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:

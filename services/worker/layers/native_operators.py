@@ -32,6 +32,7 @@ class NativeOperators:
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         self.name = f"native-{native.isa}"
         self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
         self.native = native
         self.make_metadata: Callable[..., AttentionMetadata] = partial(
             NativeAttentionMetadata, task_queries=native.task_queries

@@ -31,6 +31,8 @@ class Operators(Protocol):
     """For logs and the numerics fingerprint."""
     ranks: Ranks
     """Those that share the base; one unless the runner is told otherwise."""
+    fully_sharded: bool
+    """Whether they divide both matrices of an adapter's pairs: see `sharded_lora`."""
 
     @property
     def make_metadata(self) -> Callable[..., AttentionMetadata]:
@@ -90,6 +92,7 @@ class TorchOperators:
 
     def __init__(self) -> None:
         self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""

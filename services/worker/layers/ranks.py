@@ -23,6 +23,10 @@ class Ranks(Protocol):
         """The sum of all ranks' x, equal bits on each of them. Mutates and returns x."""
         ...
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[ranks, *x.shape]`: every rank's x, of one shape."""
+        ...
+
     def gather(self, x: Tensor, num_columns: int) -> Tensor:
         """All ranks' columns side by side, cut to `num_columns`, on rank 0; zeros on the others.
 
@@ -45,6 +49,10 @@ class OneRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of one."""
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """One row."""
+        return x[None]
 
     def gather(self, x: Tensor, num_columns: int) -> Tensor:
         """All columns are here."""

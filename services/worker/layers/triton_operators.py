@@ -41,6 +41,7 @@ class TritonOperators:
 
     def __init__(self) -> None:
         self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
         self.lora: DeviceLora | None = None
         self.attention_kernels: AttentionKernels = TritonKernels()
         self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata

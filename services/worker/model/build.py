@@ -14,9 +14,10 @@ from loraplex_services.worker.layers.attention import SelfAttention
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
-from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
@@ -28,7 +29,7 @@ from loraplex_services.worker.types.sharding import (
     Cut,
     Shard,
     local_config,
-    padded_vocabulary,
+    padded_share,
 )
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
@@ -97,7 +98,7 @@ class Builder:
         if shard.size == 1:
             return self.weights.take(name, shape)
         rows = self.weights.take(name, shape, Window([shard.vocabulary(config.vocab_size)]))
-        missing = padded_vocabulary(config.vocab_size, shard.size) - len(rows)
+        missing = padded_share(config.vocab_size, shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
 
     def _embedding_site(self, table: Tensor) -> int:
@@ -153,7 +154,13 @@ class Builder:
         is_summed = bool(cut.inputs) and self.shard.size > 1 and not is_addend
         assert not (is_addend and has_bias), "each rank would add the bias"
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
-        return LoraLinear(site_id, base, bias, self.operators.add_lora(), sum_ranks)
+        return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks)
+
+    def _add_lora(self, cut: Cut) -> AddLora:
+        ranks = self.operators.ranks
+        if not self.operators.fully_sharded or cut is WHOLE or ranks.shard.size == 1:
+            return self.operators.add_lora()
+        return ShardedLora(ranks, is_cut_by_outputs=bool(cut.outputs))
 
     def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
         """Stacked weights, or what this rank has of them."""

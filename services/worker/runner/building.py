@@ -87,13 +87,13 @@ def build_runner(
     host_cache_bytes: int = 0,
     executors: tuple[Executor, Executor] | None = None,
     num_ranks: int = 1,
+    fully_sharded_loras: bool = False,
     rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
     on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
 ) -> TorchRunner:
-    """Load a base and allocate its arena.
+    """Load a base from a folder in Hugging Face layout and allocate its arena.
 
     Args:
-        model_dir: folder in Hugging Face layout.
         arena_bytes: for KV cache and adapters together, on each rank.
         max_lora_rank: adapters of a higher rank are refused at load.
         max_resident: adapters that may be loaded at once; slots are below it.
@@ -104,10 +104,10 @@ def build_runner(
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
         attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
         num_ranks: processes that share the base. The others are started here; `close` ends them.
+        fully_sharded_loras: divide both matrices of an adapter's pairs, not one.
         on_rank_end: called from another thread when a rank ends, with its number and exit code.
 
-    Raises: LoraplexError naming what is wrong; RankLost where a rank ended or came too late.
-    """
+    Raises: LoraplexError naming what is wrong; RankLost where a rank ended or came too late."""
     settings: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -122,19 +122,26 @@ def build_runner(
         "overlap": overlap,
         "adapter_dtype": adapter_dtype,
         "host_cache_bytes": host_cache_bytes,
+        "fully_sharded_loras": fully_sharded_loras,
     }
     if num_ranks == 1:
         return _build(model_dir, OneRank(), executors, **settings)
     check_group(model_dir, resolve_device(device), num_ranks)
     followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
-    meeting = followers.rendezvous, rendezvous_timeout_s
-    return _lead(followers, model_dir, Shard(0, num_ranks), *meeting, settings, executors)
+    return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
 
 
-def _lead(followers: Followers, *rank: Any) -> TorchRunner:
-    """Rank 0 of a group whose other ranks are starting; `rank` = arguments of `build_rank`."""
+def _lead(
+    followers: Followers,
+    model_dir: Path,
+    shard: Shard,
+    settings: Mapping[str, Any],
+    executors: tuple[Executor, Executor] | None,
+) -> TorchRunner:
+    """Rank 0 of a group whose other ranks are starting."""
+    meeting = followers.rendezvous, followers.timeout_s
     try:
-        runner, ready = build_rank(*rank)
+        runner, ready = build_rank(model_dir, shard, *meeting, settings, executors)
         followers.await_ready(ready)
     except BaseException:
         followers.close()
@@ -216,12 +223,13 @@ def _build(
     overlap: str,
     adapter_dtype: str,
     host_cache_bytes: int,
+    fully_sharded_loras: bool,
 ) -> TorchRunner:
     """One rank's part of a base; see `build_runner`."""
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
-    operators.ranks = ranks
+    operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     own = local_config(config, ranks.shard)
@@ -256,6 +264,7 @@ def _adapter_layout(
         ropes=base_ropes(model.config),
         int8=int8,
         shard=operators.ranks.shard,
+        fully_sharded=operators.fully_sharded,
     )
 
 
@@ -368,7 +377,7 @@ def _model_info(
     num_ranks = layout.shard.size
     arithmetic = operators.name + "-int8" * layout.int8
     if num_ranks > 1:  # sums have another order
-        arithmetic += f"-tp{num_ranks}"
+        arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,

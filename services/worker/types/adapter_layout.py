@@ -36,6 +36,8 @@ class AdapterLayout:
     """A and B of linears and the head become integers with a factor for each rank row."""
     shard: Shard = ONLY
     """The tensor-parallel rank that is packed for; `sites` is the table of the whole base."""
+    fully_sharded: bool = False
+    """Ranks divide both matrices of each pair, not one: see `pack.site_cuts`."""
 
     @property
     def ranks(self) -> tuple[AdapterLayout, ...]:
@@ -56,5 +58,7 @@ class AdapterLayout:
         sites = (self.sites.sites, sorted(self.sites.places.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.int8, self.max_rank)
         tokens = self.ropes.max_position_embeddings
-        parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard))
+        parts = repr(
+            (IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard, self.fully_sharded)
+        )
         return hashlib.sha256(parts.encode()).hexdigest()[:16]

@@ -61,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The longest that a first token may take; see `SchedulerLimits`."""
     tensor_parallel: int = 1
     """Ranks that share the base, each a process; the engine process is rank 0."""
+    fully_sharded_loras: bool = False
+    """Ranks divide both matrices of an adapter's pairs, not one."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

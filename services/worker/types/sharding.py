@@ -51,17 +51,23 @@ class Shard:
 
     def vocabulary(self, vocab_size: int) -> Span:
         """The token ids whose rows of the embedding and the head this rank has."""
-        share = padded_vocabulary(vocab_size, self.size)
-        return min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)
+        return share_of(vocab_size, self.rank, self.size)
 
 
 ONLY = Shard()
 """The one rank of a base that is not divided."""
 
 
-def padded_vocabulary(vocab_size: int, num_ranks: int) -> int:
-    """Rows of the embedding and of the head on every rank; the last rank's may end with zeros."""
-    return -(-vocab_size // num_ranks)
+def padded_share(num_rows: int, size: int) -> int:
+    """Rows on each rank of a table that any row divides, such as one of tokens; the last ranks'
+    may end with zeros."""
+    return -(-num_rows // size)
+
+
+def share_of(num_rows: int, rank: int, size: int) -> Span:
+    """The rows of such a table that one rank has, without the zeros."""
+    share = padded_share(num_rows, size)
+    return min(rank * share, num_rows), min((rank + 1) * share, num_rows)
 
 
 def within(spans: Sequence[Span], begin: int, end: int) -> list[Span]:

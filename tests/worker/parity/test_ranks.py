@@ -19,16 +19,26 @@ from tests.worker.parity.suite import (
 )
 
 NUM_NEW_TOKENS = 24
-ALWAYS = {("llama3-rope-tied", 2), ("gemma3", 2), ("qwen2-moe", 2), ("phi3", 2)}
-"""Tied tables, windows and head norms, experts with a shared one, fused projections."""
+ALWAYS = {
+    ("llama3-rope-tied", 2, False),
+    ("gemma3", 2, False),
+    ("qwen2-moe", 2, False),
+    ("phi3", 2, False),
+    ("llama", 2, True),
+    ("qwen2-moe", 2, True),
+}
+"""Tied tables, windows and head norms, experts with a shared one, fused projections; (base, ranks,
+whether both matrices of an adapter are divided)."""
 
 
 def _params() -> list[object]:
-    groups = [(name, num_ranks) for name in BASES for num_ranks in (2, 4)]
+    groups = [(name, size, full) for name in BASES for size in (2, 4) for full in (False, True)]
     assert set(groups) >= ALWAYS
     return [
         pytest.param(
-            group, marks=[pytest.mark.long] * (group not in ALWAYS), id=f"{group[0]}-{group[1]}"
+            group,
+            marks=[pytest.mark.long] * (group not in ALWAYS),
+            id=f"{group[0]}-{group[1]}" + "-full" * group[2],
         )
         for group in groups
     ]
@@ -36,8 +46,8 @@ def _params() -> list[object]:
 
 @pytest.fixture(scope="module", params=_params())
 def stage(request, tmp_path_factory) -> Iterator[Stage]:
-    name, num_ranks = request.param
-    stage = set_stage(name, tmp_path_factory.mktemp(name), num_ranks)
+    name, *partition = request.param
+    stage = set_stage(name, tmp_path_factory.mktemp(name), *partition)
     yield stage
     stage.driver.runner.close()
 

@@ -13,7 +13,7 @@ from loraplex_services.worker.types.sharding import (
     local_config,
     local_range,
     num_features,
-    padded_vocabulary,
+    padded_share,
     within,
 )
 from loraplex_services.worker.types.sites import LINEAR, Place, SiteTableBuilder
@@ -57,7 +57,7 @@ def test_ranks_beyond_the_key_heads_share_one():
 def test_the_vocabulary_is_divided_without_gaps(size):
     spans = [Shard(rank, size).vocabulary(311) for rank in range(size)]
     assert [i for begin, end in spans for i in range(begin, end)] == list(range(311))
-    assert all(end - begin <= padded_vocabulary(311, size) for begin, end in spans)
+    assert all(end - begin <= padded_share(311, size) for begin, end in spans)
 
 
 def test_modules_of_a_stacked_site_keep_their_order_on_a_rank():

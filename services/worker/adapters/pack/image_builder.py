@@ -18,7 +18,13 @@ from loraplex_services.worker.adapters.pack.image import (
     PackedTile,
 )
 from loraplex_services.worker.adapters.pack.image_records import with_records
-from loraplex_services.worker.adapters.pack.site_cuts import RowIds, cut_plans, local_rows
+from loraplex_services.worker.adapters.pack.site_cuts import (
+    ZEROS,
+    RowIds,
+    cut_plans,
+    divides_both,
+    local_rows,
+)
 from loraplex_services.worker.adapters.pack.site_plan import Part, Role, SitePlan
 from loraplex_services.worker.adapters.pack.tiles import TileLayout, TilePlace
 from loraplex_services.worker.adapters.pack.values import Values, itemsize
@@ -43,7 +49,7 @@ class ImageBuilder:
         """`plans`: of the whole adapter."""
         self._layout = layout
         self._row_ids = row_ids
-        self._plans = cut_plans(plans, layout.sites, layout.shard, row_ids)
+        self._plans = cut_plans(plans, layout, row_ids)
         parts = {_key(plan, part): part for plan in self._plans for part in plan.parts}
         packing = TileLayout(layout.block_bytes).pack([part.matrix for part in parts.values()])
         self._num_blocks, self._num_bytes = packing.num_blocks, packing.num_bytes
@@ -63,10 +69,10 @@ class ImageBuilder:
         """Write what the rank has of a whole value."""
         own, places = self._parts[_key(plan, part)]
         if isinstance(value, Integers):
-            num_ranks = sum(part.rank_len for part in plan.slices)
+            num_ranks = sum(own_slice.rank_len for own_slice in plan.slices)
             ones = np.ones(num_ranks, np.float32)
             factors = self._factors.setdefault(plan.site_id, ones)
-            factors[own.row_begin : own.row_begin + len(value.factors)] *= value.factors
+            factors[part.row_begin : part.row_begin + len(value.factors)] *= value.factors
             value = value.values
         value = _cut(value, own)
         self._write(value, places)
@@ -79,7 +85,9 @@ class ImageBuilder:
         sites = [self._site(plan) for plan in self._plans]
         fingerprint = self._layout.fingerprint
         index = ImageIndex(fingerprint, self._num_blocks, self._num_bytes, sites, facts)
-        index = with_records(index, self._layout.sites.on_rank(self._layout.shard))
+        layout = self._layout
+        in_torch = {site.id for site in layout.sites.sites if divides_both(site, layout)}
+        index = with_records(index, layout.sites.on_rank(layout.shard), in_torch)
         return PackedAdapter(index, self._data.data)
 
     def _site(self, plan: SitePlan) -> PackedSite:
@@ -123,6 +131,7 @@ def _cut(value: Values, part: Part) -> Values:
     data = value.data
     if part.rows is not None:
         data = data[list(part.rows)]
+        data[np.array(part.rows) == ZEROS] = 0
     if part.columns is not None:
         data = np.concatenate([data[:, begin:end] for begin, end in part.columns], axis=1)
     return Values(data, value.dtype)

@@ -51,6 +51,14 @@ class TorchRanks:
         self._wait(lambda: self.group.allreduce([x]))
         return x
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        flat = x.flatten()
+        out = flat.new_empty(self.shard.size * len(flat))
+        self._count(out.nbytes)
+        self._wait(lambda: self.group._allgather_base(out, flat))
+        return out.view(self.shard.size, *x.shape)
+
     def gather(self, x: Tensor, num_columns: int) -> Tensor:
         """See `Ranks`."""
         size = self.shard.size

@@ -88,14 +88,14 @@ class Followers:
         self,
         num_ranks: int,
         model_dir: Path,
-        settings: dict[str, str | int],
+        settings: dict[str, str | int | bool],
         timeout_s: float,
         on_end: RankEnded,
     ) -> None:
         """Start them. They load while this rank does."""
         self._folder = Path(tempfile.mkdtemp(prefix="loraplex-ranks-"))
         self.rendezvous = str(self._folder / "rendezvous")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._on_end = on_end
         self._is_closing = False
         self._ready: queue.SimpleQueue[tuple[int, RankReady | RankRefused | None]]

@@ -20,7 +20,7 @@ from loraplex_services.worker.runner.building import build_rank, build_runner, c
 from loraplex_services.worker.runner.parallel.followers import check_equal
 from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.types.sharding import Shard, padded_vocabulary
+from loraplex_services.worker.types.sharding import Shard, padded_share
 from tests.worker import tiny
 from tests.worker.parity.driving import Driver, Job, greedy
 
@@ -43,6 +43,7 @@ class Group:
     """A runner of two ranks, and who of the other ranks has ended."""
 
     root: Path
+    fully_sharded: bool = False
     ended: list[tuple[int, int]] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
     runner: TorchRunner = field(init=False)
@@ -55,6 +56,7 @@ class Group:
             dtype="float32",
             arena_bytes=1 << 20,
             num_ranks=2,
+            fully_sharded_loras=self.fully_sharded,
             on_rank_end=self.note_end,
         )
 
@@ -73,6 +75,26 @@ def group(tmp_path: Path) -> Iterator[Group]:
     group.runner.close()
 
 
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Group]:
+    """Ranks that divide both matrices of each pair."""
+    group = Group(tmp_path, fully_sharded=True)
+    yield group
+    group.runner.close()
+
+
+def held_bytes(group: Group, folder: Path) -> list[int]:
+    """Of the adapter's matrices, by rank."""
+    found = []
+    for layout in group.runner.layout.ranks:
+        with ImageFile(image_path(folder, layout.fingerprint)) as image:
+            tiles = [t for site in image.index.sites for role in site.roles for t in role.tiles]
+            num_items = sum((t[1] - t[0]) * (t[3] - t[2]) for t in tiles)
+            assert image.index.num_blocks <= group.runner.adapter_blocks(folder)
+            found.append(num_items * FLOAT_BYTES)
+    return found
+
+
 def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = ()) -> float:
     """By rank 0, for a step of so many prompt tokens, of which the last gets logits."""
     traffic = group.runner._ranks.traffic
@@ -86,7 +108,7 @@ def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_toke
     """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of logits (N - 1) V."""
     sums = 2 * tiny.NUM_LAYERS + 1  # and one for the embedding
     sum_bytes = 2 * 1 / 2 * num_tokens * tiny.HIDDEN * FLOAT_BYTES
-    logit_bytes = 1 * padded_vocabulary(tiny.VOCAB, 2) * FLOAT_BYTES
+    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
     expected = sums * sum_bytes + logit_bytes
     assert sent_bytes(group, num_tokens) == expected
     driver = Driver(group.runner)
@@ -104,12 +126,33 @@ def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
         shared += rank * (num_outputs if is_row else num_inputs)
         halved += rank * (num_inputs if is_row else num_outputs)
     expected = tiny.NUM_LAYERS * (shared + halved // 2) * FLOAT_BYTES
-    for layout in group.runner.layout.ranks:
-        with ImageFile(image_path(folder, layout.fingerprint)) as image:
-            tiles = [t for site in image.index.sites for role in site.roles for t in role.tiles]
-            num_items = sum((t[1] - t[0]) * (t[3] - t[2]) for t in tiles)
-            assert num_items * FLOAT_BYTES == expected
-            assert image.index.num_blocks <= group.runner.adapter_blocks(folder)
+    assert held_bytes(group, folder) == [expected] * 2
+
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "factor"), [(("q_proj",), 1), (("o_proj",), 2), (QKVO, 5), (ALL_LINEAR, 9)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, factor):
+    """S-LoRA, section 6.2: 5 (N - 1) B r / N numbers a layer for q, k, v, o, 9 for all seven."""
+    ranks = (4, 8)
+    driver, base = Driver(full.runner), sent_bytes(full, num_tokens)
+    for slot, rank in enumerate(ranks):
+        driver.load(slot, full.adapter(f"rank-{rank}", rank, targets))
+    for slot, rank in enumerate(ranks):
+        sent = sent_bytes(full, num_tokens, ((slot, 1.0),)) - base
+        expected = tiny.NUM_LAYERS * factor * (2 - 1) * num_tokens * rank / 2
+        assert sent == expected * FLOAT_BYTES
+
+
+def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
+    rank, folder = 16, full.adapter("all", 16)
+    full.runner.adapter_blocks(folder)
+    whole = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
+    assert held_bytes(full, folder) == [whole / 2] * 2
 
 
 def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(group):
