@@ -68,6 +68,7 @@ class Builder:
     sites: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
+    _query_scales: Tensor | None = None
 
     def build(self, make_mlp: Callable[[Builder, int], Mlp] | None = None) -> Decoder:
         """The whole model. Every tensor of the files must be used."""
@@ -75,6 +76,7 @@ class Builder:
         table = self._vocabulary_rows("model.embed_tokens.weight")
         site_id = self._embedding_site(table)
         embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
+        self._query_scales = query_scales(config, table.device)
         layers = [self._layer(i, make_mlp or dense_mlp) for i in range(config.num_layers)]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
@@ -227,6 +229,7 @@ class Builder:
             sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
+            query_scales=self._query_scales,
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:
@@ -245,6 +248,16 @@ class Builder:
         if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
             base = GatheredLinear(base, vocab_size, self.operators.ranks)
         return LoraLinear(site_id, base, None, self.operators.add_lora())
+
+
+def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """The factor of the queries at each position, float32 `[positions, 1]`."""
+    scale = config.query_scale
+    if scale is None:
+        return None
+    positions = torch.arange(config.max_position_embeddings, device=device)
+    num_contexts = (positions // scale.context_len).float()
+    return (1 + scale.beta * torch.log1p(num_contexts))[:, None]
 
 
 def dense_mlp(builder: Builder, layer: int) -> GatedMlp:

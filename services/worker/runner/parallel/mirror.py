@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.runner.parallel.messages import RowMessage, Step
 from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_ABSENT = 1024

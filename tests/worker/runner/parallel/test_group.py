@@ -17,6 +17,7 @@ import torch
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.runner.building import build_rank, build_runner, check_group
+from loraplex_services.worker.runner.parallel.collectives import TorchRanks
 from loraplex_services.worker.runner.parallel.followers import check_equal
 from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
@@ -97,6 +98,7 @@ def held_bytes(group: Group, folder: Path) -> list[int]:
 
 def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = ()) -> float:
     """By rank 0, for a step of so many prompt tokens, of which the last gets logits."""
+    assert isinstance(group.runner._ranks, TorchRanks)
     traffic = group.runner._ranks.traffic
     before = traffic.sent_bytes
     Driver(group.runner).run([Job(greedy("r", range(2, 2 + num_tokens), 1), slots)])

@@ -5,12 +5,13 @@ import random
 import msgspec
 import numpy as np
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.runner.parallel import mirror
 from loraplex_services.worker.runner.parallel.messages import Step
 from loraplex_services.worker.runner.parallel.mirror import StepReader, StepWriter
 from loraplex_services.worker.runner.step_inputs import StepInputs
-from loraplex_services.worker.types.request import RELEASED_BLOCK, Request, SamplingParams
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 
