@@ -1,4 +1,4 @@
-"""What stands beside an adapter in the folders that trainers and hubs write, and is not uploaded.
+"""Files next to an adapter in the folders that trainers and hubs write, which are not uploaded.
 
 Only names are looked at; nothing of these is opened. What may hold weights or is not known to be
 harmless is in neither table, and `files.name_problem` refuses it.
@@ -60,6 +60,11 @@ _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
+_LEFT_OUT = "; it is left out"
+HARMLESS = frozenset(f"{reason}{_LEFT_OUT}" for _, reason in (*_FILES, *_FOLDERS))
+"""Reasons that no publisher needs to act on."""
+
+
 def file_left_out(name: str) -> str | None:
     """Why a file of this name stays behind; None if it does not for its name alone."""
     return _match(_FILES, name)
@@ -72,4 +77,4 @@ def folder_left_out(name: str) -> str | None:
 
 def _match(table: tuple[tuple[re.Pattern[str], str], ...], name: str) -> str | None:
     reason = next((reason for pattern, reason in table if pattern.fullmatch(name)), None)
-    return f"{reason}; it is left out" if reason else None
+    return f"{reason}{_LEFT_OUT}" if reason else None

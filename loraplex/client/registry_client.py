@@ -20,6 +20,7 @@ from loraplex.api.registry import (
     Signed,
     Tag,
     TagMove,
+    UsageEntry,
 )
 from loraplex.client import settings
 from loraplex.client.channel import Channel
@@ -86,7 +87,7 @@ class RegistryClient:
         """
         options = publication.to_proto()
         files = local_files(Path(folder))
-        beside = left_behind(Path(folder), strict=publication.strict)
+        left_out = left_behind(Path(folder), strict=publication.strict)
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
@@ -96,18 +97,18 @@ class RegistryClient:
         return Published(
             registry_wire.adapter_version(answer.version),
             answer.created,
-            (*beside, *registry_wire.violations(answer.warnings)),
+            (*left_out, *registry_wire.violations(answer.warnings)),
         )
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
-        beside = left_behind(Path(folder), strict=publication.strict)
+        left_out = left_behind(Path(folder), strict=publication.strict)
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, files, specs)
-        warnings = (*beside, *registry_wire.violations(answer.warnings))
+        warnings = (*left_out, *registry_wire.violations(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
@@ -286,7 +287,7 @@ class RegistryClient:
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""
     ) -> AdapterVersion:
-        """Keep a signature (a sigstore bundle over the version's files) beside a version.
+        """Keep a signature (a sigstore bundle over the version's files) with a version.
 
         Args:
             public_key: PEM of the signer's key, for the registry to verify the bundle by.
@@ -302,6 +303,22 @@ class RegistryClient:
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
         version = registry_wire.adapter_version(answer.version)
         return Signed(version, bundles, tuple(answer.policy_keys))
+
+    async def usage(
+        self, *, tenant: str = "", all_tenants: bool = False, model: str = "", since: str = ""
+    ) -> Sequence[UsageEntry]:
+        """What a tenant used, by day and model.
+
+        Args:
+            tenant: "" = the caller's own.
+            model: tenant/name of an adapter, or the id of a base; "" = all.
+            since: first day, as YYYY-MM-DD; "" = the last 30 days.
+        """
+        request = pb.ListUsageRequest(
+            tenant=tenant, all_tenants=all_tenants, model=model, since=since
+        )
+        answer = await self._channel.call(self._stub.ListUsage, request)
+        return [registry_wire.usage_entry(entry) for entry in answer.entries]
 
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
         """A snapshot, or what came after `resume_token`, then every change as it happens."""

@@ -234,6 +234,13 @@ LORA_DTYPE: Knob[str] = Knob(
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+)
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
@@ -242,7 +249,18 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+    "LORAPLEX_TENSOR_PARALLEL",
+    whole(1),
+    1,
+    "up worker",
+    "Ranks of one machine that divide a base; must divide its heads.",
+)
+FULLY_SHARDED_LORAS: Knob[bool] = Knob(
+    "LORAPLEX_FULLY_SHARDED_LORAS",
+    parse_bool,
+    False,
+    "up worker",
+    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
 )
 
 # Worker: memory
@@ -288,13 +306,6 @@ MAX_STEP_S: Knob[float] = Knob(
     0.2,
     "worker",
     "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
-)
-CPU_ISA: Knob[str] = Knob(
-    "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",

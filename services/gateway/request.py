@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format import File
-from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
 from loraplex.api.pooling import Pooling
-from loraplex.api.sampling import Grammar, Sampling, SamplingParams
+from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 
@@ -48,18 +47,11 @@ class ChatPrompt:
     template_options: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The prompt ends with the last message, which the output continues."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """Tokens of the adapter that grammars must know in addition to the base's."""
-
-    added: tuple[AddedToken, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output; empty = the base's EOS ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +82,18 @@ class GenerateCall:
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
+    truncate_prompt_tokens: int | None = None
+    """The most tokens of the prompt that are used, the last ones, or the first ones for a vector;
+    -1 = what fits the context, None = a prompt that is too long is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens of a prompt that is too long are used."""
+
+    max_tokens: int
+    keeps_end: bool
+    """Otherwise the beginning is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class WorkerJob:
     trace: str = ""
     output_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    grammar_tokens: GrammarTokens = GrammarTokens()
+    grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
     pooling: Pooling = Pooling.NONE
     """With one its max_tokens is 0."""
     fairness_weight: float = 1.0

@@ -129,7 +129,7 @@ async def publish(
 async def upload(
     client: RegistryClient, tmp_path: Path, name: str, seed: int, **options: object
 ) -> Published:
-    """Send the adapter of a seed through the door."""
+    """Send the adapter of a seed to the server."""
     folder = write_folder(tmp_path / f"adapter-{seed}", adapter_files(seed))
     return await client.upload(folder, Publication(name, **options))  # type: ignore[arg-type]
 

@@ -17,10 +17,10 @@ import msgspec
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, WorkerLoad
-from loraplex.api.sampling import Grammar, SamplingParams
+from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20
@@ -54,6 +54,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How A and B are kept: `auto` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
+    tensor_parallel: int = 1
+    """Ranks that share the base, each a process; the engine process is rank 0."""
+    fully_sharded_loras: bool = False
+    """Ranks divide both matrices of an adapter's pairs, not one."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

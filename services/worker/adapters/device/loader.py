@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena, beside the step: two threads of the engine's process.
+"""Loads adapters into the arena, concurrently with steps: two threads of the engine process.
 
 One copies images, without holding the GIL; one packs what needs the base's weights and so could
 not be packed by the API server process.
@@ -34,6 +34,8 @@ class CopiedImage:
     elapsed_s: float
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
+    copy_id: int = 0
+    """Names it to the other tensor-parallel ranks, where there are any."""
 
     @property
     def facts(self) -> AdapterFacts:
@@ -77,7 +79,7 @@ class AdapterLoader:
         self._packed: dict[Path, PackedAdapter] = {}
 
     def pack(self, folder: Path) -> Future[int]:
-        """Put the image of the adapter beside it; the result is its number of blocks."""
+        """Put the image of the adapter next to it; the result is its number of blocks."""
         return self._packing.submit(self._pack, folder)
 
     def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:
@@ -106,13 +108,12 @@ class AdapterLoader:
         self.weights.enter(slot, image.index, blocks)
 
     def _pack(self, folder: Path) -> int:
-        image = self._packer.pack(folder)
-        image.write(image_path(folder, self._packer.fingerprint))
-        return image.index.num_blocks
+        return self._packer.write(folder)
 
     def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
-            copy_events, expected_s = self.weights.copy(image, blocks, step_s)
+            own = blocks[: image.index.num_blocks]  # another rank's image may be larger
+            copy_events, expected_s = self.weights.copy(image, own, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
-            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, copy_events)
+            return CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)
