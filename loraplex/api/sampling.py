@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,16 @@ class Grammar:
             return ()
         value = getattr(self, self.form)
         return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """How the tokens of an adapter differ from the base's, as far as grammars are concerned."""
+
+    added: tuple[tuple[int, str], ...] = ()
+    """Id and text of each token that the base's tokenizer lacks, without special tokens."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end the output; empty = the base's EOS ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +126,33 @@ class SamplingParams:
     logprobs: int | None = None
     """Alternatives per output token; None = no logprobs at all."""
     prompt_logprobs: int | None = None
+
+
+class Range(NamedTuple):
+    """The values that a number may have."""
+
+    least: float
+    most: float
+    excludes_least: bool = False
+
+    def fault(self, value: float) -> str:
+        """What is wrong with a value and what to send instead; "" if nothing is."""
+        is_inside = self.least <= value <= self.most and math.isfinite(value)
+        if is_inside and not (self.excludes_least and value == self.least):
+            return ""
+        if self.excludes_least:
+            return f"must be above {self.least:g} and at most {self.most:g}"
+        return f"must be a number from {self.least:g} to {self.most:g}"
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range(0.0, 100.0),
+        "top_p": Range(0.0, 1.0, excludes_least=True),
+        "min_p": Range(0.0, 1.0),
+        "repetition_penalty": Range(0.0, 1000.0, excludes_least=True),
+        "presence_penalty": Range(-2.0, 2.0),
+        "frequency_penalty": Range(-2.0, 2.0),
+    }
+)
+"""The ranges of the parameters that are numbers, for the gateway and the worker."""

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         commands,
         "sign",
         _sign,
-        "Sign the files of a version and keep the signature beside it.",
+        "Sign the files of a version and keep the signature with it.",
         "registry sign acme/support:v3 --signing-key cosign.pem",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)

@@ -180,7 +180,7 @@ async def _validate(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidAdapter
 
     folder = read_adapter(Path(args.dir))
-    beside = left_behind(Path(args.dir), strict=args.strict)
+    left_out = left_behind(Path(args.dir), strict=args.strict)
     geometry = geometry_of(args.base)
     report = validate(
         folder.config_bytes,
@@ -192,7 +192,7 @@ async def _validate(args: argparse.Namespace) -> None:
     )
     header = parse_header(folder.header_prefix, folder.tensor_file_size)
     zero_tensors = scan_file(folder.tensor_path, header)
-    warnings = (*beside, *report.warnings, *warnings_of_zeros(report, zero_tensors))
+    warnings = (*left_out, *report.warnings, *warnings_of_zeros(report, zero_tensors))
     if args.strict and warnings:
         raise InvalidAdapter.of(warnings)
     print_warnings(warnings)

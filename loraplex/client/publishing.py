@@ -101,7 +101,7 @@ def local_files(folder: Path) -> list[LocalFile]:
 
 
 def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
-    """Warnings about what stands in a folder beside the adapter and is not uploaded.
+    """Warnings about files next to the adapter that are not uploaded.
 
     Raises:
         InvalidAdapter: there is something, and `strict`.

@@ -86,7 +86,7 @@ class RegistryClient:
         """
         options = publication.to_proto()
         files = local_files(Path(folder))
-        beside = left_behind(Path(folder), strict=publication.strict)
+        left_out = left_behind(Path(folder), strict=publication.strict)
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
@@ -96,18 +96,18 @@ class RegistryClient:
         return Published(
             registry_wire.adapter_version(answer.version),
             answer.created,
-            (*beside, *registry_wire.violations(answer.warnings)),
+            (*left_out, *registry_wire.violations(answer.warnings)),
         )
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """What an upload would become, storing nothing. Raises as `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
-        beside = left_behind(Path(folder), strict=publication.strict)
+        left_out = left_behind(Path(folder), strict=publication.strict)
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, files, specs)
-        warnings = (*beside, *registry_wire.violations(answer.warnings))
+        warnings = (*left_out, *registry_wire.violations(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
@@ -286,7 +286,7 @@ class RegistryClient:
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""
     ) -> AdapterVersion:
-        """Keep a signature (a sigstore bundle over the version's files) beside a version.
+        """Keep a signature (a sigstore bundle over the version's files) with a version.
 
         Args:
             public_key: PEM of the signer's key, for the registry to verify the bundle by.

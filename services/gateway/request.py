@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format import File
-from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
 from loraplex.api.pooling import Pooling
-from loraplex.api.sampling import Grammar, Sampling, SamplingParams
+from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 
@@ -51,15 +50,6 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """Tokens of the adapter that grammars must know in addition to the base's."""
-
-    added: tuple[AddedToken, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output; empty = the base's EOS ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +138,7 @@ class WorkerJob:
     trace: str = ""
     output_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    grammar_tokens: GrammarTokens = GrammarTokens()
+    grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
     pooling: Pooling = Pooling.NONE
     """With one its max_tokens is 0."""
     fairness_weight: float = 1.0

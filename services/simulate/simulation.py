@@ -27,7 +27,7 @@ _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """What the trace is run on."""
 
     costs: Costs
@@ -66,7 +66,7 @@ class _Flight:
     first_token_s: float | None = None
     end_s: float = 0.0
     num_output: int = 0
-    num_told: int = 0
+    num_reported: int = 0
     """Tokens that the gateway knows of."""
 
     def take(self, num_tokens: int, now_s: float) -> None:
@@ -74,7 +74,7 @@ class _Flight:
         self.num_output += num_tokens
         if self.first_token_s is None:
             self.first_token_s = now_s
-            self.ended.get_loop().call_at(now_s + self.back_s, self._tell)
+            self.ended.get_loop().call_at(now_s + self.back_s, self._report)
 
     def end(self, reason: str, now_s: float) -> None:
         """Its last tokens, or its failure, leave the worker."""
@@ -82,20 +82,20 @@ class _Flight:
         self.ended.get_loop().call_at(now_s + self.back_s, self._finish, reason)
 
     def _finish(self, reason: str) -> None:
-        self._tell()
+        self._report()
         self.ended.set_result(reason)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """At the first token and at the end: what comes between only one tenant is charged for."""
         if self.permit is not None:
-            self.permit.served(self.num_output - self.num_told)
-        self.num_told = self.num_output
+            self.permit.served(self.num_output - self.num_reported)
+        self.num_reported = self.num_output
 
 
 class Simulation:
     """A trace on its way through a fleet."""
 
-    def __init__(self, fleet: Fleet, ranks: Sequence[int]) -> None:
+    def __init__(self, fleet: SimulatedFleet, ranks: Sequence[int]) -> None:
         """`ranks`: of each adapter of the trace."""
         self._fleet = fleet
         self._digests = [_digest(index) for index in range(len(ranks))]

@@ -22,7 +22,7 @@ from loraplex_services.worker.types.messages import (
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
 DEADLOCK_STALLS = 10_000
-"""So many sleeps in a row without any news mean that nothing will ever come."""
+"""After this many sleeps in a row without news, none will come."""
 
 
 class SimulatedWorker:

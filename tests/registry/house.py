@@ -48,6 +48,7 @@ async def house_of(store: ObjectStore, metadata_url: str) -> AsyncIterator[Regis
     await assembled.indexer.start()
     await assembled.bases.register(tiny_base(), replace=False)
     yield assembled
+    await assembled.validations.close()
     await catalog.close()
 
 
@@ -128,7 +129,7 @@ async def publish(
 async def upload(
     client: RegistryClient, tmp_path: Path, name: str, seed: int, **options: object
 ) -> Published:
-    """Send the adapter of a seed through the door."""
+    """Send the adapter of a seed to the server."""
     folder = write_folder(tmp_path / f"adapter-{seed}", adapter_files(seed))
     return await client.upload(folder, Publication(name, **options))  # type: ignore[arg-type]
 

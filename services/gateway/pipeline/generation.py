@@ -12,6 +12,7 @@ from dataclasses import replace
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
@@ -35,7 +36,6 @@ from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLi
 from loraplex_services.gateway.request import (
     ChatPrompt,
     GenerateCall,
-    GrammarTokens,
     RunningAdapter,
     Target,
     TextDelta,
@@ -113,8 +113,8 @@ class Generation:
         pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
-        prompt_ids = await tokenizer.encode(call.prompt, model)
+        tokenizer = await self._adapter_text.tokenizer(served, target, call.tenant)
+        prompt_ids = await tokenizer.encode(call.prompt, model, call.tenant)
         if pooling is Pooling.HEAD:
             prompt_ids = scored_ids(prompt_ids, target.adapters, model)
         resolved = resolve(
@@ -306,4 +306,5 @@ def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTok
     """How the adapter's tokens differ from the base's, which constrained output depends on."""
     if len(target.adapters) != 1:
         return GrammarTokens()
-    return GrammarTokens(added, target.adapters[0].eos_token_ids)
+    texts = tuple((token.token_id, token.content) for token in added if not token.special)
+    return GrammarTokens(texts, target.adapters[0].eos_token_ids)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
-from loraplex.api.sampling import Grammar
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import (
     GenerateCall,
-    GrammarTokens,
     ServedModel,
     Target,
     TextPrompt,

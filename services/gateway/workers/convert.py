@@ -55,8 +55,8 @@ def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.Wor
         sample_index=job.sample_index,
         grammar=None if job.grammar is None else grammar_to_proto(job.grammar),
         grammar_tokens=[
-            worker_pb2.GrammarToken(token_id=t.token_id, content=t.content, special=t.special)
-            for t in job.grammar_tokens.added
+            worker_pb2.GrammarToken(token_id=token_id, content=text)
+            for token_id, text in job.grammar_tokens.added
         ],
         grammar_eos_ids=job.grammar_tokens.eos_ids,
         remaining_first_token_s=_first_token_left_s(job, now_s),

@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def awaits_grammars(self) -> bool:
-        """True while a grammar is compiled or followed beside the loop."""
+        """True while another thread compiles or follows a grammar."""
         return bool(self._grammars.num_opening) or self._grammars.has_held
 
     def step(self, commands: Iterable[Command]) -> StepOutput:

@@ -101,8 +101,8 @@ class Checkpoint:
         self._left.discard(name)
         self._taken_bytes += tensor.nbytes
         self._progress("load", self._taken_bytes, self._total_bytes)
-        # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
-        # weights.
+        # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
+        # packed weights.
         return tensor.to(self._device, self._dtype, copy=True)
 
     def finish(self) -> None:

@@ -124,7 +124,7 @@ def _adapter_layout(
 def _kv_buffer(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
 ) -> KvBuffer:
-    """The arena of so many bytes, and the KV cache in it."""
+    """The arena, and the KV cache in it."""
     groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)

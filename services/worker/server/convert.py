@@ -7,6 +7,7 @@ import time
 from loraplex.api.error_wire import to_detail
 from loraplex.api.format_wire import geometry_to_proto
 from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import GrammarTokens
 from loraplex.api.wire import (
     finish_reason_to_proto,
     grammar_from_proto,
@@ -23,7 +24,7 @@ from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
 from loraplex_services.worker.server.status import StatusNews
 from loraplex_services.worker.types.messages import Submit, TokenOutput
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 

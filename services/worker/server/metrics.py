@@ -56,7 +56,7 @@ _layer_stall_s = Gauge(
 _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
 
-def observe_step(output: StepOutput, num_sessions: int) -> None:
+def observe_load(output: StepOutput, num_sessions: int) -> None:
     """Take over what the engine reports about itself."""
     load = output.load
     for copy_s in output.copies_s:

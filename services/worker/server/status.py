@@ -31,7 +31,7 @@ class StatusNews:
 
 
 class _Watcher:
-    """What one stream has not been told yet."""
+    """What one stream has not received yet."""
 
     def __init__(self) -> None:
         self.changed: set[str] = set()

@@ -17,10 +17,10 @@ import msgspec
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, WorkerLoad
-from loraplex.api.sampling import Grammar, SamplingParams
+from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import AdapterSet, GrammarTokens
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20

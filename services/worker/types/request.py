@@ -47,16 +47,6 @@ class OwnRope(NamedTuple):
     """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """How the output of a request's adapter differs from the base's, as far as grammars go."""
-
-    added: tuple[tuple[int, str], ...] = ()
-    """Tokens beyond the base's tokenizer and their text, special ones left out."""
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output; empty = the base's EOS ids."""
-
-
 class Constraint(Protocol):
     """A grammar that has followed a request's output so far; a pure function of both."""
 

@@ -1,4 +1,4 @@
-"""What is known of an adapter on this worker, and what the engine is told to do about it."""
+"""What is known of an adapter on this worker, and what the engine does about it."""
 
 from __future__ import annotations
 

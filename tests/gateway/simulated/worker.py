@@ -203,7 +203,7 @@ class SimulatedWorker:
         self._is_draining = True
         self._report()
 
-    # The doors.
+    # The servers.
 
     def get_model(self) -> worker_pb2.GetModelResponse:
         """With all files every time; the gateway takes them once."""

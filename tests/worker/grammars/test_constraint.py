@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.api.sampling import Grammar
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from loraplex_services.worker.types.request import GrammarTokens
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, 257

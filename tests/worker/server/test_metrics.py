@@ -23,7 +23,7 @@ def value_of(name: str) -> float:
 
 def test_load_and_tokens_appear_under_vllm_names() -> None:
     load = WorkerLoad(running_requests=3, waiting_requests=2, free_blocks=25, total_blocks=100)
-    metrics.observe_step(StepOutput(1, [], [], [], load, copies_s=[0.01]), 1)
+    metrics.observe_load(StepOutput(1, [], [], [], load, copies_s=[0.01]), 1)
     assert value_of("vllm:num_requests_running") == 3
     assert value_of("vllm:num_requests_waiting") == 2
     assert value_of("vllm:kv_cache_usage_perc") == 0.75
@@ -43,7 +43,7 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
 
 
 def test_vllm_names_say_their_model_and_no_others_do() -> None:
-    metrics.observe_step(StepOutput(1, [], [], [], WorkerLoad(running_requests=3)), 1)
+    metrics.observe_load(StepOutput(1, [], [], [], WorkerLoad(running_requests=3)), 1)
     metrics.count_end("stop")
     lines = generate_latest(metrics.OfModel("org/base")).decode().splitlines()
     assert 'vllm:num_requests_running{model_name="org/base"} 3.0' in lines

@@ -1,4 +1,4 @@
-// What both kinds of attention are told.
+// The arguments of both kinds of attention.
 #pragma once
 #include "abi.h"
 

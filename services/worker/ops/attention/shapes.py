@@ -66,7 +66,7 @@ class Tiling:
     programs_per_processor: int = 1
     """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
     max_registers: int | None = None
-    """Of each thread, so that so many programs fit; None = the compiler's choice."""
+    """Of each thread, so that this many programs fit; None = the compiler's choice."""
 
 
 def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
