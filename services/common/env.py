@@ -249,7 +249,18 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+    "LORAPLEX_TENSOR_PARALLEL",
+    whole(1),
+    1,
+    "up worker",
+    "Ranks of one machine that divide a base; must divide its heads.",
+)
+FULLY_SHARDED_LORAS: Knob[bool] = Knob(
+    "LORAPLEX_FULLY_SHARDED_LORAS",
+    parse_bool,
+    False,
+    "up worker",
+    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
 )
 
 # Worker: memory

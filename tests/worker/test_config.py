@@ -24,7 +24,7 @@ def test_defaults_keep_the_door_on_this_machine() -> None:
     [
         ({"LORAPLEX_MODEL": ""}, "LORAPLEX_MODEL"),
         ({"LORAPLEX_OBJECTS": ""}, "LORAPLEX_OBJECTS"),
-        ({"LORAPLEX_TENSOR_PARALLEL": "2"}, "LORAPLEX_TENSOR_PARALLEL"),
+        ({"LORAPLEX_TENSOR_PARALLEL": "0"}, "LORAPLEX_TENSOR_PARALLEL"),
         ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_POLICY": "random"}, "LORAPLEX_POLICY"),

@@ -24,7 +24,7 @@ from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat,
 from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
-from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
+from loraplex_services.gateway.http.embeddings import embeddings_body, parse_embeddings
 from loraplex_services.gateway.http.errors import error_body, error_headers
 from loraplex_services.gateway.http.formatting import (
     CollectedChoice,
@@ -123,7 +123,7 @@ class OpenAIEndpoints:
             embed = embed_all(self._generation, call.calls, call.finish)
             pooled = await until_gone(request.receive, embed)
         except LoraplexError as error:
-            raise with_names(error, FIELD_NAMES) from None
+            raise with_names(error, call.field_names) from None
         REQUESTS.labels("http", "ok").inc()
         return _json(embeddings_body(call, pooled), headers_of(pooled.prepared[0].target))
 
