@@ -212,6 +212,9 @@ async def _status(args: argparse.Namespace) -> None:
     print_status(status, as_json=args.json)
 
 
+LOAD_COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
+
+
 def print_status(status: Status, *, as_json: bool) -> None:
     """A status for people, or as one JSON object."""
     if as_json:
@@ -236,12 +239,12 @@ def print_status(status: Status, *, as_json: bool) -> None:
             str(worker.num_adapters_on_device),
             str(worker.load.max_distinct_adapters),
             f"{worker.load.step_s * 1000:.1f} ms",
+            " ".join((worker.dtype, worker.kernels)).strip(),
         )
         for worker in status.workers
     ]
     print()
-    header = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
-    print_table(header, rows)
+    print_table((*LOAD_COLUMNS, "ARITHMETIC"), rows)
     for worker in status.workers:
         for adapter in worker.adapters:
             where = adapter.residency

@@ -107,6 +107,10 @@ class WorkerStatus:
     load: WorkerLoad
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
+    dtype: str = ""
+    """Of its arithmetic; "" while it has never answered."""
+    kernels: str = ""
+    """"triton", "torch", or an instruction set such as "avx512_bf16"."""
 
 
 @dataclass(frozen=True, slots=True)

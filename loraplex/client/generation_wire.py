@@ -110,4 +110,6 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
             ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
             for adapter in message.adapters
         ),
+        dtype=message.dtype,
+        kernels=message.kernels,
     )

@@ -95,7 +95,11 @@ class Gateway:
         self._registrar = BaseRegistrar(
             self._registry, self._base_refused, replaces=config.replaces_bases
         )
-        self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
+        self._keys = (
+            KeyRing(self._registry.check_key, max_unchecked_s=config.max_unchecked_key_s)
+            if config.wants_keys
+            else None
+        )
         self._fleet = Fleet(
             config.workers,
             config.gateway_id,
@@ -189,6 +193,7 @@ class Gateway:
         if isinstance(self._rate_limit_store, RedisRateLimitStore):
             await self._rate_limit_store.close()
         await self._pool.close()
+        await self._adapter_text.close()
         if self._metrics is not None:
             await self._metrics.stop()
 

@@ -48,6 +48,7 @@ async def run(config: RegistryConfig) -> None:
         catalog = Catalog(connect_redis(metadata_url))
         stack.push_async_callback(catalog.close)
         registry = assemble(store, catalog)
+        stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],
             config.listen,

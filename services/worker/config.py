@@ -143,6 +143,15 @@ def _service_token(environ: Mapping[str, str]) -> str:
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
     known = token or tls_files(environ).proves_services
+    wants_keys = env.AUTH.read(environ) == "keys"
+    if wants_keys and not known and not listen.startswith("unix:"):
+        raise InvalidRequest.field(
+            env.SERVICE_TOKEN_FILE.name,
+            "",
+            f"{env.AUTH.name}=keys needs the service token that gateways show, or a certificate "
+            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}): every process of this machine "
+            "could use the worker",
+        )
     if not (known or is_local(listen) or env.INSECURE.read(environ)):
         raise InvalidRequest.field(
             env.WORKER_LISTEN.name,

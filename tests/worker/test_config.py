@@ -46,6 +46,18 @@ def test_an_open_door_needs_a_token_or_consent(tmp_path: Path) -> None:
     assert from_env({**beyond, "LORAPLEX_INSECURE": "true"}).service_token == ""
 
 
+@pytest.mark.hostile
+def test_a_worker_that_anybody_on_the_machine_could_use_does_not_start_with_keys_on(
+    tmp_path: Path,
+) -> None:
+    keys = {**GOOD, "LORAPLEX_AUTH": "keys"}
+    with pytest.raises(InvalidRequest, match="LORAPLEX_SERVICE_TOKEN_FILE"):
+        from_env(keys)
+    (tmp_path / "token").write_text("secret\n")
+    from_env({**keys, "LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")})
+    from_env({**keys, "LORAPLEX_WORKER_LISTEN": f"unix:{tmp_path}/socket"})
+
+
 def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:
     (tmp_path / "my-base").mkdir()
     assert base_id_of(str(tmp_path / "my-base")) == "my-base"

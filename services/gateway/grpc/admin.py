@@ -119,6 +119,8 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         draining=view.draining,
         load=load_to_proto(view.load),
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
+        dtype=view.dtype,
+        kernels=view.kernels,
     )
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]

@@ -113,8 +113,8 @@ class Generation:
         pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
-        prompt_ids = await tokenizer.encode(call.prompt, model)
+        tokenizer = await self._adapter_text.tokenizer(served, target, call.tenant)
+        prompt_ids = await tokenizer.encode(call.prompt, model, call.tenant)
         if pooling is Pooling.HEAD:
             prompt_ids = scored_ids(prompt_ids, target.adapters, model)
         resolved = resolve(

@@ -127,7 +127,8 @@ class RegistryLink:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        return Caller(answer.key.tenant, answer.key.key_id, frozenset(answer.key.scopes))
+        key = answer.key
+        return Caller(key.tenant, key.key_id, frozenset(key.scopes), key.expires_unix_s)
 
     async def tenant(self, tenant: str) -> TenantLimits:
         """The limits of one tenant. Raises: LoraplexError."""

@@ -25,6 +25,8 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
     numerics: str = ""
+    dtype: str = ""
+    kernels: str = ""
     in_flight: int = 0
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from importlib import metadata
@@ -51,6 +52,8 @@ from loraplex_services.worker.types.sharding import Shard, check_divisible, loca
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
+
+logger = logging.getLogger(__name__)
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """For all ranks to start and meet, before any of them loads."""
@@ -231,6 +234,7 @@ def _build(
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
     operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     own = local_config(config, ranks.shard)
@@ -385,6 +389,7 @@ def _model_info(
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
+        kernels=operators.name.removeprefix("native-"),
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

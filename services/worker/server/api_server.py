@@ -113,6 +113,9 @@ class ApiServer:
         key = session.live.get(request_id)
         if key is None:
             return
+        request = self._live.get(key)
+        if request is not None and request.grammar_check is not None:
+            request.grammar_check.cancel()
         self._end(key)
         metrics.count_end("cancelled")
         if self._client.is_up:
@@ -183,6 +186,8 @@ class ApiServer:
         requests = self._live.clear()
         self._suspects = [r.crash_key for r in requests if r.has_entered]
         for request in requests:
+            if request.grammar_check is not None:
+                request.grammar_check.cancel()
             self._fetcher.release(request.digests)
         self._idle.set()
         for session in self._sessions:
@@ -238,7 +243,8 @@ class ApiServer:
         if submit.grammar is None:
             self._pass_on(key, submit)
         else:
-            self._spawn(self._pass_on_checked(key, request, submit, submit.grammar))
+            work = self._pass_on_checked(key, request, submit, submit.grammar)
+            request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
         """To the engine, with where its adapters are."""
@@ -256,7 +262,7 @@ class ApiServer:
         fault: LoraplexError | None = None
         try:
             info = self._running().info
-            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids)
+            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, submit.tenant)
             if self._live.get(key) is request:
                 self._pass_on(key, submit)
         except LoraplexError as error:
@@ -277,10 +283,11 @@ class ApiServer:
             self._idle.set()
         return True
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell_ready(self) -> None:
         self.status.is_ready = self._engine is not None and not self.status.is_draining
