@@ -67,7 +67,9 @@ class NativeOperators:
         """See Operators."""
         return looped
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
         return NativeAttention(
             self.native,
@@ -78,6 +80,7 @@ class NativeOperators:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             window=config.windows[layer],
+            sinks=sinks,
         )
 
 

@@ -72,8 +72,11 @@ class Operators(Protocol):
         """
         ...
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
-        """The layer's backend."""
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
+        """The layer's backend. `sinks`: float32 `[num_heads]`, a score of each query head beside
+        those of the keys, which has no value."""
         ...
 
 
@@ -113,7 +116,9 @@ class TorchOperators:
         """See Operators."""
         return looped
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
         return VanillaAttention(
             layer,
@@ -123,4 +128,5 @@ class TorchOperators:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             window=config.windows[layer],
+            sinks=sinks,
         )

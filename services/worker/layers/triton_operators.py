@@ -66,9 +66,11 @@ class TritonOperators:
         """See Operators."""
         return GroupedExperts(gate_up, down, num_active, self.gate(activation), looped)
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
-        return InterruptibleAttention(self.attention_kernels.layer(config, layer))
+        return InterruptibleAttention(self.attention_kernels.layer(config, layer, sinks))
 
 
 class TritonLora:

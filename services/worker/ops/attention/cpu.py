@@ -78,7 +78,9 @@ class NativeAttention:
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
+        """`sinks`: float32 `[num_heads]`."""
         self._native = native
         self._layer = layer_idx
         self._num_heads = num_heads
@@ -87,6 +89,7 @@ class NativeAttention:
         self._scale = head_dim**-0.5 if scale is None else scale
         self._softcap = softcap
         self._window = window
+        self._sinks = sinks
 
     def forward(
         self,
@@ -116,7 +119,7 @@ class NativeAttention:
 
     def _layout(self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int) -> Tensor:
         words = struct.pack(
-            "9q2dq",
+            "9q2d2q",
             self._num_heads,
             self._num_kv_heads,
             self._head_dim,
@@ -129,5 +132,6 @@ class NativeAttention:
             self._scale,
             self._softcap or 0.0,
             self._window or 0,
+            0 if self._sinks is None else self._sinks.data_ptr(),
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

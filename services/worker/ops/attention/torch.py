@@ -131,7 +131,9 @@ class VanillaAttention:
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
+        """`sinks`: float32 `[num_heads]`."""
         self._layer = layer_idx
         self._num_kv_heads = num_kv_heads or num_heads
         self._num_shared = num_heads // self._num_kv_heads
@@ -139,6 +141,7 @@ class VanillaAttention:
         self._scale = head_dim**-0.5 if scale is None else scale
         self._softcap = softcap
         self._window = window
+        self._sinks = sinks
 
     def forward(
         self,
@@ -218,7 +221,9 @@ class VanillaAttention:
                 visible = at <= now
                 if self._window is not None:
                     visible &= at > now - self._window
-            out = self._attend(piece.permute(1, 2, 0, 3), keys[:, None], values[:, None], visible)
+            sinks = self._shaped_sinks(self._num_kv_heads, self._num_shared, 1, 1)
+            heads = piece.permute(1, 2, 0, 3)
+            out = self._attend(heads, keys[:, None], values[:, None], visible, sinks)
             pieces.append(out.permute(2, 0, 1, 3))
         return torch.cat(pieces).reshape(len(q), -1)
 
@@ -226,11 +231,18 @@ class VanillaAttention:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
         keys = _sequences(k_plane, group.decode_blocks)
         values = _sequences(v_plane, group.decode_blocks)
-        return self._attend(q, keys, values, group.decode_visible).reshape(len(q), -1)
+        sinks = self._shaped_sinks(1, self._num_kv_heads, self._num_shared, 1)
+        return self._attend(q, keys, values, group.decode_visible, sinks).reshape(len(q), -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
-        if self._softcap is None and q.device.type == "cpu":
+    def _shaped_sinks(self, *shape: int) -> Tensor | None:
+        return None if self._sinks is None else self._sinks.view(shape)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible. `sinks` have the
+        shape of a score of each query, or one that broadcasts to it."""
+        if self._softcap is None and sinks is None and q.device.type == "cpu":
             k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale)
         scores = torch.matmul(q.float(), k.mT.float()).mul_(self._scale)
@@ -238,7 +250,10 @@ class VanillaAttention:
             scores = torch.tanh(scores / self._softcap) * self._softcap
         if visible is not None:
             scores = scores.masked_fill_(~visible, float("-inf"))
-        return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
+        if sinks is None:
+            return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        return torch.matmul(scores.softmax(dim=-1)[..., :-1], v.float()).to(q.dtype)
 
 
 def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ HEAD_DIM = 8
 NUM_BLOCKS = 64
 
 
-def dense(q, k, v, window, softcap, *, causal=True):
+def dense(q, k, v, window, softcap, *, causal=True, sinks=None):
     """The whole sequence at once, float64: `[n, Hq, D]`, `[n, Hkv, D]`."""
     q, k, v = q.double(), k.double(), v.double()
     num_shared = q.shape[1] // k.shape[1]
@@ -30,6 +30,10 @@ def dense(q, k, v, window, softcap, *, causal=True):
         hidden |= at[None] <= at[:, None] - window
     if causal:
         scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        return torch.einsum("hqk,khd->qhd", weights, v)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
@@ -82,13 +86,25 @@ def release_behind(sequence, window, kv, free):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (3, 3)], ids=lambda h: f"H{h[0]}-{h[1]}")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softcap):
+    check_pages(window, heads, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=lambda h: f"H{h[0]}-{h[1]}")
+def test_sinks_take_their_share_of_the_weights(window, heads):
+    check_pages(window, heads, None, torch.linspace(3.0, -3.0, heads[0]))
+
+
+def check_pages(window, heads, softcap, sinks=None):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
     groups = plan_kv_groups([window], heads[1], HEAD_DIM, itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
-    backend = VanillaAttention(0, heads[0], HEAD_DIM, heads[1], window=window, softcap=softcap)
+    backend = VanillaAttention(
+        0, heads[0], HEAD_DIM, heads[1], window=window, softcap=softcap, sinks=sinks
+    )
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     sequences = [Sequence(n, *heads, free) for n in (1, 15, 16, 17, 40, 63)]
@@ -100,7 +116,7 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
             for sequence in chosen:
                 release_behind(sequence, window, kv, free)
     for sequence in sequences:
-        expected = dense(sequence.q, sequence.k, sequence.v, window, softcap)
+        expected = dense(sequence.q, sequence.k, sequence.v, window, softcap, sinks=sinks)
         torch.testing.assert_close(
             torch.cat(sequence.outputs).double(), expected, rtol=1e-5, atol=1e-5
         )

@@ -24,7 +24,7 @@ from tests.worker.ops.triton.conftest import INTERPRETING
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def dense(q, k, v, shape):
+def dense(q, k, v, shape, sinks=None):
     """The last queries `[n, Hq, D]` of a sequence with keys `[N, Hkv, D]`, at once in float64."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = k.repeat_interleave(shape.num_shared, 1), v.repeat_interleave(shape.num_shared, 1)
@@ -36,7 +36,10 @@ def dense(q, k, v, shape):
     hidden = key > position
     if shape.window is not None:
         hidden |= key <= position - shape.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 @dataclass
@@ -88,7 +91,7 @@ def make_step(shape, dtype, device, pieces, seed=0):
     return kv, sequences
 
 
-def run_step(shape, kv, sequences, workspace=None):
+def run_step(shape, kv, sequences, workspace=None, sinks=None):
     """Compute what is new in each sequence, contexts first; `[n, Hq, D]` of each."""
     lens = [len(s.q) - s.start for s in sequences]
     starts, tables = [s.start for s in sequences], [s.table for s in sequences]
@@ -99,16 +102,16 @@ def run_step(shape, kv, sequences, workspace=None):
     q, k, v = (
         torch.cat([getattr(s, name)[s.start :] for s in sequences]).flatten(1) for name in "qkv"
     )
-    out = TritonAttention(0, shape).forward(q, k, v, metadata)
+    out = TritonAttention(0, shape, sinks).forward(q, k, v, metadata)
     return [part.view(-1, shape.num_heads, shape.head_dim) for part in out.split(lens)]
 
 
-def check_step(shape, dtype, device, pieces, tolerance=None):
+def check_step(shape, dtype, device, pieces, tolerance=None, sinks=None):
     kv, sequences = make_step(shape, dtype, device, pieces)
-    outputs = run_step(shape, kv, sequences)
+    outputs = run_step(shape, kv, sequences, sinks=sinks)
     tolerance = tolerance or TOLERANCE[dtype]
     for sequence, found in zip(sequences, outputs, strict=True):
-        expected = dense(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
+        expected = dense(sequence.q[sequence.start :], sequence.k, sequence.v, shape, sinks)
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -147,6 +150,20 @@ def test_contexts_and_generations_in_pages_equal_dense_attention(shape, dtype, d
 )
 def test_generations_of_any_length_equal_dense_attention(shape, dtype, device):
     check_step(shape, dtype, device, [(n - 1, 1) for n in (1, 64, 512, 513, 641, 1300, 3000)])
+
+
+@pytest.mark.parametrize(
+    "shape,dtype",
+    [
+        (HeadShape(6, 2, 24, 0.2, None, None), torch.float32),
+        (HeadShape(8, 1, 16, 0.25, None, 100), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sinks_take_their_share_once_whatever_the_number_of_items(shape, dtype, device):
+    sinks = torch.linspace(-40.0, 8.0, shape.num_heads, device=device)
+    pieces = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (512, 1), (1300, 1)]
+    check_step(shape, dtype, device, pieces, sinks=sinks)
 
 
 @pytest.mark.parametrize("window", [None, 100, 700])
