@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.mlp import Gate
-from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
@@ -62,7 +62,7 @@ class NativeOperators:
         return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
         return looped

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import ACTIVATIONS, Gate
-from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.mlp import Gate, plain_gate
+from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
@@ -61,13 +61,12 @@ class Operators(Protocol):
         ...
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """The routed experts of a layer.
 
         Args:
-            gate_up: `[experts, 2 * intermediate, hidden]`, contiguous.
-            down: `[experts, hidden, intermediate]`, contiguous.
+            gate: theirs, as `gate` makes it or a family has it.
             looped: what computes them on any device, over views of these weights.
         """
         ...
@@ -102,16 +101,10 @@ class TorchOperators:
 
     def gate(self, activation: str) -> Gate:
         """See Operators."""
-        activate = ACTIVATIONS[activation]
-
-        def gate(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return activate(first) * second
-
-        return gate
+        return plain_gate(activation)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
         return looped

@@ -99,11 +99,15 @@ class Builder:
             bias = take_rows(self.weights, [(f"{m}.bias", rows) for m, rows in modules])
         return self._site(layer, LINEAR, modules, weight, bias)
 
-    def expert_linear(self, layer: int, modules: Modules, weight: Tensor) -> LoraLinear:
+    def expert_linear(
+        self, layer: int, modules: Modules, weight: Tensor, bias: Tensor | None = None
+    ) -> LoraLinear:
         """A site of one expert. Plain torch on every device: its rows come and go."""
         site_id = self.sites.add(layer, EXPERT, weight.shape[1], modules)
         self.linears[site_id] = DenseLinear(weight)
-        return LoraLinear(site_id, self.linears[site_id], None, add_lora)
+        if bias is not None:
+            self.biases[site_id] = bias
+        return LoraLinear(site_id, self.linears[site_id], bias, add_lora)
 
     def _site(
         self, layer: int, kind: str, modules: Modules, weight: Tensor, bias: Tensor | None
@@ -140,10 +144,13 @@ class Builder:
                 self.norm(layer, f"{prefix}.q_norm", config.head_dim),
                 self.norm(layer, f"{prefix}.k_norm", config.head_dim),
             )
+        sinks = None
+        if config.attention_sinks:
+            sinks = self.weights.take(f"{prefix}.sinks", (config.num_heads,), torch.float32)
         return SelfAttention(
             qkv=self.linear(layer, config.hidden_size, modules, config.qkv_bias),
             o=self.linear(layer, q, [(f"{prefix}.o_proj", config.hidden_size)], config.o_bias),
-            backend=self.operators.attention(config, layer),
+            backend=self.operators.attention(config, layer, sinks),
             sizes=(q, kv, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,

@@ -30,11 +30,18 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
 
 
+HALF_DTYPES = frozenset({"BF16", "F16", "U8"})
+"""Types of files whose numbers half precision holds; U8 is four-bit numbers in pairs."""
+
+
 class Weights(Protocol):
     """Where a model gets its tensors from."""
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor, in the model's dtype, on the model's device."""
+    dtype: torch.dtype
+    """The model's."""
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor in a dtype, or else the model's, on the model's device."""
         ...
 
     def has(self, name: str) -> bool:
@@ -62,7 +69,7 @@ class Checkpoint:
         device: torch.device,
         progress: Progress = ignore_progress,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._stack = ExitStack()
@@ -85,7 +92,7 @@ class Checkpoint:
         """Whether the files hold it."""
         return name in self._file_of
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor.
 
         Raises:
@@ -103,7 +110,7 @@ class Checkpoint:
         self._progress("load", self._taken_bytes, self._total_bytes)
         # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
         # weights.
-        return tensor.to(self._device, self._dtype, copy=True)
+        return tensor.to(self._device, dtype or self.dtype, copy=True)
 
     def finish(self) -> None:
         """Close the files.
@@ -150,7 +157,7 @@ def published(folder: Path) -> tuple[int, bool]:
     for path in _weight_files(folder):
         num_bytes += path.stat().st_size
         dtypes |= {entry["dtype"] for entry in _header(path).values() if len(entry["shape"]) > 1}
-    return num_bytes, dtypes <= {"BF16", "F16"}
+    return num_bytes, dtypes <= HALF_DTYPES
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -176,7 +183,7 @@ class DummyWeights:
     """Random weights of any geometry: seeded, scaled so that activations keep their size."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -184,12 +191,12 @@ class DummyWeights:
         """No optional tensor is there."""
         return False
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Ones for norms, zeros for biases, normal numbers for the rest."""
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(tuple(shape), fill, dtype=self._dtype, device=self._device)
-        tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+            return torch.full(tuple(shape), fill, dtype=dtype or self.dtype, device=self._device)
+        tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self._device)
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
     def finish(self) -> None:

@@ -155,7 +155,9 @@ SAVES_TABLES = (
 TIED_FEATURES = ("tied-lora", "tied-tables")
 EXPERT_FEATURES = ("experts", "experts-down", "experts-all-linear", "expert-linears")
 
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
 
 FUSED_NAMES = (
     (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
@@ -187,6 +189,9 @@ def features_of(base: TinyBase) -> list[str]:
         return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
     words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
     names -= {n for n, f in FEATURES.items() if any(w in str(f["target_modules"]) for w in words)}
+    if base.config.model_type == "gpt_oss":
+        # PEFT finds no linears in its experts, and takes their biases for ones that it trains.
+        names -= {"bias-all", "experts-all-linear", "expert-linears"}
     names -= {"saved-linears"}  # transformers' experts cannot be copied as linears
     return [name for name in FEATURES if name in names]
 
@@ -209,6 +214,13 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
         fields = {**fields, "trainable_token_indices": [312, 7, 311]}
     if feature == "expert-linears" and base.model.config.model_type != "mixtral":
         fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
+    if feature == "experts-down" and base.config.model_type == "gpt_oss":
+        router = {"gate.weight": "router.weight"}
+        fields = {
+            **fields,
+            "target_parameters": ["experts.down_proj", "router.weight"],
+            **{key: {router[k]: v for k, v in fields[key].items()} for key in PATTERNS},
+        }
     if base.is_multimodal:
         fields = of_text_model(fields)
     if base.name.startswith("phi3"):

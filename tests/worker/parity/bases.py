@@ -105,6 +105,25 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 24,
+            "sliding_window": 17,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "swiglu_limit": 0.7,
+            **_rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+    ),
     "gemma3-multimodal": (
         "Gemma3Config",
         {

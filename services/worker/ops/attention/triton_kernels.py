@@ -247,8 +247,7 @@ def _split_keys(position, place, window, split_limit, max_splits, KEY_STEP: tl.c
 @triton.jit(do_not_specialize=["table_stride", "first_row"])
 def attend_generations(
     q, k_plane, v_plane, out, sinks, items, partial, partial_stats, num_finished, tables,
-    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads,
-    scale, softcap,
+    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -279,9 +278,8 @@ def attend_generations(
         token_row = (first_row + row).to(tl.int64)
         query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
         head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
-        # The sink counts once for each row: in its first item.
-        has_sink = is_query & (item == first)
-        top, total = _softmax_begin(sinks, head, has_sink, HAS_SINKS)
+        # The first item of a row counts the sink.
+        top, total = _softmax_begin(sinks, head, is_query & (item == first), HAS_SINKS)
         top, total, values = _attend_keys(
             query, top, total,
             tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at, v_plane + head_at,
