@@ -263,6 +263,13 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "up worker",
     "Kernels of attention and adapters: triton, cpu (compiled), or vanilla = plain torch anywhere.",
 )
+MODEL_IMPL: Knob[str] = Knob(
+    "LORAPLEX_MODEL_IMPL",
+    choice("auto", "native", "transformers"),
+    "auto",
+    "up worker",
+    "native = our model code, transformers = that library's, auto = the latter where we have none.",
+)
 LOAD_FORMAT: Knob[str] = Knob(
     "LORAPLEX_LOAD_FORMAT",
     choice("auto", "dummy"),

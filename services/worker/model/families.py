@@ -56,6 +56,16 @@ FAMILIES = {
 }
 
 
+def has_family(folder: Path) -> bool:
+    """Whether one of the families here serves a base.
+
+    Raises:
+        InvalidRequest: config.json is missing or damaged.
+    """
+    raw = read_json_object(folder / "config.json")
+    return raw.get("model_type") in (*FAMILIES, *WRAPPERS)
+
+
 def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     """Read `config.json`.
 

@@ -24,7 +24,8 @@ from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
-from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.model.families import has_family, read_model_config
+from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
@@ -59,6 +60,7 @@ def build_runner(
     load_format: str = "auto",
     cpu_isa: str = "auto",
     attention_backend: str = "auto",
+    model_impl: str = "auto",
     overlap: str = "off",
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
@@ -76,6 +78,8 @@ def build_runner(
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
+        model_impl: `native` = a family of `model.families`; `transformers` = the library's class;
+            `auto` = the latter where there is no family.
         attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
 
     Raises: LoraplexError naming the file, field or setting that is wrong.
@@ -83,7 +87,8 @@ def build_runner(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
-    config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
+    source = model_dir, load_format, model_impl
+    config, model = _read_model(*source, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes)
     arena, sites = kv.arena, model.site_weights
@@ -194,11 +199,14 @@ def _gpu_path(
 def _read_model(
     folder: Path,
     load_format: str,
+    model_impl: str,
     dtype: torch.dtype,
     device: torch.device,
     operators: Operators,
 ) -> tuple[ModelConfig, Decoder]:
     """The base with its weights; a terminal shows how far they are read."""
+    if model_impl == "transformers" or (model_impl == "auto" and not has_family(folder)):
+        return build_library_model(folder, dtype, device, operators)
     family, config = read_model_config(folder)
     with ProgressBar(folder.name) as bar:
         weights = _weights(load_format, folder, dtype, device, bar)

@@ -79,7 +79,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None = full attention."""
     ropes: tuple[RopeConfig, ...]
-    """Rotary embedding of each layer."""
+    """Rotary embedding of each layer; empty where the transformers library rotates."""
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -108,7 +108,7 @@ class ModelConfig:
     @property
     def rope_switch_len(self) -> int | None:
         """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
-        return self.ropes[0].switch_len
+        return self.ropes[0].switch_len if self.ropes else None
 
     @property
     def q_size(self) -> int:

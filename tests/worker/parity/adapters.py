@@ -155,6 +155,20 @@ SAVES_TABLES = (
 TIED_FEATURES = ("tied-lora", "tied-tables")
 EXPERT_FEATURES = ("experts", "experts-down", "experts-all-linear", "expert-linears")
 
+LIBRARY_FEATURES = (
+    "rank-4-attention",
+    "rank-8-all-linear",
+    "dora",
+    "patterns",
+    "lm-head",
+    "embedding",
+    "token-rows",
+    "saved-tables",
+    "added-tokens",
+    "activated",
+)
+"""Features that are proven on bases that run through the transformers library."""
+
 EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
