@@ -37,6 +37,10 @@ IGNORED = frozenset({
 })  # fmt: skip
 """What `folder` leaves out without a word; a signature is no part of what it signs."""
 
+PICKLE_FILE = "adapter_model.bin"
+"""What PEFT wrote before safetensors."""
+MAX_PICKLE_BYTES = 8 * 1024 * MiB
+"""The process that converts one holds it in memory."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
 _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -58,6 +62,11 @@ def name_problem(name: str) -> str | None:
     """Why a file of this name is refused, with the way out; None if it is allowed."""
     if name in MAX_BYTES:
         return None
+    if name == PICKLE_FILE:
+        return (
+            "is a pickle, which can run code; make safetensors of it with "
+            "'registry convert DIR OUT --to safetensors', or add --convert to 'registry upload'"
+        )
     lower = name.lower()
     if lower.endswith(_PICKLES):
         return "may hold a pickle, which can run code; remove it, and save weights as safetensors"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from loraplex.adapter_format.files import IGNORED, File, name_problem
+from loraplex.adapter_format.files import IGNORED, PICKLE_FILE, File, name_problem
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.leftovers import file_left_out, folder_left_out
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
@@ -78,14 +78,17 @@ def read_config(locations: Mapping[str, Path]) -> bytes:
     )
 
 
-def file_names(path: Path) -> tuple[str, ...]:
+def file_names(path: Path, tensor_file: str = TENSOR_FILE) -> tuple[str, ...]:
     """The adapter's files in a folder, sorted.
+
+    Args:
+        tensor_file: what its weights are in: `adapter_model.bin` for a folder to be converted.
 
     Raises:
         InvalidRequest: there is no such folder.
         InvalidAdapter: something in it is refused, or config or tensors are missing.
     """
-    return _look(path)[0]
+    return _look(path, tensor_file)[0]
 
 
 def left_out(path: Path) -> tuple[Violation, ...]:
@@ -93,21 +96,21 @@ def left_out(path: Path) -> tuple[Violation, ...]:
 
     Raises as `file_names` does.
     """
-    return _look(path)[1]
+    return _look(path, TENSOR_FILE)[1]
 
 
-def _look(path: Path) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
+def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
     if not path.is_dir():
         raise InvalidRequest.field("DIR", str(path), "is not a folder; give an adapter's folder")
     findings = Findings()
     entries = [e for e in sorted(os.scandir(path), key=lambda e: e.name) if e.name not in IGNORED]
     present = {entry.name for entry in entries}
-    missing = [name for name in (CONFIG_FILE, TENSOR_FILE) if name not in present]
+    missing = [name for name in (CONFIG_FILE, tensor_file) if name not in present]
     inner = [entry.name for entry in entries if _holds_adapter(entry)]
     names = []
     for entry in entries:
         reason = _reason_to_leave(entry, is_whole=not missing)
-        problem = None if reason else _entry_problem(entry)
+        problem = None if reason else _entry_problem(entry, tensor_file)
         if reason:
             findings.warn(entry.name, entry.name, reason)
         elif problem:
@@ -115,6 +118,8 @@ def _look(path: Path) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
         else:
             names.append(entry.name)
     for name in missing:
+        if name == TENSOR_FILE and PICKLE_FILE in present:
+            continue  # Refused above, with the command that makes the missing file of it.
         there = f"; {path / _newest(inner)} holds an adapter, give that folder" if inner else ""
         findings.refuse(name, "missing", f"is needed; save the adapter with PEFT{there}")
     if not missing and CONFIG_FILE in names:  # Not through a link, nor from a pipe.
@@ -147,10 +152,11 @@ def _reason_to_leave(entry: os.DirEntry[str], *, is_whole: bool) -> str | None:
     return file_left_out(entry.name)
 
 
-def _entry_problem(entry: os.DirEntry[str]) -> str | None:
+def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
+    problem = None if entry.name == tensor_file else name_problem(entry.name)
     if entry.is_symlink():
         if _is_hub_blob(Path(entry.path)):
-            return name_problem(entry.name)
+            return problem
         return "is a link; copy the file itself"
     if entry.is_dir(follow_symlinks=False):
         if _holds_adapter(entry):
@@ -158,7 +164,7 @@ def _entry_problem(entry: os.DirEntry[str]) -> str | None:
         return "is a folder; an adapter is a flat folder"
     if not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
         return "is not a regular file"
-    return name_problem(entry.name)
+    return problem
 
 
 def _is_hub_blob(link: Path) -> bool:

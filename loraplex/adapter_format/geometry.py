@@ -59,7 +59,7 @@ class Module:
     name: str
     """Full Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
     kind: str
-    """`linear`, `embedding`, `lm_head` or `norm`; `head` beside an adapter that has one."""
+    """`linear`, `embedding`, `lm_head` or `norm`; `head` next to an adapter that has one."""
     in_features: int
     """Columns of the weight (embedding: rows of its table, norm: its width)."""
     out_features: int

@@ -19,9 +19,9 @@ from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry
-    from loraplex.publishing import Publication
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import Published
+    from loraplex.api.registry import Published
+    from loraplex.client.publishing import Publication
+    from loraplex.client.registry_client import RegistryClient
 
 DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
 
@@ -33,9 +33,19 @@ def add(commands: Any) -> None:
         "upload",
         _upload,
         "Publish a PEFT adapter folder as a new version.",
-        "registry upload ./out/checkpoint-900 --name acme/support --tag staging",
+        "registry upload ./out/checkpoint-900 --name acme/support --tag staging\n"
+        "  registry upload hf://acme/support-lora@main --name support\n"
+        "  registry upload s3://models/support/v7 --name support\n"
+        "  registry upload oci://ghcr.io/acme/support:v7 --name support",
     )
-    parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
+    parser.add_argument(
+        "dir",
+        metavar="DIR|hf://ORG/NAME[@REV]|s3://BUCKET/PREFIX|oci://HOST/REPO:TAG",
+        help=DIR_HELP,
+    )
+    parser.add_argument(
+        "--convert", action="store_true", help="make safetensors of adapter_model.bin first"
+    )
     parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
     parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
     parser.add_argument("--no-latest", action="store_true", help="leave the tag latest alone")
@@ -72,14 +82,16 @@ def add(commands: Any) -> None:
 
 def client_of(args: argparse.Namespace) -> RegistryClient:
     """The client that the connection flags describe."""
-    from loraplex.registry_client import RegistryClient
+    from loraplex.client.registry_client import RegistryClient
 
     return RegistryClient(args.registry, credentials_of(args))
 
 
-async def _upload(args: argparse.Namespace) -> None:
-    from loraplex.cli.progress import ProgressBar
-    from loraplex.publishing import Publication
+def _upload(args: argparse.Namespace) -> None:
+    import asyncio
+
+    from loraplex.cli.sources import adapter_folder
+    from loraplex.client.publishing import Publication
 
     publication = Publication(
         args.name,
@@ -94,12 +106,20 @@ async def _upload(args: argparse.Namespace) -> None:
         signing_key=args.signing_key,
         signature=args.signature,
     )
+    # Fetching blocks: outside of the event loop, an interrupt ends it at once.
+    with adapter_folder(args.dir, convert=args.convert, strict=args.strict) as folder:
+        asyncio.run(_upload_folder(args, folder, publication))
+
+
+async def _upload_folder(args: argparse.Namespace, folder: Path, publication: Publication) -> None:
+    from loraplex.cli.progress import ProgressBar
+
     async with client_of(args) as client:
         if args.dry_run:
-            await _dry_run(client, args, publication)
+            await _dry_run(client, args, folder, publication)
             return
         with ProgressBar(args.name) as bar:
-            published = await client.upload(args.dir, publication, bar)
+            published = await client.upload(folder, publication, bar)
         print_warnings(published.warnings)
         _print_published(published, args.json)
         if args.when_loaded and args.wait:
@@ -129,9 +149,9 @@ def _print_published(published: Published, as_json: bool) -> None:
 
 
 async def _dry_run(
-    client: RegistryClient, args: argparse.Namespace, publication: Publication
+    client: RegistryClient, args: argparse.Namespace, folder: Path, publication: Publication
 ) -> None:
-    checked = await client.check(args.dir, publication)
+    checked = await client.check(folder, publication)
     print_warnings(checked.warnings)
     if args.json:
         print_json(
@@ -156,11 +176,11 @@ async def _validate(args: argparse.Namespace) -> None:
         validate,
     )
     from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
+    from loraplex.client.publishing import left_behind, read_adapter
     from loraplex.errors import InvalidAdapter
-    from loraplex.publishing import left_behind, read_adapter
 
     folder = read_adapter(Path(args.dir))
-    beside = left_behind(Path(args.dir), strict=args.strict)
+    left_out = left_behind(Path(args.dir), strict=args.strict)
     geometry = geometry_of(args.base)
     report = validate(
         folder.config_bytes,
@@ -172,7 +192,7 @@ async def _validate(args: argparse.Namespace) -> None:
     )
     header = parse_header(folder.header_prefix, folder.tensor_file_size)
     zero_tensors = scan_file(folder.tensor_path, header)
-    warnings = (*beside, *report.warnings, *warnings_of_zeros(report, zero_tensors))
+    warnings = (*left_out, *report.warnings, *warnings_of_zeros(report, zero_tensors))
     if args.strict and warnings:
         raise InvalidAdapter.of(warnings)
     print_warnings(warnings)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +29,19 @@ def _add_merge(commands: Any) -> None:
         commands,
         "merge",
         _needing_numpy(_merge),
-        "Merge adapter folders of one base into a new one, offline.",
-        "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties",
+        "Merge adapter folders of one base into a new one, or into the base, offline.",
+        "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties\n"
+        "  registry merge ./support --into-base --base ./llama-3-8b --out ./llama-3-8b-support",
     )
     parser.add_argument(
         "adapters", nargs="+", type=_weighted, metavar="DIR[=WEIGHT]", help="weight 1 if not given"
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new or empty")
+    parser.add_argument(
+        "--into-base",
+        action="store_true",
+        help="write a full checkpoint of --base with the exact sum of the adapters in its weights",
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -59,7 +67,8 @@ def _add_convert(commands: Any) -> None:
         "convert",
         _needing_numpy(_convert),
         "Convert an adapter folder to or from another form, offline.",
-        "registry convert ./support ./support-trtllm --to trtllm",
+        "registry convert ./alpaca-lora ./alpaca --to safetensors\n"
+        "  registry convert ./support ./support-trtllm --to trtllm",
     )
     parser.add_argument(
         "dir", type=Path, metavar="DIR", help="a PEFT folder, or a TensorRT-LLM one"
@@ -67,9 +76,10 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     parser.add_argument(
         "--to",
-        choices=("trtllm", "peft"),
+        choices=("safetensors", "trtllm", "peft"),
         required=True,
-        help="trtllm: LoraWeights and LoraConfig as .npy; peft: from those, or with --initial",
+        help="safetensors: of a folder with adapter_model.bin; trtllm: LoraWeights and LoraConfig "
+        "as .npy; peft: from those, or with --initial",
     )
     parser.add_argument(
         "--initial",
@@ -98,7 +108,7 @@ def _weighted(text: str) -> tuple[Path, float]:
         raise argparse.ArgumentTypeError(f"expected DIR=WEIGHT, got {text!r}") from None
 
 
-def _needing_numpy(run: Run) -> Run:
+def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
     async def checked(args: argparse.Namespace) -> None:
         from importlib.util import find_spec
 
@@ -113,30 +123,66 @@ def _needing_numpy(run: Run) -> Run:
 
 
 async def _merge(args: argparse.Namespace) -> None:
+    if args.into_base:
+        _merge_into_base(args)
+        return
     from loraplex.rewriting.merging import Recipe, merge
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
-    dtype = DTYPES[args.dtype] if args.dtype else ""
-    report = merge(args.adapters, args.out, recipe, _geometry(args.base), dtype)
+    report = merge(args.adapters, args.out, recipe, _geometry(args.base), _dtype(args))
     _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
 
 
-async def _convert(args: argparse.Namespace) -> None:
+def _merge_into_base(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidRequest
-    from loraplex.rewriting.merging import without_initial
+    from loraplex.rewriting.into_base import merge_into_base
+
+    base = _folder(args.base)
+    if base is None:
+        raise InvalidRequest.field("--base", "", "is needed: the base to merge into")
+    if args.method not in ("linear", "cat"):
+        description = "makes an adapter; merge the adapters by it first, then the result into base"
+        raise InvalidRequest.field("--method", args.method, description)
+    merged = merge_into_base(args.adapters, base, args.out, _dtype(args))
+    if not args.json:
+        note = " (the head is a table of its own now)" if merged.is_untied else ""
+        print(f"merged into {merged.num_modules} modules of the base{note}: {args.out}")
+        return
+    print_json({"name": args.out.resolve().name, "version": None, "digest": None, **asdict(merged)})
+
+
+async def _convert(args: argparse.Namespace) -> None:
+    if args.to == "safetensors":
+        _from_pickle(args)
+    elif args.to == "trtllm":
+        _to_trtllm(args)
+    else:
+        _to_peft(args)
+
+
+def _from_pickle(args: argparse.Namespace) -> None:
+    from loraplex.rewriting.pickled import from_pickle
+
+    report = from_pickle(args.dir, args.out, _geometry(args.base), _dtype(args))
+    _print(args, report, f"wrote an adapter of rank {report.max_rank} into {args.out}")
+
+
+def _to_trtllm(args: argparse.Namespace) -> None:
     from loraplex.rewriting.tensors import open_adapter
-    from loraplex.rewriting.trtllm import DTYPES as NPY_DTYPES
-    from loraplex.rewriting.trtllm import from_trtllm, is_trtllm, to_trtllm
+    from loraplex.rewriting.trtllm import to_trtllm
 
     geometry = _geometry(args.base)
-    dtype = DTYPES[args.dtype] if args.dtype else ""
-    if args.to == "trtllm":
-        if dtype not in ("", *NPY_DTYPES):
-            raise InvalidRequest.field("--dtype", args.dtype, "must be float16 or float32 in .npy")
-        opened = open_adapter(args.dir, geometry)
-        num_rows = to_trtllm(opened, args.out, dtype or "F16")
-        _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
-        return
+    opened = open_adapter(args.dir, geometry)
+    num_rows = to_trtllm(opened, args.out, _dtype(args) or "F16", geometry, _folder(args.base))
+    _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
+
+
+def _to_peft(args: argparse.Namespace) -> None:
+    from loraplex.errors import InvalidRequest
+    from loraplex.rewriting.merging import without_initial
+    from loraplex.rewriting.trtllm import from_trtllm, is_trtllm
+
+    geometry, dtype = _geometry(args.base), _dtype(args)
     if args.initial is not None:
         report = without_initial(args.dir, args.initial, args.out, geometry, dtype)
     elif not is_trtllm(args.dir):
@@ -147,8 +193,23 @@ async def _convert(args: argparse.Namespace) -> None:
         raise InvalidRequest.field("--base", "", description)
     else:
         base_id = "" if Path(args.base).is_dir() else args.base
-        report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16")
+        base = _folder(args.base)
+        report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16", base)
     _print(args, report, f"wrote a PEFT adapter of rank {report.max_rank} into {args.out}")
+
+
+def _folder(base: str) -> Path | None:
+    """Of a base on this machine; None for ""."""
+    import os
+
+    from loraplex.cli.local_base import base_folder
+
+    return base_folder(base, os.environ) if base else None
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    """Its safetensors name; "" = not given."""
+    return DTYPES[args.dtype] if args.dtype else ""
 
 
 def _geometry(base: str) -> Geometry | None:

@@ -79,7 +79,7 @@ def merge(
     adapters = [open_adapter(folder, geometry) for folder, _ in folders]
     if geometry is None:
         _check_one_base(folders, adapters)
-    _check_one_serving(folders, adapters)
+    check_one_serving(folders, adapters)
     return combine(adapters, [weight for _, weight in folders], out, recipe, geometry, dtype)
 
 
@@ -252,7 +252,7 @@ def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, 
     return {**dict.fromkeys(fields), "target_modules": sorted(ranks)}
 
 
-def _check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
+def check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
     """What is no sum of matrices has to be the same in all."""
     for name in (ROPE_FIELD, EOS_FIELD):
         first = adapters[0].config.get(name)

@@ -25,15 +25,16 @@ from loraplex.adapter_format import (
     validate,
 )
 from loraplex.adapter_format.folder import read_folder
-from loraplex.adapter_format.safetensors_header import TensorInfo
+from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TensorInfo
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
+from loraplex.client.publishing import read_adapter
 from loraplex.errors import AlreadyExists, InvalidAdapter, Violation
-from loraplex.publishing import read_adapter
 
 Array = npt.NDArray[np.float32]
 
-_STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""How numpy reads and writes each; bfloat16 as its bits."""
 _MAX_RANK = 1 << 20
 """Merging may pass through ranks that nobody serves."""
 
@@ -49,15 +50,23 @@ class Opened:
 
     def tensor(self, info: TensorInfo) -> Array:
         """A tensor as float32, whatever it is stored as."""
-        raw = np.fromfile(
-            self.content.tensor_path,
-            dtype=_STORED[info.dtype],
-            count=math.prod(info.shape),
-            offset=info.begin,
-        )
-        if info.dtype == "BF16":
-            raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32).reshape(info.shape)
+        num_rows = info.shape[0] if info.shape else 1
+        return read_rows(self.content.tensor_path, info, 0, num_rows)
+
+
+def read_rows(path: Path, info: TensorInfo, begin: int, end: int) -> Array:
+    """Rows [begin, end) of a tensor in a safetensors file, as float32; none if `end` <= `begin`."""
+    num_rows = max(0, end - begin)
+    row_values = math.prod(info.shape[1:])
+    raw = np.fromfile(
+        path,
+        dtype=STORED[info.dtype],
+        count=num_rows * row_values,
+        offset=info.begin + begin * row_values * DTYPE_BYTES[info.dtype],
+    )
+    if info.dtype == "BF16":
+        raw = (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32).reshape(num_rows, *info.shape[1:])
 
 
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
@@ -100,12 +109,19 @@ def write_adapter(
     with new_folder(out) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (partial / TENSOR_FILE).write_bytes(_safetensors(tensors, dtype))
-        made = read_folder(partial)
-        size = made.tensor_file_size
-        report = validate(
-            made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK
-        )
-        scan_file(made.tensor_path, parse_header(made.header_prefix, size))
+        return check_folder(partial, geometry)
+
+
+def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
+    """Validate a folder that was just made, values included.
+
+    Raises:
+        InvalidAdapter: what came out is no adapter, or not one of the base of `geometry`.
+    """
+    made = read_folder(folder)
+    size = made.tensor_file_size
+    report = validate(made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK)
+    scan_file(made.tensor_path, parse_header(made.header_prefix, size))
     return report
 
 
@@ -152,6 +168,6 @@ def stored_bytes(array: Array, dtype: str) -> bytes:
     """An array as it lies in a file; BF16 is rounded to the nearest, ties to even."""
     if dtype != "BF16":
         with np.errstate(over="ignore"):
-            return np.ascontiguousarray(array, dtype=_STORED[dtype]).tobytes()
+            return np.ascontiguousarray(array, dtype=STORED[dtype]).tobytes()
     bits = np.ascontiguousarray(array, dtype="<f4").view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

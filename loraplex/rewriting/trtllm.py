@@ -1,46 +1,65 @@
 """TensorRT-LLM's LoraWeights and LoraConfig: two .npy files, there and back.
 
 `model.lora_weights.npy` is `[1, rows, width]`: for each module of each layer A `[rank, in]`, then B
-`[out, rank]` with the scale folded in, both flattened, then zeros up to the widest row.
-`model.lora_config.npy` is int32 `[1, rows, 3]`: module id, layer, rank. Module ids and which
-projection each means are those of TensorRT-LLM's own converter and loader: `mlp_h_to_4h` (5) is
-`gate_proj` and `mlp_gate` (7) is `up_proj`, which its prose describes the other way round.
+`[out, rank]` with the scale folded in, then with DoRA the magnitude `[out]`, all flattened, then
+zeros up to the widest row. A row of experts holds A of all experts, then B of all. The magnitude is
+divided by the norms of the rows of W + B A, as TensorRT-LLM wants it. `model.lora_config.npy` is
+int32 `[1, rows, 3]`: module id, layer, rank; a fourth column says whether the row is of a DoRA.
+bfloat16, which numpy lacks, is written as TensorRT-LLM does: as two raw bytes (`|V2`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.adapter_format import CONFIG_FILE as PEFT_CONFIG
 from loraplex.adapter_format import Geometry, Report
+from loraplex.adapter_format.geometry import Module
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
+from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
+from loraplex.rewriting.checkpoint import Checkpoint
 from loraplex.rewriting.merging import scaled_by_one, tensor_name
-from loraplex.rewriting.tensors import Array, Opened, new_folder, write_adapter
+from loraplex.rewriting.tensors import Array, Opened, new_folder, stored_bytes, write_adapter
+from loraplex.rewriting.trtllm_modules import (
+    CROSS_ATTENTION,
+    EXPERT_IDS,
+    FUSED_MLP,
+    LAST_ID,
+    MLP_H_TO_4H,
+    Bases,
+    Place,
+    place_of,
+)
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILE = "model.lora_config.npy"
-DTYPES = {"F16": "<f2", "F32": "<f4"}
+_NPY_DTYPES = {"F16": "<f2", "F32": "<f4", "BF16": "|V2"}
+_NO_PLACE = ("lora_bias", "token_delta", "full", "base_copy", "bias")
 
-MODULE_IDS = {
-    "self_attn.qkv_proj": 0,
-    "self_attn.q_proj": 1,
-    "self_attn.k_proj": 2,
-    "self_attn.v_proj": 3,
-    "self_attn.o_proj": 4,
-    "mlp.gate_proj": 5,
-    "mlp.down_proj": 6,
-    "mlp.up_proj": 7,
-}
-_NAMES = {number: name for name, number in MODULE_IDS.items()}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_PLACE = re.compile(r"(.+\.layers)\.(\d+)\.(\w+\.\w+)", re.ASCII)
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of the format, or of one expert of it."""
+
+    rank: int
+    a: Array
+    b: Array
+    """With the scale."""
+    gain: Array | None = None
+
+    @property
+    def values(self) -> Array:
+        """As they follow each other in the file."""
+        gain = () if self.gain is None else (self.gain,)
+        return np.concatenate([part.reshape(-1) for part in (self.a, self.b, *gain)])
 
 
 def is_trtllm(folder: Path) -> bool:
@@ -48,110 +67,236 @@ def is_trtllm(folder: Path) -> bool:
     return (folder / WEIGHTS_FILE).is_file() and (folder / CONFIG_FILE).is_file()
 
 
-def to_trtllm(adapter: Opened, out: Path, dtype: str = "F16") -> int:
+def to_trtllm(
+    adapter: Opened,
+    out: Path,
+    dtype: str = "F16",
+    geometry: Geometry | None = None,
+    base: Path | None = None,
+) -> int:
     """Write an adapter as TensorRT-LLM takes it; returns the number of rows.
+
+    Args:
+        dtype: F16, BF16 or F32.
+        geometry: of the base; needed for LoRA on experts.
+        base: its folder; needed for DoRA.
 
     Raises:
         InvalidAdapter: it adapts something that the format has no id for.
+        InvalidRequest: the base is needed and was not given.
     """
-    rows = []
+    for field in ("alora_invocation_tokens", "rope_scaling"):
+        if getattr(adapter.report.config, field) is not None:
+            value = adapter.config.get(field)
+            _refuse(f"{PEFT_CONFIG}:{field}", value, "has no place in TensorRT-LLM's format")
+    rows = _rows(adapter, geometry, None if base is None else Checkpoint(base))
+    order = sorted(rows)
+    is_dora = any(row.gain is not None for row in rows.values())
     config = []
-    for module in sorted(adapter.report.modules, key=_place):
-        _, layer, number = _place(module)
-        assert module.a is not None and module.b is not None, "a linear's pair, checked by _place"
-        b = adapter.tensor(module.b) * np.float32(module.scale)
-        rows.append(np.concatenate([adapter.tensor(module.a).reshape(-1), b.reshape(-1)]))
-        config.append([number, layer, module.rank])
-    width = max(row.size for row in rows)
-    weights = np.zeros((1, len(rows), width), DTYPES[dtype])
-    for index, row in enumerate(rows):
-        with np.errstate(over="ignore"):
-            weights[0, index, : row.size] = row
-    if not np.isfinite(weights).all():
-        description = "has values that float16 cannot hold; use --dtype float32"
+    for layer, number in order:
+        row = rows[layer, number]
+        config.append([number, layer, row.rank, *([int(row.gain is not None)] if is_dora else [])])
+    width = max(row.values.size for row in rows.values())
+    weights = np.zeros((len(rows), width), np.float32)
+    for index, key in enumerate(order):
+        values = rows[key].values
+        weights[index, : values.size] = values
+    if dtype == "F16" and not (np.abs(weights) <= np.finfo(np.float16).max).all():
+        description = "has values that float16 cannot hold; use --dtype float32 or bfloat16"
         raise InvalidAdapter.of([Violation.of(TENSOR_FILE, dtype, description)])
+    stored = np.frombuffer(stored_bytes(weights, dtype), np.dtype(_NPY_DTYPES[dtype]))
     with new_folder(out) as partial:
-        np.save(partial / WEIGHTS_FILE, weights, allow_pickle=False)
+        np.save(partial / WEIGHTS_FILE, stored.reshape(1, *weights.shape), allow_pickle=False)
         np.save(partial / CONFIG_FILE, np.asarray([config], np.int32), allow_pickle=False)
     return len(rows)
 
 
+def _rows(
+    adapter: Opened, geometry: Geometry | None, base: Checkpoint | None
+) -> dict[tuple[int, int], _Row]:
+    """By layer and module id."""
+    rows: dict[tuple[int, int], _Row] = {}
+    experts: dict[tuple[int, int], dict[int, _Row]] = {}
+    for module in adapter.report.modules:
+        place = _place(module)
+        row = _row(adapter, module, base)
+        if place.expert is not None:
+            for number, half in _halves(place, row):
+                experts.setdefault((place.layer, number), {})[place.expert] = half
+            continue
+        if place.leaf == FUSED_MLP:
+            row = _with_swapped_halves(row)
+        rows[place.layer, place.number] = row
+    for (layer, number), by_index in experts.items():
+        if geometry is None:
+            _need_base("the files of one adapter may not name all experts")
+        rows[layer, number] = _stacked(by_index, Bases.of(geometry).num_experts(layer))
+    return rows
+
+
+def _row(adapter: Opened, module: AdapterModule, base: Checkpoint | None) -> _Row:
+    assert module.a is not None and module.b is not None, "a linear's pair, checked by _place"
+    a, b = adapter.tensor(module.a), adapter.tensor(module.b)
+    if module.expert is not None:
+        index = module.expert.index
+        a = a[index * module.rank : (index + 1) * module.rank]
+        b = b[:, index :: module.expert.num_experts]
+    b = b * np.float32(module.scale)
+    if module.magnitude is None:
+        return _Row(module.rank, a, b)
+    norms = _norms(base, module.name, a, b)
+    return _Row(module.rank, a, b, adapter.tensor(module.magnitude).reshape(-1) / norms)
+
+
+def _halves(place: Place, row: _Row) -> Iterator[tuple[int, _Row]]:
+    """An expert's row; two where gate and up are one parameter and share A."""
+    if place.leaf != FUSED_MLP:
+        yield place.number, row
+        return
+    middle = len(row.b) // 2
+    yield 13, _Row(row.rank, row.a, row.b[:middle])
+    yield 15, _Row(row.rank, row.a, row.b[middle:])
+
+
+def _stacked(by_index: dict[int, _Row], num_experts: int) -> _Row:
+    """All experts in one row: zeros for those without LoRA, and up to the largest rank."""
+    rank = max(row.rank for row in by_index.values())
+    some = next(iter(by_index.values()))
+    a = np.zeros((num_experts, rank, some.a.shape[1]), np.float32)
+    b = np.zeros((num_experts, some.b.shape[0], rank), np.float32)
+    for index, row in by_index.items():
+        a[index, : row.rank], b[index, :, : row.rank] = row.a, row.b
+    return _Row(rank, a, b)
+
+
+def _with_swapped_halves(row: _Row) -> _Row:
+    """`gate_up_proj` holds gate, then up; TensorRT-LLM's fused projection up, then gate."""
+    gain = None if row.gain is None else np.roll(row.gain, len(row.gain) // 2)
+    return _Row(row.rank, row.a, np.roll(row.b, len(row.b) // 2, axis=0), gain)
+
+
 def from_trtllm(
-    folder: Path, out: Path, geometry: Geometry, base_id: str = "", dtype: str = "F16"
+    folder: Path,
+    out: Path,
+    geometry: Geometry,
+    base_id: str = "",
+    dtype: str = "F16",
+    base: Path | None = None,
 ) -> Report:
     """Write the PEFT folder of TensorRT-LLM's two files, whose scale is folded into B.
 
     Args:
         geometry: the base: the files do not say how wide A and B are.
         base_id: for `base_model_name_or_path`.
+        base: folder of the base, needed for DoRA.
 
     Raises:
         InvalidAdapter: naming the row that is wrong, or does not fit the base.
     """
     weights, config = _read(folder)
-    bases = {module.name: module for module in geometry.modules}
-    places = {}
-    for name in bases:
-        match = _PLACE.fullmatch(name)
-        if match:
-            places[int(match[2]), match[3]] = name
+    bases = Bases.of(geometry)
+    checkpoint = None if base is None else Checkpoint(base)
     tensors: dict[str, Array] = {}
     ranks: dict[str, int] = {}
-    for index, (number, layer, rank) in enumerate(config.tolist()):
+    use_dora = bool(config[:, 3].any())
+    for index, (number, layer, rank, is_dora) in enumerate(config.tolist()):
         where = f"{CONFIG_FILE}:[{index}]"
-        names = _modules(number, layer, places, where)
-        in_features = bases[names[0]].in_features
-        widths = [bases[name].out_features for name in names]
-        a, b = _matrices(weights[index], rank, in_features, sum(widths), where)
-        begin = 0
-        for name, width in zip(names, widths, strict=True):
-            if name in ranks:
-                _refuse(where, name, "is adapted by an earlier row already")
-            tensors[tensor_name(name, "A")] = a
-            tensors[tensor_name(name, "B")] = b[begin : begin + width]
-            ranks[name] = rank
-            begin += width
+        modules = _modules(number, layer, bases, where)
+        if use_dora and not is_dora:
+            _refuse(where, "no DoRA", "stands beside rows of a DoRA, which PEFT cannot express")
+        row = _split(weights[index], rank, number, modules, bool(is_dora), where)
+        for module, share in _shares(number, modules, row):
+            if module.name in ranks:
+                _refuse(where, module.name, "is adapted by an earlier row already")
+            tensors[tensor_name(module.name, "A")] = share.a
+            tensors[tensor_name(module.name, "B")] = share.b
+            if share.gain is not None:
+                name = f"{PREFIX}{module.name}.lora_magnitude_vector"
+                tensors[name] = share.gain * _norms(checkpoint, module.name, share.a, share.b)
+            ranks[module.name] = rank
     peft = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_id or None,
-        "target_modules": sorted(ranks),
+        "target_modules": _targets(ranks, geometry),
         "bias": "none",
         "inference_mode": True,
         "lora_dropout": 0.0,
+        "use_dora": use_dora,
     }
     return write_adapter(out, {**peft, **scaled_by_one(ranks)}, tensors, dtype, geometry)
 
 
-def _place(module: AdapterModule) -> tuple[str, int, int]:
-    """(prefix, layer, module id). Raises InvalidAdapter where there is none."""
-    match = _PLACE.fullmatch(module.name)
-    number = MODULE_IDS.get(match[3]) if match else None
-    for part in ("magnitude", "lora_bias", "token_delta", "full", "base_copy", "bias"):
+def _targets(ranks: dict[str, int], geometry: Geometry) -> list[str]:
+    """Last parts of names where these mean no other module, else whole names."""
+    by_leaf: dict[str, set[str]] = {}
+    for module in geometry.modules:
+        by_leaf.setdefault(module.name.rpartition(".")[2], set()).add(module.name)
+    leaves = {name: name.rpartition(".")[2] for name in ranks}
+    return sorted({leaf if by_leaf[leaf] <= set(ranks) else name for name, leaf in leaves.items()})
+
+
+def _shares(number: int, modules: Sequence[Module], row: _Row) -> Iterator[tuple[Module, _Row]]:
+    """What a row says about each module that it is for."""
+    if number in EXPERT_IDS:
+        for module, a, b in zip(modules, row.a, row.b, strict=True):
+            yield module, _Row(row.rank, a, b)
+        return
+    if number == MLP_H_TO_4H and modules[0].name.endswith(FUSED_MLP):
+        row = _with_swapped_halves(row)
+    begin = 0
+    for module in modules:
+        end = begin + module.out_features
+        gain = None if row.gain is None else row.gain[begin:end]
+        yield module, _Row(row.rank, row.a, row.b[begin:end], gain)
+        begin = end
+
+
+def _norms(base: Checkpoint | None, name: str, a: Array, b: Array) -> Array:
+    """Norms of the rows of W + B A, where B has the scale."""
+    if base is None:
+        _need_base("DoRA's magnitudes are divided by norms of the base's weights")
+    source = base.tensors[f"{name}.weight"]
+    norms: Array = np.linalg.norm(source.rows(0, source.num_rows) + b @ a, axis=1)
+    return norms
+
+
+def _place(module: AdapterModule) -> Place:
+    """Raises InvalidAdapter where there is none."""
+    for part in _NO_PLACE:
         info = getattr(module, part)
         if info is not None:
             _refuse(f"{TENSOR_FILE}:{info.name}", part, "has no place in TensorRT-LLM's format")
-    if match is None or number is None:
+    place = place_of(module.name)
+    if place is None or module.a is None:
         _refuse(f"{TENSOR_FILE}:{module.name}", module.name, "has no TensorRT-LLM module id")
-    return match[1], int(match[2]), number
+    return place
 
 
 def _read(folder: Path) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Both tensors without their batch dimension: float32 [rows, width] and [rows, 3]."""
+    """Both tensors without their batch dimension: float32 [rows, width] and [rows, 4]."""
     weights = _load(folder / WEIGHTS_FILE)
     config = _load(folder / CONFIG_FILE)
     weights = weights[0] if weights.ndim == 3 and len(weights) == 1 else weights
     config = config[0] if config.ndim == 3 and len(config) == 1 else config
     if config.ndim != 2 or config.shape[1] not in (3, 4) or config.dtype.kind not in "iu":
         _refuse(CONFIG_FILE, list(config.shape), "must be whole numbers [1, rows, 3]")
-    if config.shape[1] == 4 and config[:, 3].any():
-        _refuse(CONFIG_FILE, "DoRA", "rows with magnitudes cannot be converted")
-    if weights.ndim != 2 or len(weights) != len(config) or weights.dtype.kind != "f":
+    is_bfloat16 = weights.dtype == np.dtype("V2")
+    if (
+        weights.ndim != 2
+        or len(weights) != len(config)
+        or not (weights.dtype.kind == "f" or is_bfloat16)
+    ):
         description = f"must be floats [1, {len(config)}, width]"
         _refuse(WEIGHTS_FILE, list(weights.shape), description)
     if not len(config):
         _refuse(CONFIG_FILE, "0 rows", "adapts no module")
-    return weights.astype(np.float32), config[:, :3].astype(np.int64)
+    if is_bfloat16:
+        bits = np.ascontiguousarray(weights).view("<u2").astype(np.uint32)
+        weights = (bits << 16).view(np.float32)
+    flags = np.zeros((len(config), 1), np.int64)
+    columns = np.concatenate([config.astype(np.int64), flags], axis=1)[:, :4]
+    return weights.astype(np.float32), columns
 
 
 def _load(path: Path) -> npt.NDArray[np.generic]:
@@ -162,33 +307,48 @@ def _load(path: Path) -> npt.NDArray[np.generic]:
     return array
 
 
-def _modules(
-    number: int, layer: int, places: Mapping[tuple[int, str], str], where: str
-) -> list[str]:
-    """The base's modules that a row is for: one, or q, k and v where the base has them apart."""
-    name = _NAMES.get(number)
-    if name is None:
-        _refuse(where, number, "is no module id that is served (0-7)")
-    split = number == 0 and (layer, name) not in places
-    names = list(_QKV) if split else [name]
-    found = [places[layer, part] for part in names if (layer, part) in places]
-    if len(found) < len(names):
-        _refuse(where, f"{name} of layer {layer}", "is not a module of the base")
+def _modules(number: int, layer: int, bases: Bases, where: str) -> list[Module]:
+    """The base's modules that a row is for."""
+    if number in CROSS_ATTENTION:
+        _refuse(where, number, "is of cross attention, which no served base has")
+    if not 0 <= number <= LAST_ID:
+        _refuse(where, number, f"is no module id that is served (0-{LAST_ID})")
+    found = bases.modules_of(number, layer)
+    if not found:
+        _refuse(where, f"id {number} of layer {layer}", "is not a module of the base")
     return found
 
 
-def _matrices(
-    row: Array, rank: int, in_features: int, out_features: int, where: str
-) -> tuple[Array, Array]:
-    """A and B of a row, whose rest must be padding."""
-    cut, end = rank * in_features, rank * (in_features + out_features)
-    if rank < 1 or end > row.size:
-        needed = f"needs {end} values for this base, the row has {row.size}"
-        _refuse(where, f"rank {rank}", needed)
-    if row[end:].any():
-        description = f"is followed by values after the {end} of this base; is it another base's?"
+def _split(
+    row: Array, rank: int, number: int, modules: Sequence[Module], is_dora: bool, where: str
+) -> _Row:
+    """A, B and magnitude of a row, whose rest must be padding."""
+    is_expert = number in EXPERT_IDS
+    count = len(modules) if is_expert else 1
+    in_features = modules[0].in_features
+    widths = [module.out_features for module in modules]
+    out_features = widths[0] if is_expert else sum(widths)
+    cut = count * rank * in_features
+    end = cut + count * rank * out_features
+    whole = end + (out_features if is_dora else 0)
+    if rank < 1 or whole > row.size:
+        _refuse(
+            where, f"rank {rank}", f"needs {whole} values for this base, the row has {row.size}"
+        )
+    if row[whole:].any():
+        description = f"is followed by values after the {whole} of this base; is it another base's?"
         _refuse(where, f"rank {rank}", description)
-    return row[:cut].reshape(rank, in_features), row[cut:end].reshape(out_features, rank)
+    experts = (count,) if is_expert else ()
+    return _Row(
+        rank,
+        row[:cut].reshape(*experts, rank, in_features),
+        row[cut:end].reshape(*experts, out_features, rank),
+        row[end:whole] if is_dora else None,
+    )
+
+
+def _need_base(why: str) -> NoReturn:
+    raise InvalidRequest.field("--base", "", f"is needed, as a folder or hub id: {why}")
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:

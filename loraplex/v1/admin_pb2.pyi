@@ -34,7 +34,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, ready: bool = ..., not_ready_reason: _Optional[str] = ..., base_ids: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., registry_connected: bool = ..., num_adapters: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "address", "base_id", "connected", "ready", "draining", "load", "adapters", "num_adapters_on_device")
+    __slots__ = ("worker_id", "address", "base_id", "connected", "ready", "draining", "load", "adapters", "num_adapters_on_device", "dtype", "kernels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class WorkerState(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTERS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     base_id: str
@@ -53,7 +55,9 @@ class WorkerState(_message.Message):
     load: _worker_pb2.WorkerLoad
     adapters: _containers.RepeatedCompositeFieldContainer[ResidentAdapter]
     num_adapters_on_device: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., base_id: _Optional[str] = ..., connected: bool = ..., ready: bool = ..., draining: bool = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., num_adapters_on_device: _Optional[int] = ...) -> None: ...
+    dtype: str
+    kernels: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., base_id: _Optional[str] = ..., connected: bool = ..., ready: bool = ..., draining: bool = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., num_adapters_on_device: _Optional[int] = ..., dtype: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("ref", "residency")

@@ -24,6 +24,7 @@ from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import Tags
 from loraplex_services.registry.publish.uploads import Uploads
+from loraplex_services.registry.publish.validation import Validations
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Registry:
     snapshots: Snapshots
     collector: Collector
     keys: Keys
+    validations: Validations
 
 
 def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
@@ -59,12 +61,23 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     versions = Versions(store, catalog)
     signatures = Signatures(store, audit, tenants)
     tags = Tags(store, catalog, versions, audit, signatures)
-    scans = Scans()
+    scans, validations = Scans(), Validations()
     uploads = Uploads(store, scans)
     blobs = Blobs(store, uploads)
     staging = Staging(store, catalog, tags, versions, audit)
     publisher = Publisher(
-        store, catalog, uploads, blobs, bases, tags, staging, versions, tenants, audit, scans
+        store,
+        catalog,
+        uploads,
+        blobs,
+        bases,
+        tags,
+        staging,
+        versions,
+        tenants,
+        audit,
+        scans,
+        validations,
     )
     snapshots = Snapshots(store)
     indexer = Indexer(store, catalog, uploads, publisher, snapshots)
@@ -89,4 +102,5 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         snapshots=snapshots,
         collector=Collector(store),
         keys=Keys(store),
+        validations=validations,
     )

@@ -1,4 +1,4 @@
-"""What a worker is told by its environment, resolved once."""
+"""A worker's settings, read once from its environment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from loraplex_services.common.addresses import is_local
 from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import TlsFiles, tls_files
 from loraplex_services.worker.types.messages import EngineConfig
+
+MAX_RESIDENT = 4096
+"""Slots of the device tables: adapters loaded at once, if they fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,11 @@ class WorkerConfig:
     load_format: str
     arena_bytes: int
     max_lora_rank: int
-    max_resident: int
     max_loras: int | None
     max_step_tokens: int
     max_step_s: float
     max_running: int
     policy: str
-    first_token_s: float | None
     prefix_cache: bool
     overlap: str
     adapter_dtype: str
@@ -66,13 +67,12 @@ class WorkerConfig:
             model_impl=self.model_impl,
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank,
-            max_resident=self.max_resident,
+            max_resident=MAX_RESIDENT,
             max_step_tokens=self.max_step_tokens,
             max_step_s=self.max_step_s,
             max_running=self.max_running,
             max_loras=self.max_loras,
             policy=self.policy,
-            first_token_s=self.first_token_s,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
@@ -88,8 +88,7 @@ class WorkerConfig:
     @property
     def max_request_adapters(self) -> int:
         """Adapters in one request: a set must fit a step, and leave slots for others."""
-        limits = [max(1, self.max_resident // 2)]
-        return min([*limits, self.max_loras] if self.max_loras else limits)
+        return min(MAX_RESIDENT // 2, self.max_loras or MAX_RESIDENT)
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:
@@ -128,13 +127,11 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         load_format=env.LOAD_FORMAT.read(environ),
         arena_bytes=env.KV_MEMORY.read(environ),
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
-        max_resident=env.MAX_RESIDENT.read(environ),
         max_loras=env.MAX_LORAS.read(environ) or None,
         max_step_tokens=max_step_tokens,
         max_step_s=env.MAX_STEP_S.read(environ),
         max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
-        first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),
@@ -147,6 +144,15 @@ def _service_token(environ: Mapping[str, str]) -> str:
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
     known = token or tls_files(environ).proves_services
+    wants_keys = env.AUTH.read(environ) == "keys"
+    if wants_keys and not known and not listen.startswith("unix:"):
+        raise InvalidRequest.field(
+            env.SERVICE_TOKEN_FILE.name,
+            "",
+            f"{env.AUTH.name}=keys needs the service token that gateways show, or a certificate "
+            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}): every process of this machine "
+            "could use the worker",
+        )
     if not (known or is_local(listen) or env.INSECURE.read(environ)):
         raise InvalidRequest.field(
             env.WORKER_LISTEN.name,

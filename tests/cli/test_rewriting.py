@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def test_convert_goes_to_tensorrt_llm_and_back(offline: Any, tmp_path: Path) -> 
     assert offline.json("validate", back, "--base", BASE)["max_rank"] == 8
 
 
+def test_a_merge_into_the_base_is_a_base(offline: Any, tmp_path: Path) -> None:
+    out = str(tmp_path / "merged")
+    merged = offline.json("merge", UPPER, "--into-base", "--base", BASE, "--out", out)
+    assert (merged["name"], merged["max_rank"], merged["is_untied"]) == ("merged", 8, False)
+    checked = offline.json("validate", MASK, "--base", out)
+    assert checked["digest"] == offline.json("validate", MASK, "--base", BASE)["digest"]
+    names = {path.name for path in Path(out).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    again = offline.error("merge", UPPER, "--into-base", "--base", BASE, "--out", out)
+    assert again[0] == 4
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -42,8 +55,11 @@ def test_convert_goes_to_tensorrt_llm_and_back(offline: Any, tmp_path: Path) -> 
         (("merge", f"{MASK}=much", "--out", "{tmp}/o"), 2),
         (("merge", MASK, UPPER, "--out", "{tmp}/o", "--method", "ties"), 3),
         (("merge", MASK, "--out", "{tmp}/o", "--density", "0"), 2),
+        (("merge", MASK, "--into-base", "--out", "{tmp}/o"), 2),
+        (("merge", MASK, "--into-base", "--base", "/no/such", "--out", "{tmp}/o"), 2),
+        (("merge", MASK, "--into-base", "--base", BASE, "--out", "{tmp}/o", "--method", "ties"), 2),
         (("convert", MASK, "{tmp}/o", "--to", "peft"), 2),
-        (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "bfloat16"), 2),
+        (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "float64"), 2),
         (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
     ],
 )
@@ -53,3 +69,45 @@ def test_what_cannot_be_made_leaves_nothing(
     argv = [word.replace("{tmp}", str(tmp_path)) for word in words]
     assert offline.error(*argv)[0] == code
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """A demo adapter as PEFT saved it before safetensors."""
+    torch = pytest.importorskip("torch")
+    folder = tmp_path / "pickled"
+    shutil.copytree(UPPER, folder)
+    tensors = pytest.importorskip("safetensors.torch").load_file(
+        folder / "adapter_model.safetensors"
+    )
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    return folder
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(
+    offline: Any, pickled: Path, tmp_path: Path
+) -> None:
+    code, error = offline.error("validate", str(pickled))
+    [violation] = error["violations"]
+    assert (code, violation["field"]) == (3, "adapter_model.bin")
+    assert "'registry convert DIR OUT --to safetensors'" in violation["description"]
+    out = str(tmp_path / "out")
+    converted = offline.json("convert", str(pickled), out, "--to", "safetensors", "--base", BASE)
+    assert (converted["name"], converted["max_rank"]) == ("out", 8)
+    assert offline.json("validate", out, "--base", BASE)["max_rank"] == 8
+
+
+@pytest.mark.e2e
+def test_an_upload_converts_on_the_way_where_it_is_asked_to(registry: Any, pickled: Path) -> None:
+    code, error = registry.error("upload", str(pickled), "--name", "old-upper")
+    assert code == 3 and "--convert" in error["violations"][0]["description"]
+    checked = registry.json("upload", str(pickled), "--convert", "--name", "old-upper", "--dry-run")
+    assert checked["max_rank"] == 8
+    published = registry.json("upload", str(pickled), "--convert", "--name", "old-upper")
+    again = registry.json("upload", str(pickled), "--convert", "--name", "old-upper")
+    assert (published["created"], again["created"]) == (True, False)
+    assert sorted(path.name for path in pickled.iterdir()) == sorted(
+        "adapter_model.bin" if path.name == "adapter_model.safetensors" else path.name
+        for path in Path(UPPER).iterdir()
+    )

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from loraplex_services.common import env, variables
+from loraplex_services.common.limits import POOLS
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.gateway import config as gateway_config
 from loraplex_services.registry import config as registry_config
@@ -52,6 +53,31 @@ def test_every_document_is_valid_under_strict_validation(overlay: Path) -> None:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 
+def test_the_job_that_fills_the_models_is_valid_and_locked_down() -> None:
+    documents = list(yaml.safe_load_all((K8S / "jobs" / "fill-models.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    claim, _, job = documents
+    _assert_locked_down(job)
+    filled = job["spec"]["template"]["spec"]["volumes"]
+    worker = _deployment(render(K8S / "overlays" / "prod-cpu"), "worker")
+    read = worker["spec"]["template"]["spec"]["volumes"]
+    assert _claims(filled) == _claims(read) == {claim["metadata"]["name"]}
+
+
+def _claims(volumes: list[dict[str, Any]]) -> set[str]:
+    kind = "persistentVolumeClaim"
+    return {volume[kind]["claimName"] for volume in volumes if kind in volume}
+
+
+def test_compose_sets_variables_that_its_services_read() -> None:
+    composed = yaml.safe_load((K8S.parent / "compose.yaml").read_text())
+    for name in SERVICES:
+        own = set(composed["services"][name]["environment"]) - set(composed["x-environment"])
+        read = {knob.name for knob in variables.read_by(name)}
+        assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
+
+
 def test_a_wrong_document_would_be_refused(overlay: Path) -> None:
     deployment = workloads(render(overlay))[0]
     deployment["spec"]["replicas"] = "two"
@@ -68,15 +94,7 @@ def test_rendering_equals_kubectl(overlay: Path) -> None:
 
 def test_pods_are_locked_down(overlay: Path) -> None:
     for workload in workloads(render(overlay)):
-        pod = workload["spec"]["template"]["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True, identity(workload)
-        assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
-        assert pod["automountServiceAccountToken"] is False, identity(workload)
-        for container in containers(workload):
-            security = container["securityContext"]
-            assert security["readOnlyRootFilesystem"] is True, container["name"]
-            assert security["allowPrivilegeEscalation"] is False, container["name"]
-            assert security["capabilities"] == {"drop": ["ALL"]}, container["name"]
+        _assert_locked_down(workload)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -127,7 +145,7 @@ def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
         "worker": ["loraplex-objects-read"],
     }
     for name in ("gateway", "worker"):
-        deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+        deployment = _deployment(documents, name)
         volumes = deployment["spec"]["template"]["spec"]["volumes"]
         auth = next(volume for volume in volumes if volume["name"] == "auth")
         assert [item["key"] for item in auth["secret"]["items"]] == ["service-token"]
@@ -172,9 +190,26 @@ def test_grace_period_covers_the_drain(overlay: Path) -> None:
             assert pod["terminationGracePeriodSeconds"] > drain_s + pre_stop_s
 
 
+def _assert_locked_down(workload: dict[str, Any]) -> None:
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True, identity(workload)
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert pod["automountServiceAccountToken"] is False, identity(workload)
+    assert pod["enableServiceLinks"] is False, identity(workload)
+    for container in containers(workload):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True, container["name"]
+        assert security["allowPrivilegeEscalation"] is False, container["name"]
+        assert security["capabilities"] == {"drop": ["ALL"]}, container["name"]
+
+
+def _deployment(documents: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(doc for doc in documents if identity(doc) == ("Deployment", name))
+
+
 def _container(documents: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """The container of a service."""
-    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+    deployment = _deployment(documents, name)
     container: dict[str, Any] = deployment["spec"]["template"]["spec"]["containers"][0]
     return container
 
@@ -189,8 +224,7 @@ def _environment(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
 
 def _mounted(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
     """Where a service's container has which Secret."""
-    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
-    pod = deployment["spec"]["template"]["spec"]
+    pod = _deployment(documents, name)["spec"]["template"]["spec"]
     secrets = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
     mounts = pod["containers"][0]["volumeMounts"]
     return {m["mountPath"]: secrets[m["name"]] for m in mounts if m["name"] in secrets}
@@ -217,14 +251,14 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
     assert config.tls.server(for_services=True) is not None
 
 
-def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> None:
+def test_with_mtls_the_gateway_dials_the_port_that_demands_certificates() -> None:
     documents = render(K8S / "overlays" / MTLS)
     registry = _environment(documents, "registry")
     listen = registry["LORAPLEX_REGISTRY_SERVICE_LISTEN"].rpartition(":")[2]
     gateway = _environment(documents, "gateway")
     assert gateway["LORAPLEX_REGISTRY_ADDRESS"] == f"registry:{listen}"
     assert set(registry["LORAPLEX_SERVICE_NAMES"].split(",")) == set(SERVICES)
-    assert gateway["LORAPLEX_TLS_SERVER_NAME"] == "worker"
+    assert gateway["LORAPLEX_WORKERS"].startswith("dns:worker:"), "as in the workers' certificates"
     service = next(doc for doc in documents if identity(doc) == ("Service", "registry"))
     assert int(listen) in {port["port"] for port in service["spec"]["ports"]}
     policies = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "NetworkPolicy"}
@@ -237,3 +271,27 @@ def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> Non
     assert (only, int(listen)) in opened and (None, int(listen)) not in opened
     reached = {p["port"] for rule in policies["gateway"]["spec"]["egress"] for p in rule["ports"]}
     assert int(listen) in reached and 50052 not in reached
+
+
+@pytest.mark.hostile
+def test_metrics_are_open_to_the_namespace_that_monitors_and_to_nobody_else(overlay: Path) -> None:
+    policies = [doc for doc in render(overlay) if doc["kind"] == "NetworkPolicy"]
+    if not overlay.name.startswith("prod"):
+        return
+    rules = [
+        rule
+        for policy in policies
+        for rule in policy["spec"].get("ingress", ())
+        if any(port["port"] == 9090 for port in rule["ports"])
+    ]
+    monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert [rule["from"] for rule in rules] == [[{"namespaceSelector": monitoring}]] * 3
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_processes_of_a_pod_together_stay_within_its_memory(overlay: Path, name: str) -> None:
+    limit = _container(render(overlay), name)["resources"]["limits"]["memory"]
+    pod_bytes = int(limit.removesuffix("Gi")) << 30
+    helpers = sum(pool.num_processes * pool.memory_bytes for pool in POOLS[name])
+    assert helpers <= 0.6 * pod_bytes, "what is left is for the service itself"

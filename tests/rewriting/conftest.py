@@ -5,4 +5,5 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDED = ("torch", "transformers", "peft")
-collect_ignore_glob = [] if all(find_spec(name) for name in _NEEDED) else ["test_against_peft.py"]
+_FILES = ["test_against_peft.py", "test_pickled.py"]
+collect_ignore_glob = [] if all(find_spec(name) for name in _NEEDED) else _FILES

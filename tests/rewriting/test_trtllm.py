@@ -1,4 +1,4 @@
-"""TensorRT-LLM's LoraWeights and LoraConfig: the example of its documentation, there and back."""
+"""TensorRT-LLM's LoraWeights and LoraConfig: the example of its documentation, and every id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loraplex.adapter_format import Geometry, Module
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.rewriting.tensors import open_adapter
 from loraplex.rewriting.trtllm import CONFIG_FILE, WEIGHTS_FILE, from_trtllm, to_trtllm
@@ -14,6 +15,7 @@ from tests.adapter_format.builders import (
     HIDDEN,
     KV,
     LAYER_SHAPES,
+    PREFIX,
     Adapter,
     Tensor,
     lora_pair,
@@ -70,8 +72,146 @@ def test_every_linear_goes_there_and_back(tmp_path: Path) -> None:
         assert np.array_equal(after.scale * back.tensor(after.b) @ back.tensor(after.a), was)
 
 
+PAGE_CONFIG = [[1, 0, 2], [2, 0, 4], [1, 1, 2], [2, 1, 4], [1, 2, 2], [1, 3, 8]]
+"""The example of TensorRT-LLM's page: 4 layers, hidden size 4, q in all of them, k in two."""
+
+
+def test_the_example_of_the_documentation_comes_out_number_by_number(tmp_path: Path) -> None:
+    layers = range(4)
+    modules = [
+        Module(f"model.layers.{layer}.self_attn.{leaf}_proj", "linear", 4, 4, False)
+        for layer in layers
+        for leaf in "kq"
+    ]
+    geometry = Geometry("llama", "sha256:" + "0" * 64, 4, 16, False, tuple(modules))
+    random = np.random.default_rng(1)
+    # <rank x 4 in weights>, <4 x rank out weights>, <padding> up to the row of rank 8.
+    width = 8 * 4 + 4 * 8
+    weights = np.zeros((1, 6, width), np.float32)
+    for index, (_, _, rank) in enumerate(PAGE_CONFIG):
+        weights[0, index, : 2 * rank * 4] = random.integers(1, 100, 2 * rank * 4) / 8
+    folder = _save(tmp_path / "trt", weights, [PAGE_CONFIG])
+    report = from_trtllm(folder, tmp_path / "peft", geometry, dtype="F32")
+    adapter = open_adapter(tmp_path / "peft", geometry)
+    assert (report.num_modules, report.max_rank) == (6, 8)
+    for index, (number, layer, rank) in enumerate(PAGE_CONFIG):
+        name = f"model.layers.{layer}.self_attn.{'q' if number == 1 else 'k'}_proj"
+        [module] = [module for module in adapter.report.modules if module.name == name]
+        assert module.a and module.b and (module.rank, module.scale) == (rank, 1.0)
+        row = weights[0, index]
+        assert np.array_equal(adapter.tensor(module.a), row[: rank * 4].reshape(rank, 4))
+        b = row[rank * 4 : 2 * rank * 4].reshape(4, rank)
+        assert np.array_equal(adapter.tensor(module.b), b)
+    assert to_trtllm(adapter, tmp_path / "again", "F32") == 6
+    again, config = _rows(tmp_path / "again")
+    assert config[0].tolist() == PAGE_CONFIG
+    assert np.array_equal(again, weights)
+
+
+def _moe_geometry(style: str) -> Geometry:
+    """Two layers with three experts: as Mixtral or as Qwen2-MoE call them."""
+    shapes = {f"self_attn.{leaf}_proj": (8, 8) for leaf in "qkvo"}
+    names, container = ("gate_proj", "down_proj", "up_proj"), "mlp"
+    if style == "mixtral":
+        names, container = ("w1", "w2", "w3"), "block_sparse_moe"
+    pairs = dict(zip(names, ((8, 6), (6, 8), (8, 6)), strict=True))
+    shapes |= {f"{container}.experts.{i}.{name}": pairs[name] for i in range(3) for name in names}
+    shapes[f"{container}.gate"] = (8, 3)
+    if style == "qwen2_moe":
+        shapes |= {f"mlp.shared_expert.{name}": pairs[name] for name in names}
+        shapes["mlp.shared_expert_gate"] = (8, 1)
+    modules = [
+        Module(f"model.layers.{layer}.{name}", "linear", *shape, False)
+        for layer in range(2)
+        for name, shape in shapes.items()
+    ]
+    modules.sort(key=lambda module: module.name)
+    return Geometry(style, "sha256:" + "0" * 64, 2, 16, False, tuple(modules))
+
+
+@pytest.mark.parametrize(
+    ("style", "ids"),
+    [("mixtral", [1, 2, 3, 4, 13, 14, 15, 16]), ("qwen2_moe", [*range(1, 8), *range(13, 18)])],
+)
+def test_experts_routers_and_shared_experts_go_both_ways(
+    tmp_path: Path, style: str, ids: list[int]
+) -> None:
+    geometry = _moe_geometry(style)
+    # By id: in and out features, and how many experts share the row.
+    shapes = {**dict.fromkeys(range(1, 5), (8, 8, 1)), 16: (8, 3, 1), 17: (8, 1, 1)}
+    for first in (5, 13):
+        shapes |= {first: (8, 6, 1), first + 1: (6, 8, 1), first + 2: (8, 6, 1)}
+    shapes |= {number: (*shapes[number][:2], 3) for number in (13, 14, 15)}
+    config = [[number, layer, 2 + layer] for layer in range(2) for number in ids]
+    random = np.random.default_rng(2)
+    rows = [
+        random.normal(size=count * rank * (in_features + out_features)).astype(np.float32)
+        for number, _, rank in config
+        for in_features, out_features, count in [shapes[number]]
+    ]
+    weights = np.zeros((1, len(rows), max(row.size for row in rows)), np.float32)
+    for index, row in enumerate(rows):
+        weights[0, index, : row.size] = row
+    folder = _save(tmp_path / "trt", weights, [config])
+    from_trtllm(folder, tmp_path / "peft", geometry, dtype="F32")
+    adapter = open_adapter(tmp_path / "peft", geometry)
+    by_name = {module.name: module for module in adapter.report.modules}
+    # Expert 1 of layer 0: the second of three A, then the second of three B.
+    inner = "block_sparse_moe.experts.1.w1" if style == "mixtral" else "mlp.experts.1.gate_proj"
+    expert = by_name[f"model.layers.0.{inner}"]
+    row = rows[ids.index(13)]
+    assert expert.a and expert.b
+    assert np.array_equal(adapter.tensor(expert.a).reshape(-1), row[16:32])
+    assert np.array_equal(adapter.tensor(expert.b).reshape(-1), row[48 + 12 : 48 + 24])
+
+    to_trtllm(adapter, tmp_path / "again", "F32", geometry)
+    again, found = _rows(tmp_path / "again")
+    assert found[0].tolist() == config
+    assert np.array_equal(again, weights)
+
+
+def test_experts_of_several_ranks_are_padded_to_the_largest(tmp_path: Path) -> None:
+    geometry = _moe_geometry("mixtral")
+    name = f"{PREFIX}model.layers.0.block_sparse_moe.experts"
+    tensors = {}
+    for index, rank in ((0, 2), (2, 4)):
+        tensors[f"{name}.{index}.w1.lora_A.weight"] = Tensor("F32", (rank, 8))
+        tensors[f"{name}.{index}.w1.lora_B.weight"] = Tensor("F32", (6, rank))
+    source = Adapter(tensors=tensor_file(tensors)).with_config(
+        target_modules=["experts.0.w1", "experts.2.w1"],
+        layers_to_transform=[0],
+        rank_pattern={"experts.0.w1": 2},
+        alpha_pattern={"experts.0.w1": 2},
+    )
+    files = {CONFIG: source.config, TENSORS: source.tensors}
+    adapter = open_adapter(write_folder(tmp_path / "peft", files), geometry)
+    with pytest.raises(InvalidRequest, match="--base: is needed"):
+        to_trtllm(adapter, tmp_path / "none", "F32")
+    to_trtllm(adapter, tmp_path / "trt", "F32", geometry)
+    weights, config = _rows(tmp_path / "trt")
+    assert config[0].tolist() == [[13, 0, 4]]
+    a, b = weights[0, 0, : 3 * 32].reshape(3, 4, 8), weights[0, 0, 3 * 32 :].reshape(3, 6, 4)
+    assert (a[0, :2] == 0.5).all() and not a[0, 2:].any() and not a[1].any() and (a[2] == 0.5).all()
+    # The scale of expert 0 is 2 / 2, that of expert 2 is 16 / 4.
+    assert (b[0, :, :2] == 0.5).all() and not b[0, :, 2:].any() and (b[2] == 2.0).all()
+
+
+@pytest.mark.parametrize(("dtype", "npy"), [("F16", "<f2"), ("BF16", "|V2"), ("F32", "<f4")])
+def test_every_storage_type_is_written_and_read(tmp_path: Path, dtype: str, npy: str) -> None:
+    files = adapter_files(3)
+    adapter = open_adapter(write_folder(tmp_path / "peft", files), tiny_geometry())
+    to_trtllm(adapter, tmp_path / "trt", dtype)
+    weights, _ = _rows(tmp_path / "trt")
+    assert weights.dtype.str == npy
+    from_trtllm(tmp_path / "trt", tmp_path / "back", tiny_geometry(), dtype="F32")
+    back = open_adapter(tmp_path / "back", tiny_geometry())
+    first, second = adapter.report.modules[0], back.report.modules[0]
+    assert first.b and second.b
+    # 1 + 3/64 and four times it need six bits behind the point: every type holds them.
+    assert np.array_equal(back.tensor(second.b), first.scale * adapter.tensor(first.b))
+
+
 def test_rows_of_several_ranks_become_patterns(tmp_path: Path) -> None:
-    """As in the documentation's example: q and k with other ranks, k not in every layer."""
     random = np.random.default_rng(0)
     rows = [(1, 0, 2, HIDDEN), (2, 0, 4, KV), (1, 1, 8, HIDDEN)]
     width = 8 * 2 * HIDDEN
@@ -106,8 +246,12 @@ def test_a_combined_qkv_row_is_shared_out_to_q_k_and_v(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "size", "problem"),
     [
-        ([17, 0, 2], 32, "no module id"),
-        ([8, 0, 2], 32, "no module id"),
+        ([18, 0, 2], 32, "no module id"),
+        ([-1, 0, 2], 32, "no module id"),
+        ([17, 0, 2], 32, "not a module of the base"),
+        ([13, 0, 2], 32, "not a module of the base"),
+        ([8, 0, 2], 32, "cross attention"),
+        ([12, 0, 2], 32, "cross attention"),
         ([1, 2, 2], 32, "not a module of the base"),
         ([1, -1, 2], 32, "not a module of the base"),
         ([1, 0, 0], 32, "rank 0"),

@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.addresses import is_local
-from loraplex_services.worker.config import base_id_of, from_env
+from loraplex_services.worker.config import MAX_RESIDENT, base_id_of, from_env
 
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
 
@@ -46,6 +46,18 @@ def test_an_open_door_needs_a_token_or_consent(tmp_path: Path) -> None:
     assert from_env({**beyond, "LORAPLEX_INSECURE": "true"}).service_token == ""
 
 
+@pytest.mark.hostile
+def test_a_worker_that_anybody_on_the_machine_could_use_does_not_start_with_keys_on(
+    tmp_path: Path,
+) -> None:
+    keys = {**GOOD, "LORAPLEX_AUTH": "keys"}
+    with pytest.raises(InvalidRequest, match="LORAPLEX_SERVICE_TOKEN_FILE"):
+        from_env(keys)
+    (tmp_path / "token").write_text("secret\n")
+    from_env({**keys, "LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")})
+    from_env({**keys, "LORAPLEX_WORKER_LISTEN": f"unix:{tmp_path}/socket"})
+
+
 def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:
     (tmp_path / "my-base").mkdir()
     assert base_id_of(str(tmp_path / "my-base")) == "my-base"
@@ -62,4 +74,4 @@ def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) ->
 
 def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
     assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
-    assert from_env({**GOOD, "LORAPLEX_MAX_RESIDENT": "8"}).max_request_adapters == 4
+    assert from_env(GOOD).max_request_adapters == MAX_RESIDENT // 2

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, PermissionDenied
-from loraplex.publishing import Publication
 from loraplex.refs import check_name
-from loraplex.registry_client import RegistryClient
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.request import with_names
 
 _LABEL, _SOURCE = "published-by", "load_lora_adapter"
@@ -54,8 +54,8 @@ class AliasEndpoints:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: the same content again is the same version."""
-        await self._caller(request)
-        body = Body(await read_json(request))
+        caller = await self._caller(request)
+        body = Body(await read_json(request, caller.tenant))
         name, folder = _name(body), body.text("lora_path") or ""
         body.flag("load_inplace")
         body.finish()
@@ -70,8 +70,8 @@ class AliasEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: deletes all versions, if `load` made them."""
-        await self._caller(request)
-        body = Body(await read_json(request))
+        caller = await self._caller(request)
+        body = Body(await read_json(request, caller.tenant))
         name = _name(body)
         body.integer("lora_int_id")
         body.finish()

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
-from loraplex_services.gateway.http.chat import ChatFormatter
+from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
 from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
@@ -32,7 +32,8 @@ from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
     headers_of,
 )
-from loraplex_services.gateway.http.guard import Guard, HostRule, read_json
+from loraplex_services.gateway.http.guard import Guard, HostRule
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import EventStream, until_gone
 from loraplex_services.gateway.metrics import REQUESTS
@@ -115,7 +116,9 @@ class OpenAIEndpoints:
     async def embeddings(self, request: Request) -> Any:
         """POST /v1/embeddings."""
         caller = await self._context.caller(request)
-        call = parse_embeddings(await read_json(request), _origin(request, caller.tenant))
+        call = parse_embeddings(
+            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+        )
         try:
             embed = embed_all(self._generation, call.calls, call.finish)
             pooled = await until_gone(request.receive, embed)
@@ -127,7 +130,9 @@ class OpenAIEndpoints:
     async def classify(self, request: Request) -> Any:
         """POST /classify."""
         caller = await self._context.caller(request)
-        call = parse_classify(await read_json(request), _origin(request, caller.tenant))
+        call = parse_classify(
+            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+        )
         try:
             score = score_all(self._generation, call.calls)
             pooled, scores = await until_gone(request.receive, score)
@@ -163,7 +168,7 @@ class OpenAIEndpoints:
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
-        call = parse(await read_json(request), _origin(request, caller.tenant))
+        call = parse(await read_json(request, caller.tenant), _origin(request, caller.tenant))
         try:
             prepared = await self._generation.prepare_all(call.calls)
             prepared = [self._styled(each, call) for each in prepared]
@@ -180,7 +185,7 @@ class OpenAIEndpoints:
         return await _complete_response(request, text_deltas, info, formatter)
 
     def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
-        """Apply the settings for tool calls and reasoning; constrain strict calls to schemas.
+        """Apply the settings for tool calls and reasoning; constrain calls to their schemas.
 
         If marks of tool calls are special tokens, the text keeps them. Raises: InvalidRequest.
         """
@@ -190,10 +195,15 @@ class OpenAIEndpoints:
             text = replace(resolved.text, skip_special=False)
             resolved = replace(resolved, text=text)
         prepared = replace(prepared, style=style, resolved=resolved)
-        if not call.tool_use.tools or call.tool_use.grammar is not None:
+        if not call.tool_use.tools:
             return prepared
-        answer, find_token = call.grammar, prepared.tokens.added_id
-        grammar = call_grammar(style.tool_format, call.tool_use, answer, find_token)
+        grammar = call_grammar(
+            style,
+            call.tool_use,
+            call.grammar,
+            prepared.tokens.added_id,
+            is_thinking=style.thinks and ends_in_thought(prepared),
+        )
         return prepared.kept_to(grammar)
 
     def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:

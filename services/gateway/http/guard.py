@@ -7,19 +7,15 @@ import contextlib
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from loraplex.errors import LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
-from loraplex_services.common.limits import HTTP_BODY
-from loraplex_services.gateway.http.body import parse_object
+from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.errors import error_body
 
-MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_IDLE_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -56,6 +52,8 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
+        client = scope.get("client")
+        current_peer.set(peer_of_host(client[0]) if client else "")
 
         intake = _Intake(receive)
 
@@ -104,32 +102,6 @@ class _Intake:
 def request_id_of(given: str) -> str:
     """The client's id if it is safe in logs, else a new one."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as an object. Raises: InvalidRequest for type, size and syntax."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise InvalidRequest.field(
-            "content-type", media_type, "JSON bodies need content-type: application/json"
-        )
-    return parse_object(await _read_capped(request))
-
-
-async def _read_capped(request: Request) -> bytes:
-    """The body. Raises: InvalidRequest if it is too large."""
-    too_large = InvalidRequest(
-        f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)
 
 
 def _host_of(header: str) -> str:

@@ -9,20 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import parse_conversation, parse_prompts
-from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.json_body import read_json
+from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.request import (
-    AskedSampling,
-    GenerateCall,
-    Prompt,
-    TokenPrompt,
-    with_names,
-)
+from loraplex_services.gateway.request import GenerateCall, Prompt, TokenPrompt, with_names
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
@@ -58,14 +53,14 @@ class TokenizeEndpoints:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
         prompt, field = _prompt(body)
         body.finish()
         served = await self._served(model, caller, prompt)
         try:
-            ids = await served.tokenizer.encode(prompt, served.model)
+            ids = await served.tokenizer.encode(prompt, served.model, caller.tenant)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field}) from None
         name_of = served.tokenizer.tokens.name_of
@@ -82,7 +77,7 @@ class TokenizeEndpoints:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._served(model, caller, TokenPrompt(ids))
@@ -104,10 +99,10 @@ class TokenizeEndpoints:
         model = model or next(iter(bases), None)
         if model is None:
             raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
-        call = GenerateCall("", caller.tenant, model, prompt, AskedSampling())
+        call = GenerateCall("", caller.tenant, model, prompt, Sampling())
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
+        tokenizer = await self._adapter_text.tokenizer(served, target, caller.tenant)
         return ServedBase(served.model.under(target.adapters), tokenizer)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import copy
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from loraplex_services.gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
+from loraplex_services.gateway.text.chat_format import ChatFormat, chat_format
 from loraplex_services.gateway.text.chat_style import ChatStyle, detected
 from loraplex_services.gateway.text.detokenize import TokenBytes
 from loraplex_services.gateway.text.template_pool import TemplatePool
@@ -35,15 +35,6 @@ _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread, while the event loop goes on."""
 _TOKEN_BYTES = 1024
 """Approximate size of an added token."""
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
-    """A chat template and the names it may use."""
-
-    template: str
-    special_tokens: Mapping[str, str]
 
 
 class BaseTokenizer:
@@ -90,8 +81,8 @@ class BaseTokenizer:
         made.style = detected(chat.template)
         return made
 
-    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
-        """Token ids of a prompt in any form.
+    async def encode(self, prompt: Prompt, base: ServedModel, tenant: str = "") -> tuple[int, ...]:
+        """Token ids of a prompt in any form, for a request of `tenant`.
 
         Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or a conversation
         without a template.
@@ -105,14 +96,14 @@ class BaseTokenizer:
                 ids = await self._ids(text, add_special_tokens=add_special) if text else ()
             case ChatPrompt():
                 field = "messages"
-                text = await self._render(prompt)
+                text = await self._render(prompt, tenant)
                 check_length(text, base, field)
                 ids = await self._ids(text, add_special_tokens=prompt.add_special_tokens)
         if not ids:
             raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
         return ids
 
-    async def _render(self, prompt: ChatPrompt) -> str:
+    async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         if self._chat is None:
             raise InvalidRequest.field(
                 "chat_template",
@@ -134,7 +125,9 @@ class BaseTokenizer:
             "documents": None,
             **self._chat.special_tokens,
         }
-        return await self._pool.render(template, variables, is_adapters=self._has_own_chat)
+        return await self._pool.render(
+            template, variables, tenant=tenant, is_adapters=self._has_own_chat
+        )
 
     async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
@@ -161,7 +154,7 @@ class IdsOnly:
         self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
 
-    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, base: ServedModel, tenant: str = "") -> tuple[int, ...]:
         """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
         if isinstance(prompt, TokenPrompt):
             return check_ids(prompt.ids, base.vocab_size)
@@ -245,35 +238,6 @@ def _for_library(token: AddedToken) -> tokenizers.AddedToken:
         normalized=token.normalized,
         special=token.special,
     )
-
-
-def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    content = files.get(name)
-    loaded = json.loads(content) if content else {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
-    """The chat template of a model's files, by name; None without one. Raises: ValueError."""
-    config = _json_file(files, "tokenizer_config.json")
-    template: Any = config.get("chat_template")
-    template = _json_file(files, "chat_template.json").get("chat_template", template)
-    if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
-    if isinstance(template, list):
-        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
-        template = named.get("default")
-    if not isinstance(template, str) or not template:
-        return None
-    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
-    return ChatFormat(template, specials)
-
-
-def _token_text(token: object) -> str | None:
-    """Configs write a special token as text or as an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.wire import load_from_proto, residency_from_proto
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.grpc_channels import OpenChannel, open_channel
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob
-from loraplex_services.gateway.workers.convert import load_from_wire, residency_from_wire
 from loraplex_services.gateway.workers.session import WorkerSession
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
@@ -159,10 +159,10 @@ class WorkerLink:
             self._view,
             worker_id=session.worker_id or model.worker_id or self._view.address,
             base_id=model.base_id,
-            numerics=model.numerics_fingerprint,
             epoch=session.epoch,
             connected=True,
         )
+        self._view = _with_arithmetic(self._view, model)
         self._note_message()
         self._changed()
         logger.info("worker connected", extra=self._log_fields(None))
@@ -186,7 +186,7 @@ class WorkerLink:
                 self._note_message()
                 if message.epoch != self._view.epoch:  # another engine: it may compute otherwise
                     model = await self._get_model(include_tokenizer=False)
-                    self._view = replace(self._view, numerics=model.numerics_fingerprint)
+                    self._view = _with_arithmetic(self._view, model)
                 self._view = updated(self._view, message)
                 self._changed()
             raise Unavailable(f"worker {self._view.worker_id} ended its status stream")
@@ -229,14 +229,24 @@ def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> Worker
         if entry.tier == worker_pb2.ADAPTER_TIER_UNSPECIFIED:
             adapters.pop(entry.digest, None)
         else:
-            adapters[entry.digest] = residency_from_wire(entry)
+            adapters[entry.digest] = residency_from_proto(entry)
     return replace(
         view,
         epoch=message.epoch,
         ready=message.ready,
         draining=message.draining,
-        load=load_from_wire(message.load) if message.HasField("load") else view.load,
+        load=load_from_proto(message.load) if message.HasField("load") else view.load,
         adapters=adapters,
+    )
+
+
+def _with_arithmetic(view: WorkerView, model: worker_pb2.GetModelResponse) -> WorkerView:
+    """The view with what the worker computes with."""
+    return replace(
+        view,
+        numerics=model.numerics_fingerprint,
+        dtype=model.dtype,
+        kernels=model.kernels,
     )
 
 

@@ -9,6 +9,8 @@ from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
+from loraplex_services.common.limits import MAX_UPLOAD_STREAMS, MAX_UPLOAD_STREAMS_PER_TENANT
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import Wanted
@@ -28,6 +30,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._upload_streams = TenantSlots(
+            MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
+        )
 
     async def CollectGarbage(
         self, request: pb.CollectGarbageRequest, context: Any
@@ -124,8 +129,12 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant = request.tenant or ("" if access.is_root else access.tenant)
         access.require("admin", tenant or None)
-        records = await self._registry.keys.list(tenant)
-        return pb.ListKeysResponse(keys=[convert.key_to_proto(record) for record in records])
+        records, token = await self._registry.keys.page(
+            tenant, page_size(request.page_size or MAX_PAGE_SIZE), request.page_token
+        )
+        return pb.ListKeysResponse(
+            keys=[convert.key_to_proto(record) for record in records], next_page_token=token
+        )
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Any) -> pb.RevokeKeyResponse:
         access = caller_access()

@@ -10,7 +10,7 @@ from loraplex_services.worker.layers.moe import ExpertWeights, LoopedExperts
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.ops.moe.triton import (
-    Tiling,
+    GroupedTiling,
     combine,
     grouped_linear,
     tiling_for,
@@ -48,7 +48,9 @@ class GroupedExperts:
         tiling = tiling_for(chosen.numel(), len(self._weights.gate_up), x.dtype)
         return self._multiply(x, chosen, weights, tiling)
 
-    def _multiply(self, x: Tensor, chosen: Tensor, weights: Tensor, tiling: Tiling) -> Tensor:
+    def _multiply(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, tiling: GroupedTiling
+    ) -> Tensor:
         own, experts = self._weights, chosen.flatten()
         pairs = sort_pairs(chosen, len(own.gate_up))
         inner = grouped_linear(x, own.gate_up, pairs, tiling, of_tokens=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.text_model import is_wrapper, plain_names
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest
-from loraplex.progress import Progress, ignore_progress
 from loraplex_services.worker.model.config_reader import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class Checkpoint:
         self._left.discard(name)
         self._taken_bytes += tensor.nbytes
         self._progress("load", self._taken_bytes, self._total_bytes)
-        # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
-        # weights.
+        # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
+        # packed weights.
         return tensor.to(self._device, dtype or self.dtype, copy=True)
 
     def finish(self) -> None:

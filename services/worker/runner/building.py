@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,8 @@ import torch
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
+from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.progress import Progress
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
@@ -45,6 +46,8 @@ from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
+
+logger = logging.getLogger(__name__)
 
 
 def build_runner(
@@ -87,6 +90,7 @@ def build_runner(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     source = model_dir, load_format, model_impl
     config, model = _read_model(*source, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
@@ -125,7 +129,7 @@ def _adapter_layout(
 def _kv_buffer(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
 ) -> KvBuffer:
-    """The arena of so many bytes, and the KV cache in it."""
+    """The arena, and the KV cache in it."""
     groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
@@ -238,6 +242,7 @@ def _model_info(
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
+        kernels=operators.name.removeprefix("native-"),
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

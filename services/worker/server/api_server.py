@@ -6,6 +6,7 @@ It knows neither gRPC nor torch. It lives on the event loop, so nothing here blo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from loraplex.api.residency import AdapterResidency
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
@@ -32,15 +35,7 @@ from loraplex_services.worker.server.sessions import (
 )
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.server.validation import IntakeLimits, check_submit
-from loraplex_services.worker.types.messages import (
-    Cancel,
-    EngineReady,
-    Gone,
-    Residency,
-    StepOutput,
-    Submit,
-)
-from loraplex_services.worker.types.request import Grammar
+from loraplex_services.worker.types.messages import Cancel, EngineReady, Gone, StepOutput, Submit
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -118,23 +113,26 @@ class ApiServer:
         key = session.live.get(request_id)
         if key is None:
             return
+        request = self._live.get(key)
+        if request is not None and request.grammar_check is not None:
+            request.grammar_check.cancel()
         self._end(key)
         metrics.count_end("cancelled")
         if self._client.is_up:
             self._client.send(Cancel(key))
 
-    async def load(self, digest: str, pin: bool) -> Residency:
+    async def load(self, digest: str, pin: bool) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
         check_digest(digest, field="adapters.digest")
         self._running()
         return await self._fetcher.load(digest, pin)
 
-    def unpin(self, digest: str) -> Residency:
+    def unpin(self, digest: str) -> AdapterResidency:
         """Release a pin."""
         check_digest(digest, field="adapters.digest")
         self._running()
         self._fetcher.unpin(digest)
-        return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
+        return dataclasses.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
@@ -162,7 +160,7 @@ class ApiServer:
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
         self.status.update(output.residency, output.load)
-        metrics.observe_load(output.load, output.copies_s, len(self._sessions))
+        metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
         now = time.monotonic()
         for token in output.tokens:
@@ -188,6 +186,8 @@ class ApiServer:
         requests = self._live.clear()
         self._suspects = [r.crash_key for r in requests if r.has_entered]
         for request in requests:
+            if request.grammar_check is not None:
+                request.grammar_check.cancel()
             self._fetcher.release(request.digests)
         self._idle.set()
         for session in self._sessions:
@@ -243,7 +243,8 @@ class ApiServer:
         if submit.grammar is None:
             self._pass_on(key, submit)
         else:
-            self._spawn(self._pass_on_checked(key, request, submit, submit.grammar))
+            work = self._pass_on_checked(key, request, submit, submit.grammar)
+            request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
         """To the engine, with where its adapters are."""
@@ -261,7 +262,7 @@ class ApiServer:
         fault: LoraplexError | None = None
         try:
             info = self._running().info
-            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids)
+            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, submit.tenant)
             if self._live.get(key) is request:
                 self._pass_on(key, submit)
         except LoraplexError as error:
@@ -282,10 +283,11 @@ class ApiServer:
             self._idle.set()
         return True
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell_ready(self) -> None:
         self.status.is_ready = self._engine is not None and not self.status.is_draining

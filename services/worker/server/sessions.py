@@ -26,6 +26,8 @@ class LiveRequest:
     """What `CrashGuard` knows it by."""
     has_entered: bool = False
     """True once the engine has begun to compute it."""
+    grammar_check: asyncio.Task[None] | None = None
+    """Checks its grammar before the engine gets it."""
     last_token_s: float | None = None
     """When its latest token passed through the API server."""
 

@@ -28,6 +28,8 @@ class ModelInfo:
     """"float32", "bfloat16" or "float16"."""
     device: str
     """"cpu" or "cuda"."""
+    kernels: str
+    """"triton", "torch", or an instruction set of the compiled CPU kernels."""
     numerics_fingerprint: str
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry
@@ -37,7 +39,7 @@ class ModelInfo:
 
 
 class Pending(Protocol[T_co]):
-    """Work under way beside the step; `concurrent.futures.Future` is one."""
+    """Work that runs concurrently with steps; `concurrent.futures.Future` is one."""
 
     def done(self) -> bool:
         """True when `result` would not wait."""

@@ -54,6 +54,40 @@ async def test_stream_adds_up_to_the_text_of_the_whole_answer(stack: Stack) -> N
     assert [reason for reason in reasons if reason] == ["stop"]
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_continuous_usage_is_in_every_chunk_and_grows_with_it(
+    stack: Stack, is_chat: bool
+) -> None:
+    await stack.start()
+    client = stack.openai()
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    fields: dict[str, Any] = {"model": "base", "stream": True, "stream_options": options}
+    if is_chat:
+        messages = [{"role": "user", "content": "hi"}]
+        stream: Any = await client.chat.completions.create(messages=messages, **fields)
+    else:
+        stream = await client.completions.create(prompt="hi", max_tokens=64, **fields)
+    *chunks, last = [chunk async for chunk in stream]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] == (0 if is_chat else 1)
+    assert counts == sorted(set(counts)) and counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    assert all(
+        chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        for chunk in chunks
+    )
+
+
+async def test_continuous_usage_without_usage_is_refused(stack: Stack) -> None:
+    await stack.start()
+    options: Any = {"include_usage": False, "continuous_usage_stats": True}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stack.openai().completions.create(
+            model="base", prompt="hi", stream=True, stream_options=options
+        )
+    assert caught.value.param == "stream_options.continuous_usage_stats"
+
+
 async def test_max_tokens_defaults_to_16_and_ends_with_length(stack: Stack) -> None:
     stack.workers[0].script = endless
     await stack.start()

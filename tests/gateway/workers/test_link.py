@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.request import Sampling, WorkerJob
+from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers import session
 from loraplex_services.gateway.workers.link import WorkerLink
 from loraplex_services.gateway.workers.session import WorkerLost
@@ -69,7 +70,7 @@ def _job() -> WorkerJob:
         base_id="base",
         prompt_ids=(97,),
         adapters=(),
-        sampling=Sampling(max_tokens=5, seed=1),
+        sampling=SamplingParams(max_tokens=5, seed=1),
         sample_index=0,
         deadline_s=now_s() + 60,
     )
@@ -82,7 +83,7 @@ async def test_a_session_that_can_send_nothing_up_is_left_for_another(tmp_path: 
         stream = line.link.submit(_job())
         first = line.link._session
         assert first is not None
-        first._up.put_nowait("no message")  # type: ignore[arg-type]
+        first._outbox.put_notice("no message")  # type: ignore[arg-type]
         with pytest.raises(WorkerLost):
             await asyncio.wait_for(stream.next(), 30)
         await line.until(connected=False)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.limits import GRAMMARS
+from loraplex_services.common.process_pool import JobFailed
 from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
-from loraplex_services.worker.types.request import Grammar
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, [257]
-GOOD = Grammar("regex", ("[a-z]+",))
+GOOD = Grammar(regex="[a-z]+")
 
 
 @pytest.fixture
@@ -28,19 +32,17 @@ async def checker() -> AsyncIterator[GrammarChecker]:
 def chain(length: int) -> Grammar:
     """Rules that nest as deep as they are many."""
     rules = [f'x{i}: "a" x{i + 1} "b"' for i in range(length)]
-    return Grammar("ebnf", ("\n".join(["start: x0", *rules, f'x{length}: "c"']),))
+    return Grammar(ebnf="\n".join(["start: x0", *rules, f'x{length}: "c"']))
 
 
 @pytest.mark.parametrize(
     "grammar",
     [
         GOOD,
-        Grammar("choice", ("", 'quo"te', "back\\slash", "line\nbreak", "日本")),
-        Grammar("ebnf", ('start: word+\nword: /[a-z]+/ " "',)),
-        Grammar(
-            "json_schema", ('{"$defs":{"t":{"items":{"$ref":"#/$defs/t"}}},"$ref":"#/$defs/t"}',)
-        ),
-        Grammar("json_schema", ("true",)),
+        Grammar(choice=("", 'quo"te', "back\\slash", "line\nbreak", "日本")),
+        Grammar(ebnf='start: word+\nword: /[a-z]+/ " "'),
+        Grammar(json_schema='{"$defs":{"t":{"items":{"$ref":"#/$defs/t"}}},"$ref":"#/$defs/t"}'),
+        Grammar(json_schema="true"),
         chain(50),
     ],
     ids=lambda grammar: grammar.form,
@@ -52,15 +54,15 @@ async def test_good_grammars_of_every_form_pass(checker: GrammarChecker, grammar
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        (Grammar("", ()), "set one of json_schema"),
-        (Grammar("choice", ()), "no options"),
-        (Grammar("choice", ("a",) * (MAX_OPTIONS + 1)), "options"),
-        (Grammar("regex", ("a" * (MAX_GRAMMAR_BYTES + 1),)), "bytes"),
-        (Grammar("json_schema", ('{"a": NaN}',)), "not valid JSON"),
-        (Grammar("json_schema", ("[" * 100_000,)), "nested too deeply"),
-        (Grammar("json_schema", ("false",)), "is an object"),
-        (Grammar("json_schema", (json.dumps({"$ref": "http://example.com/x"}),)), "fetch"),
-        (Grammar("json_schema", ('{"type": "string"}, "x": {}',)), "not valid JSON"),
+        (Grammar(), "set one of json_schema"),
+        (Grammar(choice=()), "no options"),
+        (Grammar(choice=("a",) * (MAX_OPTIONS + 1)), "options"),
+        (Grammar(regex="a" * (MAX_GRAMMAR_BYTES + 1)), "bytes"),
+        (Grammar(json_schema='{"a": NaN}'), "not valid JSON"),
+        (Grammar(json_schema="[" * 100_000), "nested too deeply"),
+        (Grammar(json_schema="false"), "is an object"),
+        (Grammar(json_schema=json.dumps({"$ref": "http://example.com/x"})), "fetch"),
+        (Grammar(json_schema='{"type": "string"}, "x": {}'), "not valid JSON"),
     ],
 )
 async def test_bad_grammars_are_refused_with_the_reason(
@@ -80,7 +82,7 @@ async def test_a_grammar_that_kills_its_reader_is_refused_and_the_next_is_read(
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="nests too deeply"):
             await checker.check(chain(3500), VOCAB, EOS)
-    await checker.check(Grammar("regex", ("next",)), VOCAB, EOS)
+    await checker.check(Grammar(regex="next"), VOCAB, EOS)
 
 
 async def test_a_base_without_a_tokenizer_says_so(tmp_path: Path) -> None:
@@ -90,3 +92,63 @@ async def test_a_base_without_a_tokenizer_says_so(tmp_path: Path) -> None:
             await checker.check(GOOD, VOCAB, EOS)
     finally:
         await checker.close()
+
+
+def slow(number: int = 900_001) -> Grammar:
+    """A schema of a few bytes that takes seconds to compile."""
+    return Grammar(json_schema=json.dumps({"type": "integer", "multipleOf": number}))
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(TOKENIZER, replace(GRAMMARS, timeout_s=0.3))
+    yield checker
+    await checker.close()
+
+
+@pytest.mark.hostile
+async def test_hard_grammars_of_one_tenant_do_not_delay_the_grammars_of_another(
+    checker: GrammarChecker,
+) -> None:
+    await checker.check(GOOD, VOCAB, EOS, "acme")
+    hard = [
+        asyncio.create_task(checker.check(slow(900_001 + 2 * n), VOCAB, EOS, "globex"))
+        for n in range(4)
+    ]
+    await asyncio.sleep(0)
+    for word in ("one", "two", "three"):
+        await checker.check(Grammar(regex=word), VOCAB, EOS, "acme")
+    assert not any(task.done() for task in hard)
+    for task in hard:
+        task.cancel()
+    await asyncio.gather(*hard, return_exceptions=True)
+
+
+@pytest.mark.hostile
+async def test_a_grammar_that_ran_out_of_time_is_refused_without_another_try(
+    impatient: GrammarChecker,
+) -> None:
+    with pytest.raises(InvalidRequest, match="takes longer"):
+        await impatient.check(slow(), VOCAB, EOS)
+    pool = impatient._pool
+    assert pool is not None
+    with pytest.raises(JobFailed) as caught:
+        await pool.ask("", b"not even a grammar", slow())
+    assert caught.value.is_repeated
+
+
+@pytest.mark.hostile
+async def test_grammars_of_requests_that_were_cancelled_are_not_compiled(
+    checker: GrammarChecker,
+) -> None:
+    await checker.check(GOOD, VOCAB, EOS)
+    left = [
+        asyncio.create_task(checker.check(slow(900_001 + 2 * n), VOCAB, EOS, "globex"))
+        for n in range(6)
+    ]
+    await asyncio.sleep(0.05)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    async with asyncio.timeout(GRAMMARS.timeout_s):  # six of them would take several times as long
+        await checker.check(Grammar(regex="after"), VOCAB, EOS, "globex")

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -171,8 +172,6 @@ LIBRARY_FEATURES = (
 
 EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 
-PATTERNS = ("rank_pattern", "alpha_pattern")
-
 FUSED_NAMES = (
     (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
     (re.compile(r"(?<![a-z])(gate|up)_proj"), "gate_up_proj"),
@@ -210,7 +209,7 @@ def features_of(base: TinyBase) -> list[str]:
     return [name for name in FEATURES if name in names]
 
 
-def of_text_model(fields: dict[str, object]) -> dict[str, object]:
+def of_text_model(fields: dict[str, Any]) -> dict[str, Any]:
     """The same feature for the text model of a multimodal base alone."""
     excluded = fields.get("exclude_modules", "")
     towers = r".*(vision_tower|visual|multi_modal_projector).*"
@@ -229,11 +228,11 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
     if feature == "expert-linears" and base.model.config.model_type != "mixtral":
         fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
     if feature == "experts-down" and base.config.model_type == "gpt_oss":
-        router = {"gate.weight": "router.weight"}
         fields = {
             **fields,
             "target_parameters": ["experts.down_proj", "router.weight"],
-            **{key: {router[k]: v for k, v in fields[key].items()} for key in PATTERNS},
+            "rank_pattern": {"router.weight": 2},
+            "alpha_pattern": {"router.weight": 3},
         }
     if base.is_multimodal:
         fields = of_text_model(fields)

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.api.residency import Tier
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from loraplex_services.worker.scheduling.queue import WaitingQueue
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.request import AdapterSet, Request
 
 VIEW = QueueView(0.0, ())
 HERE = (Tier.DEVICE, False)
@@ -44,8 +45,12 @@ class QueueMachine(RuleBasedStateMachine):
     def make_policy(self) -> Policy:
         """Like `fair`: by what the tenant was served, then the adapter."""
         return Policy(
-            lambda request, view: (request.priority, self.served[request.tenant]),
-            lambda request, view: (self.served[request.tenant + own(request)], request.arrival_s),
+            lambda request, view: (self.served[request.tenant],),
+            lambda request, view: (
+                request.priority,
+                self.served[request.tenant + own(request)],
+                request.arrival_s,
+            ),
         )
 
     def view(self) -> QueueView:
@@ -58,7 +63,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def in_order(self) -> list[Request]:
         view = self.view()
-        requests = (r for r in self.model.values() if self.tier(r) > Tier.GONE)
+        requests = (r for r in self.model.values() if self.tier(r) > Tier.NONE)
         return sorted(requests, key=lambda r: (self.policy.key(r, view), int(r.request_id)))
 
     @rule(
@@ -184,9 +189,7 @@ def counting(policy: Policy, counts: Counter[str]) -> Policy:
 def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> None:
     served: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    by_tenant = Policy(
-        lambda request, view: (request.priority, served[request.tenant]), FIRST_COME.own_key
-    )
+    by_tenant = Policy(lambda request, view: (served[request.tenant],), FIRST_COME.own_key)
     queue = WaitingQueue(lambda digest: HERE, counting(by_tenant, counts))
     for index in range(1000):
         arrival_s = float(index)

@@ -266,15 +266,7 @@ class TritonKernels:
         self, config: ModelConfig, layer: int, sinks: Tensor | None = None
     ) -> TritonAttention:
         """See AttentionKernels."""
-        shape = HeadShape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-            config.windows[layer],
-        )
-        return TritonAttention(layer, shape, sinks)
+        return TritonAttention(layer, HeadShape.of(config, layer), sinks)
 
     def metadata(self, **fields: Any) -> TritonAttentionMetadata:
         """See AttentionKernels."""

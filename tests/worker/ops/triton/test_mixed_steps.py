@@ -1,14 +1,18 @@
-"""Forward passes that are cut into pieces at each attention, against eager ones."""
+"""Forward passes that are cut into segments at each attention, against eager ones."""
 
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, PieceRecorder
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
+
+FREE_BLOCKS: list[int] = []
+"""Of the runner's arena."""
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +27,9 @@ def runner(tmp_path_factory):
         max_resident=4,
         max_lora_rank=32,
     )
-    free = list(range(made.arena_blocks))
-    made.load_adapter(0, adapter, [free.pop() for _ in range(made.adapter_blocks(adapter))])
-    made.free = free
+    FREE_BLOCKS.extend(range(made.arena_blocks))
+    blocks = [FREE_BLOCKS.pop() for _ in range(made.adapter_blocks(adapter))]
+    made.load_adapter(0, adapter, blocks)
     return made
 
 
@@ -40,7 +44,7 @@ def mixed_plan(runner, steps_before):
         request = Request(name, list(range(2, 2 + num_prompt)), SamplingParams(9, seed=0))
         request.output_ids = [3] if start == num_prompt else []
         request.block_tables = [
-            [runner.free.pop() for _ in range(3)] for _ in runner.kv_group_windows
+            [FREE_BLOCKS.pop() for _ in range(3)] for _ in runner.kv_group_windows
         ]
         if start:
             before = PlannedRow(request, 0, start, False, slots)
@@ -54,7 +58,7 @@ def eager(runner, plan):
         return runner._model.forward(runner._batches.make(runner._batches.read(plan)))
 
 
-class AttendingRecorder(PieceRecorder):
+class AttendingRecorder(SegmentRecorder):
     """Attends where a capture would be interrupted: what a replay does, in one pass."""
 
     def __init__(self, inputs, size, attention):
@@ -64,7 +68,7 @@ class AttendingRecorder(PieceRecorder):
     def interrupt(self, *call):
         attended = super().interrupt(*call)
         self._attention.out = attended[: self._attention.num_tokens]
-        self.pieces[-2].attention.run(self._attention)
+        self.segments[-2].attention.run(self._attention)
         return attended
 
 
@@ -77,24 +81,24 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
         recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None))
-        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()), gpu._masks)
+        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
     num_layers = len(runner._model._layers)
-    assert len(recorder.pieces) == num_layers + 1
-    sites = [site for piece in recorder.pieces for site in piece.sites]
-    assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own piece"
+    assert len(recorder.segments) == num_layers + 1
+    sites = [site for piece in recorder.segments for site in piece.sites]
+    assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own segment"
 
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
     gpu = runner._batches.gpu
-    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()), gpu._masks)
-    graphs._steps = {(size, 0): size for size in (64, 128, 192)}
+    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()))
+    assert graphs.sizes == (64, 128, 192)
     for num_tokens, size in ((1, 64), (64, 64), (65, 128), (192, 192), (193, None)):
         request = Request("r", [1] * 300, SamplingParams(9, seed=0))
         row = PlannedRow(request, 0, num_tokens, False, ())
         step = runner._batches.read(StepPlan(0, (row,)))
-        assert graphs.find(step, 0) == size
+        assert graphs.size_for(step) == size
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
@@ -104,7 +108,7 @@ def test_replayed_pieces_equal_an_eager_step(runner, device):
     expected = eager(runner, plan).clone()
     step = runner._batches.read(plan)
     graph = gpu.graph_of(step)
-    assert len(graph.pieces) == len(runner._model._layers) + 1
+    assert len(graph.segments) == len(runner._model._layers) + 1
     before = torch.zeros(0, dtype=torch.int64, device=device)
     with torch.inference_mode():
         for _ in range(2):  # what a replay leaves behind changes nothing in the next

@@ -1,0 +1,153 @@
+"""The process that reads a pickled `adapter_model.bin`: the file on stdin, safetensors on stdout.
+
+A pickle names functions, and reading it calls them. torch's weights-only loading refuses all but
+those that rebuild tensors. Should that fail one day, this process can open no file and no socket,
+has a limit on its memory, holds no credentials, and is killed when it takes too long.
+
+    python -m loraplex.rewriting.pickle_process [F16|BF16|F32] < PICKLE > SAFETENSORS
+
+On failure the exit code is 3, and stderr holds one JSON object: field, value, description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import sys
+from pickle import UnpicklingError
+from typing import BinaryIO, NoReturn
+
+import torch
+
+from loraplex.adapter_format.files import PICKLE_FILE
+
+REFUSED = 3
+SPARE_MEMORY_BYTES = 1 << 30
+_NUM_STANDARD_FILES = 3
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def main() -> None:
+    """Convert one file. Reads and writes: the standard files of this process."""
+    dtype = _BY_NAME[sys.argv[1]] if len(sys.argv) > 1 else None
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    file_bytes = os.fstat(source.fileno()).st_size
+    import_all()
+    confine(memory_bytes=3 * file_bytes + SPARE_MEMORY_BYTES)
+    try:
+        _write(_cast(_load(source, file_bytes), dtype), sink)
+    except MemoryError:
+        _refuse(PICKLE_FILE, file_bytes, "needs more memory to read than a file of its size may")
+
+
+def import_all() -> None:
+    """Make torch do once what it opens files for: imports, and looking at the processor."""
+    for dtype in (*_DTYPES, torch.float64):
+        for other in _DTYPES:
+            torch.ones(8, 64, dtype=dtype).t().to(other).contiguous()
+    for is_new in (True, False):
+        own = io.BytesIO()
+        torch.save({"a": torch.ones(1)}, own, _use_new_zipfile_serialization=is_new)
+        own.seek(0)
+        torch.load(own, map_location="cpu", weights_only=True)
+
+
+def confine(memory_bytes: int) -> None:
+    """Give up opening files and sockets, and more than `memory_bytes` of new memory."""
+    limits = {
+        resource.RLIMIT_NOFILE: _NUM_STANDARD_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_DATA: _data_bytes() + memory_bytes,
+    }
+    for limit, value in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # macOS lacks some of them.
+            resource.setrlimit(limit, (value, value))
+
+
+def _data_bytes() -> int:
+    """What counts for RLIMIT_DATA today; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            lines = dict(line.split(":", 1) for line in status)
+        return int(lines["VmData"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
+    """The tensors by name."""
+    try:
+        loaded = torch.load(source, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        name = _GLOBAL.search(str(error))
+        if name is None:
+            _refuse(
+                PICKLE_FILE, "", "is damaged, or holds more than tensors; nothing of it was run"
+            )
+        description = "is code that reading the file would run, so it was not read; do not trust it"
+        _refuse(PICKLE_FILE, name[1], description)
+    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+        if "allocate" in str(error):
+            raise MemoryError from None
+        _refuse(PICKLE_FILE, type(error).__name__, "is damaged: torch cannot read it")
+    if not isinstance(loaded, dict) or not loaded:
+        _refuse(PICKLE_FILE, type(loaded).__name__, "must map names to tensors; save it with PEFT")
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            _refuse(f"{PICKLE_FILE}:{name}", type(tensor).__name__, "must be a tensor with a name")
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.layout), "must be a dense tensor")
+    tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.values())
+    if tensor_bytes > 2 * file_bytes:
+        description = f"are claimed by a file of {file_bytes}; it is damaged"
+        _refuse(PICKLE_FILE, f"{tensor_bytes} bytes of tensors", description)
+    return loaded
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """In the dtype that was asked for, or as they are where adapters may have that."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "is no floating-point tensor")
+        if dtype is None and tensor.dtype not in _DTYPES:
+            description = "is not a dtype of adapters; add --dtype float32"
+            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), description)
+    return {name: tensor.detach().to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _write(tensors: dict[str, torch.Tensor], sink: BinaryIO) -> None:
+    """One safetensors file, tensor by tensor."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in sorted(tensors.items()):
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sink.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in sorted(tensors.items()):
+        flat = tensor.contiguous().reshape(-1)
+        sink.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    sink.flush()
+
+
+def _refuse(field: str, value: object, description: str) -> NoReturn:
+    violation = {"field": field, "value": str(value), "description": description}
+    sys.stderr.write("\n" + json.dumps(violation))
+    sys.stderr.flush()
+    os._exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

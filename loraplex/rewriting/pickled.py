@@ -1,0 +1,92 @@
+"""Adapters saved as `adapter_model.bin` before PEFT wrote safetensors: read safely, written again.
+
+The pickle is read in a process of its own (see `pickle_process`). Every other file of the adapter
+is copied, and the result has passed the validation of an upload.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from loraplex.adapter_format import TENSOR_FILE, Geometry, Report
+from loraplex.adapter_format.files import MAX_BYTES, MAX_PICKLE_BYTES, PICKLE_FILE
+from loraplex.adapter_format.folder import file_names
+from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
+from loraplex.rewriting.tensors import check_folder, new_folder
+
+TIMEOUT_S = 600.0
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
+_REFUSED = 3
+
+
+def is_pickled(folder: Path) -> bool:
+    """Whether a folder's weights are a pickle and nothing else."""
+    return (folder / PICKLE_FILE).is_file() and not (folder / TENSOR_FILE).exists()
+
+
+def from_pickle(
+    folder: Path, out: Path, geometry: Geometry | None = None, dtype: str = ""
+) -> Report:
+    """Write the safetensors folder of a pickled adapter.
+
+    Args:
+        out: new, or an empty folder.
+        geometry: the base to check the result against.
+        dtype: F16, BF16 or F32; "" = as each tensor is stored.
+
+    Raises:
+        InvalidRequest: the folder holds no pickled adapter.
+        InvalidAdapter: the pickle holds code or is damaged, or a file is of a refused kind.
+        Unsupported: torch is not installed.
+    """
+    if not is_pickled(folder):
+        description = f"holds no {PICKLE_FILE}, or {TENSOR_FILE} as well; there is nothing to do"
+        raise InvalidRequest.field("DIR", str(folder), description)
+    if find_spec("torch") is None:
+        raise Unsupported(f"{PICKLE_FILE} is read by torch, which is missing: pip install torch")
+    names = file_names(folder, tensor_file=PICKLE_FILE)
+    with new_folder(out) as partial:
+        for name in names:
+            if name != PICKLE_FILE:
+                _copy(folder / name, partial / name)
+        _convert(folder / PICKLE_FILE, partial / TENSOR_FILE, dtype)
+        return check_folder(partial, geometry)
+
+
+def _copy(source: Path, target: Path) -> None:
+    size = source.stat().st_size
+    if size > MAX_BYTES[source.name]:
+        description = f"must have at most {MAX_BYTES[source.name]} bytes"
+        raise InvalidAdapter.of([Violation.of(source.name, f"{size} bytes", description)])
+    shutil.copyfile(source, target)
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    """Run the process that reads the pickle."""
+    size = source.stat().st_size
+    if size > MAX_PICKLE_BYTES:
+        description = f"must have at most {MAX_PICKLE_BYTES} bytes"
+        raise InvalidAdapter.of([Violation.of(PICKLE_FILE, f"{size} bytes", description)])
+    environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    argv = [sys.executable, "-P", "-m", "loraplex.rewriting.pickle_process", *filter(None, [dtype])]
+    with source.open("rb") as pickle, target.open("wb") as sink:
+        try:
+            done = subprocess.run(
+                argv, stdin=pickle, stdout=sink, stderr=subprocess.PIPE, env=environ,
+                timeout=TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            description = f"could not be read within {TIMEOUT_S:.0f} s"
+            raise InvalidAdapter.of([Violation.of(PICKLE_FILE, size, description)]) from None
+    if done.returncode == _REFUSED:
+        raise InvalidAdapter.of([Violation(**json.loads(done.stderr.splitlines()[-1]))])
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise LoraplexError(f"the process that reads {PICKLE_FILE} ended: {last}")

@@ -1,0 +1,56 @@
+"""Adapters that lie elsewhere: fetched into a folder, complete and verified, before an upload.
+
+    hf://ORG/NAME[@REVISION]          a repository of the Hugging Face hub
+    s3://BUCKET[/PREFIX]              objects under a prefix
+    oci://HOST[:PORT]/REPOSITORY[:TAG|@sha256:HEX]   an artifact in an OCI registry
+
+Only files that an adapter may have are fetched, each within the size limit of an upload.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loraplex.client.progress import Progress, ignore_progress
+from loraplex.errors import InvalidRequest, Violation
+
+SCHEMES = ("hf", "s3", "oci")
+
+
+def is_remote(source: str) -> bool:
+    """Whether an upload's source is an address and not a folder."""
+    return "://" in source
+
+
+def fetch(
+    source: str, folder: Path, *, pickled: bool, progress: Progress = ignore_progress
+) -> tuple[Violation, ...]:
+    """Download an adapter into an empty folder; returns warnings about what was left out.
+
+    Args:
+        source: address of one of the forms above.
+        folder: what is in it after an error is not to be used.
+        pickled: whether an adapter without safetensors may bring `adapter_model.bin`.
+
+    Raises:
+        InvalidRequest: the address has another form.
+        InvalidAdapter: a file is missing or too large.
+        NotFound, PermissionDenied, Unavailable: the source says so, or does not answer.
+        DataLoss: what came is not what the source says that it is.
+        Unsupported: a package that is needed is not installed.
+    """
+    scheme, _, address = source.partition("://")
+    if scheme == "hf":
+        from loraplex.sources.hub import fetch_from_hub
+
+        return fetch_from_hub(address, folder, pickled, progress)
+    if scheme == "s3":
+        from loraplex.sources.bucket import fetch_from_bucket
+
+        return fetch_from_bucket(address, folder, pickled, progress)
+    if scheme == "oci":
+        from loraplex.sources.oci import fetch_from_registry
+
+        return fetch_from_registry(address, folder, progress)
+    description = f"must be a folder, or begin with {', '.join(f'{s}://' for s in SCHEMES)}"
+    raise InvalidRequest.field("DIR", source, description)
