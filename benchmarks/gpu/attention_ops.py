@@ -184,7 +184,7 @@ class Bench:
             for layer in range(self.num_layers):
                 kernels.attend_generations(
                     self.out, self.q, self.kv.planes(layer), items, metadata.tables[0], 0,
-                    self.shape, partial, tiling,
+                    self.shape, partial, tiling=tiling,
                 )  # fmt: skip
 
         return run
@@ -196,7 +196,7 @@ class Bench:
             for layer in range(self.num_layers):
                 kernels.attend_contexts(
                     self.out, self.q, self.kv.planes(layer), tiles, self.metadata.tables[0],
-                    self.shape, tiling,
+                    self.shape, tiling=tiling,
                 )  # fmt: skip
 
         return run

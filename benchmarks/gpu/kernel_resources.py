@@ -163,17 +163,19 @@ HEADS = attention_shapes.HeadShape(32, 8, 128, 128**-0.5, None, None)
 """Llama-3-8B."""
 WINDOWED_HEADS = attention_shapes.HeadShape(16, 8, 256, 256**-0.5, 50.0, 4096)
 """Gemma-2-9B's layers with a window."""
+SINK_HEADS = attention_shapes.HeadShape(64, 8, 64, 64**-0.5, None, 128)
+"""gpt-oss's layers with a window; all of its layers have sinks."""
 
 
 def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     tensor = f"*{name}"
     types = dict.fromkeys(("q", "k_plane", "v_plane", "out"), tensor)
-    types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
+    types |= dict.fromkeys(("partial", "partial_stats", "sinks"), "*fp32")
     types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
     strides = ("plane_stride", "q_stride", "out_stride")
     words = ("table_stride", "first_row", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
+    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS), ("-sinks", SINK_HEADS)):
         large = attention_shapes.LARGE_SHARED_BYTES
         contexts = attention_shapes.context_tiling(shape, dtype.itemsize, large)
         small = attention_shapes.context_tiling(shape, dtype.itemsize, large - 1)
@@ -189,7 +191,8 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
                 f"attention.{phase}{suffix}.{name}",
                 kernel,
                 {key: value for key, value in types.items() if key in kernel.arg_names},
-                constants_of(shape, tiling, 16) | {"WIDEN": False},
+                constants_of(shape, tiling, 16)
+                | {"WIDEN": False, "HAS_SINKS": shape is SINK_HEADS},
                 tiling.num_warps,
                 tiling.num_stages,
                 strides,

@@ -29,7 +29,7 @@ from benchmarks.gpu.common import (
     write_results,
 )
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
-from loraplex_services.worker.layers.moe import LoopedExperts
+from loraplex_services.worker.layers.moe import ExpertWeights, LoopedExperts
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -93,9 +93,8 @@ def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[st
     for name, (num, active, hidden, width) in (TINY_MIXTURES if is_tiny else MIXTURES).items():
         gate_up = torch.randn(num, 2 * width, hidden, device=device).to(dtype) / hidden**0.5
         down = torch.randn(num, hidden, width, device=device).to(dtype) / width**0.5
-        experts = GroupedExperts(
-            gate_up, down, active, silu_and_multiply, LoopedExperts((), "silu")
-        )
+        looped = LoopedExperts((), silu_and_multiply)
+        experts = GroupedExperts(ExpertWeights(gate_up, down), active, silu_and_multiply, looped)
         for num_tokens in (1, 3) if is_tiny else (1, 16, 64, 256, 2048):
             x = torch.randn(num_tokens, hidden, device=device).to(dtype)
             probs = torch.rand(num_tokens, num, device=device).softmax(-1)

@@ -27,6 +27,7 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 
 _FUSED = re.compile(r"(?P<container>.+\.experts)(?P<nesting>(\.base_layer)*)", re.ASCII)
 _LINEAR = re.compile(r"(?P<container>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)", re.ASCII)
+_GATE_UP = "gate_up_proj"
 _DOWN_NAMES = frozenset({"down_proj", "w2"})
 _SPELLINGS = ((".mlp.", ".block_sparse_moe."),)
 """How transformers calls a module, and what the files of some bases call it."""
@@ -87,7 +88,7 @@ def is_expert(name: str) -> bool:
 def is_fused_half(name: str) -> bool:
     """Whether a module is one of those that transformers 5 fuses into `gate_up_proj`."""
     match = _LINEAR.fullmatch(name)
-    return match is not None and match["name"] not in _DOWN_NAMES
+    return match is not None and match["name"] not in {*_DOWN_NAMES, _GATE_UP}
 
 
 def base_name(name: str, base: Mapping[str, object]) -> str:
@@ -180,7 +181,8 @@ def _shapes(base: Mapping[str, Module]) -> dict[tuple[str, str], tuple[int, int,
         if match["name"] in _DOWN_NAMES:
             widths[container, "down_proj"] = module.in_features, module.out_features
         else:
-            widths[container, "gate_up_proj"] = module.in_features, 2 * module.out_features
+            halves = 1 if match["name"] == _GATE_UP else 2
+            widths[container, _GATE_UP] = module.in_features, halves * module.out_features
     return {key: (counts[key[0]], *pair) for key, pair in widths.items()}
 
 

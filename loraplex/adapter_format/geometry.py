@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ IDENTITY_KEYS = (
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
     "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
     "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern",
+    "swiglu_alpha", "swiglu_limit",
     "tie_word_embeddings", "use_sliding_window", "vocab_size",
 )  # fmt: skip
 """Keys of config.json that change what the weights compute. Names, dtypes, token ids and library
@@ -122,9 +124,15 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
 
 
 def _refuse_quantised(config: dict[str, object]) -> None:
-    if config.get("quantization_config") is not None:
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and (config.get("model_type"), method) not in _DEQUANTISED:
         description = "quantised bases are not served; use the base in float16 or bfloat16"
         raise InvalidRequest.field("config.json:quantization_config", "present", description)
+
+
+_DEQUANTISED = {("gpt_oss", "mxfp4")}
+"""(`model_type`, `quant_method`) of bases that workers dequantise when they load them."""
 
 
 def _tensor_table(path: Path) -> dict[str, TensorInfo]:
@@ -181,12 +189,37 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool) -> tuple[Module, ...]:
         if name.endswith(".weight") and len(info.shape) in (1, 2):
             module = _module(_module_of(name), info.shape, _module_of(name) + ".bias" in tensors)
             modules[module.name] = module
+    for module in _stacked_experts(tensors):
+        modules[module.name] = module
     embeddings = [m for m in modules.values() if m.kind == EMBEDDING]
     heads = [m for m in modules.values() if m.kind == LM_HEAD]
     if tied and embeddings and not heads:
         rows, width = embeddings[0].in_features, embeddings[0].out_features
         modules["lm_head"] = Module("lm_head", LM_HEAD, width, rows, has_bias=False)
     return tuple(modules[name] for name in sorted(modules))
+
+
+def _stacked_experts(tensors: dict[str, TensorInfo]) -> Iterator[Module]:
+    """The modules of experts whose weights are one tensor for each projection of a layer.
+
+    It is `[experts, in, out]`; or, in four bits, `_blocks` of `[experts, out, in / 32, 16]`.
+    """
+    for name, info in tensors.items():
+        stacked = name.removesuffix("_blocks")
+        container, _, projection = stacked.rpartition(".")
+        if projection not in ("gate_up_proj", "down_proj") or not container.endswith(".experts"):
+            continue
+        if name != stacked and len(info.shape) == 4:
+            num_experts, out_features, groups, pairs = info.shape
+            in_features = groups * pairs * 2
+        elif len(info.shape) == 3:
+            num_experts, in_features, out_features = info.shape
+        else:
+            continue
+        has_bias = f"{stacked}_bias" in tensors
+        for expert in range(num_experts):
+            own = f"{container}.{expert}.{projection}"
+            yield Module(own, LINEAR, in_features, out_features, has_bias)
 
 
 def _module(name: str, shape: tuple[int, ...], has_bias: bool) -> Module:

@@ -248,6 +248,13 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "up worker",
     "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
+MODEL_IMPL: Knob[str] = Knob(
+    "LORAPLEX_MODEL_IMPL",
+    choice("auto", "native", "transformers"),
+    "auto",
+    "up worker",
+    "native = our model code, transformers = that library's, auto = the latter where we have none.",
+)
 TENSOR_PARALLEL: Knob[int] = Knob(
     "LORAPLEX_TENSOR_PARALLEL",
     whole(1),

@@ -53,6 +53,7 @@ class UpConfig:
     device: str
     dtype: str
     attention_backend: str
+    model_impl: str
     load_format: str
     kv_memory_bytes: int
     """0 = chosen by the worker."""
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         device=given("device", env.DEVICE),
         dtype=given("dtype", env.DTYPE),
         attention_backend=given("attention_backend", env.ATTENTION_BACKEND),
+        model_impl=given("model_impl", env.MODEL_IMPL),
         load_format=given("load_format", env.LOAD_FORMAT),
         kv_memory_bytes=given("kv_memory", env.KV_MEMORY),
         max_loras=given("max_loras", env.MAX_LORAS),
@@ -118,7 +120,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 UNSUPPORTED = {
     "--max-model-len": ((), "contexts are as long as the base's config.json says"),
     "--gpu-memory-utilization": ((), "set --kv-memory, the bytes of KV cache and adapters"),
-    "--model-impl": (("auto", "native"), "only model families with an implementation here run"),
     "--quantization": (("none",), "bases run in float32, bfloat16 or float16"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
 }
@@ -220,6 +221,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16, float16 (auto)")
     parser.add_argument(
         "--attention-backend", metavar="NAME", help="auto, vanilla, cpu or triton (auto)"
+    )
+    parser.add_argument(
+        "--model-impl", metavar="NAME", help="model code: auto, native or transformers (auto)"
     )
     parser.add_argument("--load-format", metavar="NAME", help="auto; dummy = random weights (auto)")
     parser.add_argument("--kv-memory", metavar="BYTES", help="whole arena, such as 24MiB (chosen)")

@@ -42,6 +42,7 @@ class WorkerConfig:
     device: str
     dtype: str
     attention_backend: str
+    model_impl: str
     load_format: str
     arena_bytes: int
     max_lora_rank: int
@@ -65,6 +66,7 @@ class WorkerConfig:
             dtype=self.dtype,
             arena_bytes=self.arena_bytes,
             attention_backend=self.attention_backend,
+            model_impl=self.model_impl,
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank,
             max_resident=MAX_RESIDENT,
@@ -121,6 +123,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         device=env.DEVICE.read(environ),
         dtype=env.DTYPE.read(environ),
         attention_backend=env.ATTENTION_BACKEND.read(environ),
+        model_impl=env.MODEL_IMPL.read(environ),
         load_format=env.LOAD_FORMAT.read(environ),
         arena_bytes=env.KV_MEMORY.read(environ),
         max_lora_rank=env.MAX_LORA_RANK.read(environ),

@@ -19,8 +19,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.e2e import stack as stacks
 from tests.e2e.stack import BASE_ID, Stack
-from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
-from tests.worker.parity.bases import BASES, make_base
+from tests.worker.parity.adapters import (
+    FEATURES,
+    LIBRARY_FEATURES,
+    RESIZED,
+    features_of,
+    make_adapter,
+)
+from tests.worker.parity.bases import BASES, LIBRARY_BASES, make_base
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
 
@@ -56,11 +62,12 @@ def prompt_for(name: str | None, rng: random.Random) -> list[int]:
     return prompt
 
 
-@pytest.mark.parametrize("base_name", BASES)
+@pytest.mark.parametrize("base_name", [*BASES, "granite", "cohere2"])
 def test_every_adapter_of_a_base_answers_as_peft_does(base_name: str, tmp_path: Path) -> None:
     base = make_base(base_name, tmp_path / "base")
     save_tokenizer(base.folder)
-    adapters = {name: make_adapter(base, name, tmp_path / name) for name in features_of(base)}
+    features = LIBRARY_FEATURES if base_name in LIBRARY_BASES else features_of(base)
+    adapters = {name: make_adapter(base, name, tmp_path / name) for name in features}
     reference = Reference(base, adapters)
     rng = random.Random(base_name)
     names: list[str | None] = [*adapters, None] * PROMPTS_EACH

@@ -110,7 +110,6 @@ def test_limits_of_a_step_have_the_names_that_vllm_users_know() -> None:
     [
         ("--max-model-len", "4096"),
         ("--gpu-memory-utilization", "0.9"),
-        ("--model-impl", "transformers"),
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8"),
     ],
@@ -121,7 +120,7 @@ def test_flags_to_come_are_refused_with_a_sentence(flag: str, value: str) -> Non
 
 
 def test_flags_to_come_may_ask_for_what_happens_today() -> None:
-    today = ["--model-impl", "auto", "--quantization", "none", "--kv-cache-dtype", "auto"]
+    today = ["--quantization", "none", "--kv-cache-dtype", "auto"]
     assert parse([*MODEL, *today], {}) == parse(MODEL, {})
 
 

@@ -62,7 +62,7 @@ def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
 
 def test_flags_reach_the_worker(state: StateDir) -> None:
     argv = ["--kv-memory", "24MiB", "--dtype", "float32", "--max-loras", "3", "--drain-s", "2.5"]
-    argv += ["--attention-backend", "vanilla"]
+    argv += ["--attention-backend", "vanilla", "--model-impl", "transformers"]
     environ = _specs(state, [*argv, "--served-model-name", "tiny"], {})["worker-0"].environ
     assert env.MODEL.read(environ) == BASE
     assert env.SERVED_MODEL_NAME.read(environ) == "tiny"
@@ -70,6 +70,7 @@ def test_flags_reach_the_worker(state: StateDir) -> None:
     assert env.DTYPE.read(environ) == "float32"
     assert env.MAX_LORAS.read(environ) == 3
     assert env.ATTENTION_BACKEND.read(environ) == "vanilla"
+    assert env.MODEL_IMPL.read(environ) == "transformers"
     assert env.DRAIN_S.read(environ) == 2.5
 
 

@@ -16,6 +16,7 @@ from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog, CatalogDown
 from loraplex_services.registry.index.items import BASES_SCOPE, base_item
+from loraplex_services.registry.publish.base_names import is_copy
 from loraplex_services.registry.records import BaseRecord
 
 MAX_ID_CHARS = 160
@@ -104,7 +105,8 @@ class Bases:
     ) -> tuple[BaseRecord, list[Violation]]:
         """Choose the base of an adapter; returns it with warnings about the choice.
 
-        `wanted`, else the base that the config names, else the only one known.
+        `wanted`, else the base that the config names, else the one whose copy it names, else the
+        only one known.
 
         Raises:
             Unavailable: no base is known yet.
@@ -120,6 +122,7 @@ class Bases:
                 raise _unknown("base", wanted, bases)
         else:
             chosen = _by_name(bases, named) or _by_name(bases, _id_of(named))
+            chosen = chosen or _original_of(bases, named)
             if chosen is None and len(bases) == 1:
                 chosen = bases[0]
             if chosen is None:
@@ -172,6 +175,12 @@ def _id_of(named: str) -> str:
     return named.rstrip("/").rpartition("/")[2] if is_path else named
 
 
+def _original_of(bases: list[BaseRecord], named: str) -> BaseRecord | None:
+    """The only base that `named` is a copy of, by its name."""
+    found = [base for base in bases if is_copy(named, (base.base_id, *base.aliases))]
+    return found[0] if len(found) == 1 else None
+
+
 def _no_base() -> Unavailable:
     return Unavailable(
         "no base is registered yet: start a worker and a gateway, or run 'registry base add'",
@@ -189,6 +198,12 @@ def _unknown(field: str, value: str, bases: list[BaseRecord]) -> InvalidAdapter:
 def _name_warnings(base: BaseRecord, named: str) -> list[Violation]:
     if not named or {named, _id_of(named)} & {base.base_id, *base.aliases}:
         return []
+    if _original_of([base], named) is not None:
+        description = (
+            f"is by its name a quantised or repacked copy of base {base.base_id!r}, which the "
+            "adapter will run on"
+        )
+        return [Violation.of(_BASE_FIELD, named, description)]
     description = (
         f"names another model than base {base.base_id!r}, whose tensor shapes it fits; make sure "
         "that it was trained on it"

@@ -158,6 +158,7 @@ def build_engine(config: EngineConfig) -> Engine:
         load_format=config.load_format,
         cpu_isa=CPU_ISA.read(os.environ),
         attention_backend=config.attention_backend,
+        model_impl=config.model_impl,
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
         host_cache_bytes=config.host_cache_bytes,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.types.model_config import ClampedSwiglu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -20,7 +22,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 Gate = Callable[[Tensor], Tensor]
-"""act(first half) * second half: `[T, 2 * width]` -> `[T, width]`."""
+"""act(gate) * up of stacked projections: `[T, 2 * width]` -> `[T, width]`. The gate is the first
+half, but see `clamped_gate`."""
+
+
+def plain_gate(activation: str) -> Gate:
+    """The gate of an activation, in torch on any device."""
+    activate = ACTIVATIONS[activation]
+
+    def gate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return activate(first) * second
+
+    return gate
+
+
+def clamped_gate(swiglu: ClampedSwiglu) -> Gate:
+    """See `ClampedSwiglu`."""
+
+    def gate(x: Tensor) -> Tensor:
+        first = x[..., ::2].clamp(max=swiglu.limit)
+        second = x[..., 1::2].clamp(-swiglu.limit, swiglu.limit)
+        return (second + 1) * (first * torch.sigmoid(first * swiglu.alpha))
+
+    return gate
 
 
 class GatedMlp:

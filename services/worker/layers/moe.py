@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.layers.mlp import ACTIVATIONS, GatedMlp
+from loraplex_services.worker.layers.mlp import Gate, GatedMlp
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 
@@ -21,8 +21,22 @@ class Expert:
     """Weights of one expert."""
 
     gate_up: LoraLinear
-    """`[2 * intermediate, hidden]`, gate first."""
+    """`[2 * intermediate, hidden]`."""
     down: LoraLinear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of all experts of a layer, contiguous."""
+
+    gate_up: Tensor
+    """`[experts, 2 * intermediate, hidden]`."""
+    down: Tensor
+    """`[experts, hidden, intermediate]`."""
+    gate_up_bias: Tensor | None = None
+    """`[experts, 2 * intermediate]`."""
+    down_bias: Tensor | None = None
+    """`[experts, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +64,9 @@ class LoopedExperts:
     """One expert after the other, over the rows that were sent to it: on any device, and with
     adapters on experts. The host asks the device once who was chosen."""
 
-    def __init__(self, experts: Sequence[Expert], activation: str) -> None:
+    def __init__(self, experts: Sequence[Expert], gate: Gate) -> None:
         self.experts = experts
-        self._activate = ACTIVATIONS[activation]
+        self._gate = gate
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: LoraBatch) -> Tensor:
         """See ExpertMlps."""
@@ -71,8 +85,7 @@ class LoopedExperts:
         return out
 
     def _run(self, expert: Expert, x: Tensor, lora: LoraBatch) -> Tensor:
-        gate, up = expert.gate_up.forward(x, lora).chunk(2, dim=-1)
-        return expert.down.forward(self._activate(gate) * up, lora)
+        return expert.down.forward(self._gate(expert.gate_up.forward(x, lora)), lora)
 
 
 class SparseMlp:

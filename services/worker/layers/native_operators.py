@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.mlp import Gate
-from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
@@ -66,14 +66,16 @@ class NativeOperators:
         return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
         return looped
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
-        return NativeAttention(self.native, layer, HeadShape.of(config, layer))
+        return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
 
 
 def as_published(weight: Tensor) -> Tensor:

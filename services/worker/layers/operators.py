@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import ACTIVATIONS, Gate
-from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.mlp import Gate, plain_gate
+from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
 from loraplex_services.worker.ops.attention.shapes import HeadShape
@@ -67,19 +67,21 @@ class Operators(Protocol):
         ...
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """The routed experts of a layer.
 
         Args:
-            gate_up: `[experts, 2 * intermediate, hidden]`, contiguous.
-            down: `[experts, hidden, intermediate]`, contiguous.
+            gate: theirs, as `gate` makes it or a family has it.
             looped: what computes them on any device, over views of these weights.
         """
         ...
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
-        """The layer's backend."""
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
+        """The layer's backend. `sinks`: float32 `[num_heads]`, a score of each query head beside
+        those of the keys, which has no value."""
         ...
 
 
@@ -109,20 +111,16 @@ class TorchOperators:
 
     def gate(self, activation: str) -> Gate:
         """See Operators."""
-        activate = ACTIVATIONS[activation]
-
-        def gate(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return activate(first) * second
-
-        return gate
+        return plain_gate(activation)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
         return looped
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
-        return VanillaAttention(layer, HeadShape.of(config, layer))
+        return VanillaAttention(layer, HeadShape.of(config, layer), sinks)

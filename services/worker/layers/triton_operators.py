@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.mlp import Gate
-from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
@@ -64,14 +64,16 @@ class TritonOperators:
         return silu_and_multiply if activation == "silu" else self._torch.gate(activation)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, num_active: int, activation: str, looped: LoopedExperts
+        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
-        return GroupedExperts(gate_up, down, num_active, self.gate(activation), looped)
+        return GroupedExperts(weights, num_active, gate, looped)
 
-    def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> AttentionBackend:
         """See Operators."""
-        return InterruptibleAttention(self.attention_kernels.layer(config, layer))
+        return InterruptibleAttention(self.attention_kernels.layer(config, layer, sinks))
 
 
 class TritonLora:

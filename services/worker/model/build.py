@@ -175,13 +175,21 @@ class Builder:
         return take_window(self.weights, parts, [num_inputs], window)
 
     def expert_linear(
-        self, layer: int, num_inputs: int, modules: Modules, weight: Tensor, cut: Cut
+        self,
+        layer: int,
+        num_inputs: int,
+        modules: Modules,
+        weight: Tensor,
+        cut: Cut,
+        bias: Tensor | None = None,
     ) -> LoraLinear:
         """A site of one expert. Plain torch on every device: its rows come and go."""
         site_id = self.sites.add(layer, EXPERT, num_inputs, modules, cut)
         base = DenseLinear(weight)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
-        return LoraLinear(site_id, base, None, add_lora)
+        if bias is not None:
+            self.biases[site_id] = bias
+        return LoraLinear(site_id, base, bias, add_lora)
 
     def _layer(self, layer: int, make_mlp: Callable[[Builder, int], Mlp]) -> DecoderLayer:
         prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size
@@ -210,6 +218,9 @@ class Builder:
                 self.norm(layer, f"{prefix}.q_norm", config.head_dim),
                 self.norm(layer, f"{prefix}.k_norm", config.head_dim),
             )
+        sinks = None
+        if config.attention_sinks:
+            sinks = self.weights.take(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
         return SelfAttention(
             qkv=self.linear(
                 layer,
@@ -225,7 +236,7 @@ class Builder:
                 config.o_bias,
                 Cut(inputs=(heads,)),
             ),
-            backend=self.operators.attention(own, layer),
+            backend=self.operators.attention(own, layer, sinks),
             sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,

@@ -97,7 +97,7 @@ class Decoder:
         config: ModelConfig,
         embedding: LoraEmbedding,
         layers: Sequence[DecoderLayer],
-        norm: Norm,
+        norm: Norm | None,
         head: LoraLinear,
         score: ScoreHead,
         site_weights: SiteWeights,
@@ -123,6 +123,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[T, H]` after the last norm."""
         batch.attention.begin_forward()
+        assert self._norm is not None, "subclasses without one have a pass of their own"
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
@@ -144,6 +145,12 @@ class Decoder:
         else:
             base.apply(hidden)
 
+    def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:
+        """Float32 `[n, width]`, with columns beyond the base's where adapters have more tokens."""
+        logits = self._head.forward_float32(hidden, lora, width)
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.
 
@@ -153,10 +160,7 @@ class Decoder:
         resized = lora.resized(self._head.site_id)
         num_own = self._head.base.out_features
         width = max([num_own, *(num_rows for _, _, num_rows in resized)])
-        logits = self._head.forward_float32(hidden, lora, width)
-        softcap = self.config.logit_softcap
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+        logits = self._base_logits(hidden, lora, width)
         if resized:
             limits = torch.full((len(logits), 1), num_own)
             for begin, end, num_rows in resized:

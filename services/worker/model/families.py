@@ -12,6 +12,7 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model import (
     gemma2,
     gemma3,
+    gpt_oss,
     llama,
     ministral3,
     mistral,
@@ -42,6 +43,7 @@ class Family:
 FAMILIES = {
     "gemma2": Family(gemma2.read_config, gemma2.build),
     "gemma3_text": Family(gemma3.read_config, gemma3.build),
+    "gpt_oss": Family(gpt_oss.read_config, gpt_oss.build),
     "llama": Family(llama.read_config, llama.build),
     "ministral3": Family(ministral3.read_config, ministral3.build),
     "mistral": Family(mistral.read_config, mistral.build),
@@ -52,6 +54,16 @@ FAMILIES = {
     "qwen3": Family(qwen3.read_config, qwen3.build),
     "qwen3_moe": Family(qwen_moe.read_qwen3_config, qwen_moe.build),
 }
+
+
+def has_family(folder: Path) -> bool:
+    """Whether one of the families here serves a base.
+
+    Raises:
+        InvalidRequest: config.json is missing or damaged.
+    """
+    raw = read_json_object(folder / "config.json")
+    return raw.get("model_type") in (*FAMILIES, *WRAPPERS)
 
 
 def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:

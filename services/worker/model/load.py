@@ -33,6 +33,10 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
 
 
+HALF_DTYPES = frozenset({"BF16", "F16", "U8"})
+"""Types of files whose numbers half precision holds; U8 is four-bit numbers in pairs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The part of a tensor that one tensor-parallel rank has."""
@@ -51,8 +55,17 @@ class Window:
 class Weights(Protocol):
     """Where a model gets its tensors from."""
 
-    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
-        """The tensor, or a window of it, in the model's dtype, on the model's device.
+    dtype: torch.dtype
+    """The model's."""
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        window: Window | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The tensor, or a window of it, in a dtype or else the model's, on the model's device.
 
         Args:
             shape: of the whole tensor.
@@ -102,7 +115,7 @@ class Checkpoint:
         device: torch.device,
         progress: Progress = ignore_progress,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._stack = ExitStack()
@@ -125,7 +138,13 @@ class Checkpoint:
         """Whether the files hold it."""
         return name in self._file_of
 
-    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        window: Window | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Read one tensor, or a window of it.
 
         Raises:
@@ -144,11 +163,11 @@ class Checkpoint:
         self._progress("load", self._taken_bytes, self._total_bytes)
         # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
         # packed weights.
-        return tensor.to(self._device, self._dtype, copy=True)
+        return tensor.to(self._device, dtype or self.dtype, copy=True)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `Weights`; the files are opened anew for each read."""
-        return FileRows(self._file_of, parts, num_inputs, self._dtype)
+        return FileRows(self._file_of, parts, num_inputs, self.dtype)
 
     def finish(self) -> None:
         """Close the files.
@@ -231,7 +250,7 @@ def published(folder: Path) -> tuple[int, bool]:
     for path in _weight_files(folder):
         num_bytes += path.stat().st_size
         dtypes |= {entry["dtype"] for entry in _header(path).values() if len(entry["shape"]) > 1}
-    return num_bytes, dtypes <= {"BF16", "F16"}
+    return num_bytes, dtypes <= HALF_DTYPES
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -257,7 +276,7 @@ class DummyWeights:
     """Random weights of any geometry: seeded, scaled so that activations keep their size."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -265,20 +284,26 @@ class DummyWeights:
         """No optional tensor is there."""
         return False
 
-    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        window: Window | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the
         whole tensor, so that every rank has a part of the same numbers."""
-        tensor = self._make(name, shape)
+        tensor = self._make(name, shape, dtype)
         if window is None:
             return tensor
         rows = torch.cat([tensor[begin:end] for begin, end in window.rows])
         return rows if len(shape) == 1 else rows[:, window.columns_slice].contiguous()
 
-    def _make(self, name: str, shape: Sequence[int]) -> Tensor:
+    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(tuple(shape), fill, dtype=self._dtype, device=self._device)
-        tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+            return torch.full(tuple(shape), fill, dtype=dtype or self.dtype, device=self._device)
+        tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self._device)
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.mlp import plain_gate
 from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
+    ExpertWeights,
     LoopedExperts,
     SharedExpert,
     SparseMlp,
@@ -73,10 +75,10 @@ def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> E
         if names.down != "down_proj":
             builder.sites.alias(f"{own}.down_proj", expert.down.site_id)
         experts.append(expert)
-    looped = LoopedExperts(experts, builder.config.activation)
-    return builder.operators.experts(
-        gate_up.weights, down.weights, moe.num_active, builder.config.activation, looped
-    )
+    activation, operators = builder.config.activation, builder.operators
+    weights = ExpertWeights(gate_up.weights, down.weights)
+    looped = LoopedExperts(experts, plain_gate(activation))
+    return operators.experts(weights, moe.num_active, operators.gate(activation), looped)
 
 
 class ExpertStack:

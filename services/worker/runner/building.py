@@ -15,7 +15,7 @@ import torch
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
@@ -28,7 +28,8 @@ from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
-from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.model.families import has_family, read_model_config
+from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
@@ -39,6 +40,7 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
+from loraplex_services.worker.runner.parallel.checks import check_group
 from loraplex_services.worker.runner.parallel.collectives import join
 from loraplex_services.worker.runner.parallel.followers import Followers
 from loraplex_services.worker.runner.parallel.messages import RankReady
@@ -48,7 +50,7 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-from loraplex_services.worker.types.sharding import Shard, check_divisible, local_config
+from loraplex_services.worker.types.sharding import Shard, local_config
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
@@ -57,20 +59,6 @@ logger = logging.getLogger(__name__)
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """For all ranks to start and meet, before any of them loads."""
-PARALLEL_FAMILIES = (
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Whose weights can be divided."""
 
 
 def build_runner(
@@ -86,6 +74,7 @@ def build_runner(
     load_format: str = "auto",
     cpu_isa: str = "auto",
     attention_backend: str = "auto",
+    model_impl: str = "auto",
     overlap: str = "off",
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
@@ -99,14 +88,13 @@ def build_runner(
 
     Args:
         arena_bytes: for KV cache and adapters together, on each rank.
-        max_lora_rank: adapters of a higher rank are refused at load.
-        max_resident: adapters that may be loaded at once; slots are below it.
+        max_lora_rank, max_resident: adapters beyond these are refused at load.
         max_num_tokens, max_num_rows: the most positions and the most requests of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
-        cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
+        model_impl: `native`, `transformers`, or `auto` = the latter where there is no family.
+        cpu_isa, attention_backend, overlap, executors: see `choose_operators`, `AdapterLoader`.
         num_ranks: processes that share the base. The others are started here; `close` ends them.
         fully_sharded_loras: divide both matrices of an adapter's pairs, not one.
         on_rank_end: called from another thread when a rank ends, with its number and exit code.
@@ -123,6 +111,7 @@ def build_runner(
         "load_format": load_format,
         "cpu_isa": cpu_isa,
         "attention_backend": attention_backend,
+        "model_impl": model_impl,
         "overlap": overlap,
         "adapter_dtype": adapter_dtype,
         "host_cache_bytes": host_cache_bytes,
@@ -130,7 +119,7 @@ def build_runner(
     }
     if num_ranks == 1:
         return _build(model_dir, OneRank(), executors, **settings)
-    check_group(model_dir, resolve_device(device), num_ranks)
+    check_group(model_dir, model_impl, resolve_device(device), num_ranks)
     followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
     return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
 
@@ -152,23 +141,6 @@ def _lead(
         raise
     runner.lead(followers)
     return runner
-
-
-def check_group(model_dir: Path, device: torch.device, num_ranks: int) -> None:
-    """Refuse a base or a machine that so many ranks cannot share.
-
-    Raises:
-        LoraplexError: naming the field that is wrong.
-    """
-    _, config = read_model_config(model_dir)
-    if config.model_type not in PARALLEL_FAMILIES:
-        known = ", ".join(sorted(PARALLEL_FAMILIES))
-        why = f"is served by one rank only; tensor parallelism knows {known}"
-        raise Unsupported.field("config.json:model_type", config.model_type, why)
-    check_divisible(config, num_ranks)
-    if device.type == "cuda" and num_ranks > (num_devices := torch.cuda.device_count()):
-        why = f"this machine has {num_devices} CUDA devices, and each rank needs its own"
-        raise InvalidRequest.field("tensor_parallel", num_ranks, why)
 
 
 def build_rank(
@@ -224,6 +196,7 @@ def _build(
     load_format: str,
     cpu_isa: str,
     attention_backend: str,
+    model_impl: str,
     overlap: str,
     adapter_dtype: str,
     host_cache_bytes: int,
@@ -235,7 +208,8 @@ def _build(
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
     operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
-    config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
+    source = model_dir, load_format, model_impl
+    config, model = _read_model(*source, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     own = local_config(config, ranks.shard)
     kv = _kv_buffer(own, torch_dtype, torch_device, arena_bytes)
@@ -350,11 +324,14 @@ def _gpu_path(
 def _read_model(
     folder: Path,
     load_format: str,
+    model_impl: str,
     dtype: torch.dtype,
     device: torch.device,
     operators: Operators,
 ) -> tuple[ModelConfig, Decoder]:
     """The base with its weights; a terminal shows how far they are read."""
+    if model_impl == "transformers" or (model_impl == "auto" and not has_family(folder)):
+        return build_library_model(folder, dtype, device, operators)
     family, config = read_model_config(folder)
     with ProgressBar(folder.name) as bar:
         weights = _weights(load_format, folder, dtype, device, bar)

@@ -37,6 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 = `process.default_arena_bytes`."""
     attention_backend: str = "auto"
     """`auto`, `vanilla`, `cpu` or `triton`: see `backends.choose_operators`."""
+    model_impl: str = "auto"
+    """`auto`, `native` or `transformers`: see `building.build_runner`."""
     load_format: str = "auto"
     max_lora_rank: int
     max_resident: int

@@ -35,6 +35,15 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up within +-`limit`. They
+    are the even and the odd outputs of one projection."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Sparse MLP of a mixture of experts."""
 
@@ -47,6 +56,8 @@ class MoeConfig:
     """Width of the expert that every token visits, if there is one."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain MLP."""
+    swiglu: ClampedSwiglu | None = None
+    """Of the experts; None = the model's activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None = full attention."""
     ropes: tuple[RopeConfig, ...]
-    """Rotary embedding of each layer."""
+    """Rotary embedding of each layer; empty where the transformers library rotates."""
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -83,6 +94,8 @@ class ModelConfig:
     """Normalise what attention and MLP return, too."""
     embed_scale: float = 1.0
     query_scale: QueryScale | None = None
+    attention_sinks: bool = False
+    """Each query head has a score beside those of the keys, without a value."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     moe: MoeConfig | None = None
@@ -95,7 +108,7 @@ class ModelConfig:
     @property
     def rope_switch_len(self) -> int | None:
         """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
-        return self.ropes[0].switch_len
+        return self.ropes[0].switch_len if self.ropes else None
 
     @property
     def q_size(self) -> int:

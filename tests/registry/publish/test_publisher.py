@@ -247,6 +247,21 @@ async def test_the_only_base_is_taken_with_a_warning_where_the_config_names_anot
         await registry.publisher.finish(await opened(registry, "sql", files, strict=True))
 
 
+async def test_a_quantised_copy_of_a_base_leads_to_the_base_with_a_warning_naming_both(
+    registry: Registry,
+) -> None:
+    await registry.bases.register(tiny_base("other"), replace=False)
+    named = "unsloth/tiny-unsloth-bnb-4bit"
+    files = adapter_files(1, base_model_name_or_path=named)
+    done = await registry.publisher.finish(await opened(registry, "sql", files))
+    assert done.version.base_id == "example/tiny"
+    (warning,) = done.version.warnings
+    assert warning.value == named
+    assert "copy of base 'example/tiny'" in warning.description
+    with pytest.raises(InvalidAdapter, match="copy of base"):
+        await registry.publisher.finish(await opened(registry, "sql", files, strict=True))
+
+
 async def test_quotas_count_versions_and_bytes(registry: Registry) -> None:
     await registry.tenants.set(TenantRecord("default", max_versions=1))
     await publish(registry, "sql", 1)

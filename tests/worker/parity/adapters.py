@@ -156,7 +156,21 @@ SAVES_TABLES = (
 TIED_FEATURES = ("tied-lora", "tied-tables")
 EXPERT_FEATURES = ("experts", "experts-down", "experts-all-linear", "expert-linears")
 
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+LIBRARY_FEATURES = (
+    "rank-4-attention",
+    "rank-8-all-linear",
+    "dora",
+    "patterns",
+    "lm-head",
+    "embedding",
+    "token-rows",
+    "saved-tables",
+    "added-tokens",
+    "activated",
+)
+"""Features that are proven on bases that run through the transformers library."""
+
+EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 
 FUSED_NAMES = (
     (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
@@ -188,6 +202,9 @@ def features_of(base: TinyBase) -> list[str]:
         return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
     words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
     names -= {n for n, f in FEATURES.items() if any(w in str(f["target_modules"]) for w in words)}
+    if base.config.model_type == "gpt_oss":
+        # PEFT finds no linears in its experts, and takes their biases for ones that it trains.
+        names -= {"bias-all", "experts-all-linear", "expert-linears"}
     names -= {"saved-linears"}  # transformers' experts cannot be copied as linears
     return [name for name in FEATURES if name in names]
 
@@ -210,6 +227,13 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
         fields = {**fields, "trainable_token_indices": [312, 7, 311]}
     if feature == "expert-linears" and base.model.config.model_type != "mixtral":
         fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
+    if feature == "experts-down" and base.config.model_type == "gpt_oss":
+        fields = {
+            **fields,
+            "target_parameters": ["experts.down_proj", "router.weight"],
+            "rank_pattern": {"router.weight": 2},
+            "alpha_pattern": {"router.weight": 3},
+        }
     if base.is_multimodal:
         fields = of_text_model(fields)
     if base.name.startswith("phi3"):

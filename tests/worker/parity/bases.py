@@ -105,6 +105,25 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 24,
+            "sliding_window": 17,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "swiglu_limit": 0.7,
+            **_rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+    ),
     "gemma3-multimodal": (
         "Gemma3Config",
         {
@@ -194,6 +213,36 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
 """Name -> (transformers config class, what differs from COMMON). With a `text_config`, which then
 holds all of COMMON, it is a multimodal base."""
 
+LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 17, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 17, "num_hidden_layers": 4}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 17}),
+    "gemma": ("GemmaConfig", {"head_dim": 24}),
+    "phi": ("PhiConfig", {}),
+    "nemotron": ("NemotronConfig", {}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 17, "num_hidden_layers": 4, "head_dim": 16}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16}),
+    "apertus": ("ApertusConfig", {}),
+    "ernie": ("Ernie4_5Config", {}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+}
+"""Families without code here: they run through the transformers library."""
+
 
 @dataclass(frozen=True, slots=True)
 class TinyBase:
@@ -221,7 +270,7 @@ class TinyBase:
 
 def config_of(name: str) -> transformers.PretrainedConfig:
     """The config of a base."""
-    class_name, changes = BASES[name]
+    class_name, changes = {**BASES, **LIBRARY_BASES}[name]
     fields = changes if "text_config" in changes else {**COMMON, **changes}
     return getattr(transformers, class_name)(**fields)
 

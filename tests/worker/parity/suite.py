@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from loraplex_services.worker.engine.adapter_checks import last_place
-from tests.worker.parity.adapters import FEATURES, RESIZED, features_of, make_adapter
-from tests.worker.parity.bases import TinyBase, make_base
+from tests.worker.parity.adapters import (
+    FEATURES,
+    LIBRARY_FEATURES,
+    RESIZED,
+    features_of,
+    make_adapter,
+)
+from tests.worker.parity.bases import LIBRARY_BASES, TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.reference import Reference
 from tests.worker.parity.runners import parity_runner
 
 MAX_LOGPROB_ERROR = 1e-4
+REFUSED = {"phi": ("dora", "lm-head", "saved-tables", "added-tokens")}
+"""Features of a base whose head has a bias, which PEFT writes beside them."""
 NamedJob = tuple[str | None, Job]
 """(feature of the job's adapter or None for the base, job)."""
 
@@ -34,14 +43,23 @@ class Stage:
 def set_stage(base_name: str, root: Path, num_ranks: int = 1, fully_sharded: bool = False) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
-    adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
-    runner = parity_runner(
-        base.folder,
-        arena_bytes=64 << 20,
-        overlap="on",
-        num_ranks=num_ranks,
-        fully_sharded_loras=fully_sharded,
+    return _stage(
+        base, features_of(base), root, num_ranks=num_ranks, fully_sharded_loras=fully_sharded
     )
+
+
+def set_library_stage(base_name: str, root: Path) -> Stage:
+    """The same through the transformers library, with the features that are served there."""
+    base = make_base(base_name, root / "base")
+    refused = REFUSED.get(base_name, ())
+    features = [f for f in LIBRARY_FEATURES if f in features_of(base) and f not in refused]
+    model_impl = "auto" if base_name in LIBRARY_BASES else "transformers"
+    return _stage(base, features, root, model_impl=model_impl)
+
+
+def _stage(base: TinyBase, features: Sequence[str], root: Path, **settings: Any) -> Stage:
+    adapters = {name: make_adapter(base, name, root / name) for name in features}
+    runner = parity_runner(base.folder, arena_bytes=64 << 20, overlap="on", **settings)
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
     for name, slot in slots.items():

@@ -37,7 +37,7 @@ def scores_of(base, folders, cpu_isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["llama", "llama-yarn-biases", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn-biases", "gemma2", "qwen3", "gpt-oss"])
 def test_both_paths_score_prompts_alike(isa, name, tmp_path):
     native(isa)
     base = make_base(name, tmp_path / "base")

@@ -131,6 +131,7 @@ void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head
     std::memset(outputs, 0, num_rows * padded * sizeof(float));
     for (int64_t row = 0; row < num_rows; ++row) {
         running[row] = {-INFINITY, 0.0f};
+        if (has_sinks(l)) running[row] = {sink_of(l, head * group + row % group), 1.0f};
         const T* q = call.q + (sequence.row + first + row / group) * l.ldq +
                      (head * group + row % group) * l.head_dim;
         for (int64_t d = 0; d < padded; d += kLanes) {

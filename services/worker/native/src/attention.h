@@ -14,8 +14,9 @@ struct Layout {
     int64_t ldq, ldk, ldv, ldy;
     double scale, softcap;  // softcap 0 = none
     int64_t window;         // 0 = none
+    int64_t sinks;          // address of a float for each head; 0 = none
 };
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 12 * 8, "library.py writes these");
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 13 * 8, "library.py writes these");
 
 template <class T>
 struct AttentionCall {
@@ -27,6 +28,13 @@ struct AttentionCall {
     T* values;
     T* y;
 };
+
+// A sink is a score without a value: it takes a share of a head's weights.
+inline bool has_sinks(const Layout& l) { return l.sinks != 0; }
+
+inline float sink_of(const Layout& l, int64_t head) {
+    return reinterpret_cast<const float*>(l.sinks)[head];
+}
 
 inline int64_t block_of(const Sequence& sequence, int64_t index) {
     return reinterpret_cast<const int64_t*>(sequence.blocks)[index];

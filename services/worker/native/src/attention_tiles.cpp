@@ -52,9 +52,10 @@ void write_token(const AttentionCall<bf16>& call, const Sequence& sequence, int6
     }
 }
 
-// Softmax of scores[begin, end), zeros elsewhere, as bfloat16; returns 1 / sum.
-float weigh(const Layout& l, float* scores, int64_t begin, int64_t end, int64_t width,
-            bf16* weights) {
+// Softmax of scores[begin, end) and the sink of a query head, zeros elsewhere, as bfloat16; returns
+// 1 / sum.
+float weigh(const Layout& l, int64_t query_head, float* scores, int64_t begin, int64_t end,
+            int64_t width, bf16* weights) {
     const Vec scale = set1(static_cast<float>(l.scale));
     Vec most = set1(-INFINITY);
     for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
@@ -74,7 +75,13 @@ float weigh(const Layout& l, float* scores, int64_t begin, int64_t end, int64_t 
         store(scores + j, s);
         most = max(most, s);
     }
-    const Vec top = set1(_mm512_reduce_max_ps(most.v));
+    float maximum = _mm512_reduce_max_ps(most.v), sink = 0.0f;
+    if (has_sinks(l)) {
+        const float score = sink_of(l, query_head);
+        if (score > maximum) maximum = score;
+        sink = std::exp(score - maximum);
+    }
+    const Vec top = set1(maximum);
     Vec total = zero();
     for (int64_t j = 0; j < width; j += kLanes) {
         if (j + kLanes <= begin || j >= end) {
@@ -87,7 +94,7 @@ float weigh(const Layout& l, float* scores, int64_t begin, int64_t end, int64_t 
         total = add(total, e);
         store(weights + j, e);
     }
-    return 1.0f / sum(total);
+    return 1.0f / (sum(total) + sink);
 }
 
 void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const QueryTask& task) {
@@ -120,8 +127,8 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
             const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
             const int64_t skipped = first * kTokens;
             const int64_t from = seen > skipped ? seen - skipped : 0;
-            factors[row] = weigh(l, scores + row * width, from, now + 1 - skipped, width,
-                                 weights + row * width);
+            factors[row] = weigh(l, head * group + (begin + row) % group, scores + row * width, from,
+                                 now + 1 - skipped, width, weights + row * width);
         }
         products.gather(weights, values, l.head_dim, first, end, out, width);
         for (int64_t row = 0; row < n; ++row) {

@@ -148,8 +148,10 @@ class AttentionKernels(Protocol):
     """What a device's attention library offers: layers, and metadata for each way of running a
     step. `ops/attention/triton_backend.py` is one; another implements these five methods."""
 
-    def layer(self, config: ModelConfig, layer: int) -> RotatingBackend:
-        """The backend of one layer."""
+    def layer(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> RotatingBackend:
+        """The backend of one layer; `sinks` as `Operators.attention` has them."""
         ...
 
     def metadata(self, **fields: Any) -> AttentionMetadata:

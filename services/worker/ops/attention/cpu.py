@@ -69,10 +69,14 @@ def _flatten(
 class NativeAttention:
     """One layer."""
 
-    def __init__(self, native: Native, layer_idx: int, shape: HeadShape) -> None:
+    def __init__(
+        self, native: Native, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None
+    ) -> None:
+        """`sinks`: float32 `[num_heads]`."""
         self._native = native
         self._layer = layer_idx
         self._shape = shape
+        self._sinks = sinks
 
     def forward(
         self,
@@ -103,7 +107,7 @@ class NativeAttention:
     def _layout(self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int) -> Tensor:
         shape = self._shape
         words = struct.pack(
-            "9q2dq",
+            "9q2d2q",
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -116,5 +120,6 @@ class NativeAttention:
             shape.scale,
             shape.softcap or 0.0,
             shape.window or 0,
+            0 if self._sinks is None else self._sinks.data_ptr(),
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

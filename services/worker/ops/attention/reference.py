@@ -8,7 +8,15 @@ from torch import Tensor
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, shape: HeadShape, *, causal: bool = True) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: HeadShape,
+    *,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """o[i, h] = sum over visible j of softmax_j(cap(scale * q[i, h] . k[j, g])) v[j, g], where g is
     the KV head of h, and cap(s) = softcap * tanh(s / softcap).
 
@@ -16,6 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, shape: HeadShape, *, causal: bool
         q: `[n, Hq, D]`, the last n positions of a sequence.
         k, v: `[N, Hkv, D]`, all its positions.
         causal: a query sees keys up to its own position, and of those the last `shape.window`.
+        sinks: `[Hq]`: one more score of each head, which takes a share and has no value.
 
     Returns:
         float64 `[n, Hq, D]`.
@@ -34,6 +43,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, shape: HeadShape, *, causal: bool
         scores = shape.scale * (q[:, head] @ k[:, group].T)
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(dim=-1)
-        out[:, head] = weights @ v[:, group]
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].double().expand(len(q), 1)), dim=-1)
+        out[:, head] = scores.softmax(dim=-1)[:, : len(k)] @ v[:, group]
     return out

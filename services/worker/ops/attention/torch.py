@@ -122,9 +122,11 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 class VanillaAttention:
     """One layer."""
 
-    def __init__(self, layer_idx: int, shape: HeadShape) -> None:
+    def __init__(self, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None) -> None:
+        """`sinks`: float32 `[num_heads]`."""
         self._layer = layer_idx
         self._shape = shape
+        self._sinks = sinks
 
     def forward(
         self,
@@ -205,7 +207,9 @@ class VanillaAttention:
                 visible = at <= now
                 if self._shape.window is not None:
                     visible &= at > now - self._shape.window
-            out = self._attend(piece.permute(1, 2, 0, 3), keys[:, None], values[:, None], visible)
+            sinks = self._shaped_sinks(self._shape.num_kv_heads, self._shape.num_shared, 1, 1)
+            heads = piece.permute(1, 2, 0, 3)
+            out = self._attend(heads, keys[:, None], values[:, None], visible, sinks)
             pieces.append(out.permute(2, 0, 1, 3))
         return torch.cat(pieces).reshape(len(q), -1)
 
@@ -213,12 +217,19 @@ class VanillaAttention:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
         keys = _sequences(k_plane, group.decode_blocks)
         values = _sequences(v_plane, group.decode_blocks)
-        return self._attend(q, keys, values, group.decode_visible).reshape(len(q), -1)
+        sinks = self._shaped_sinks(1, self._shape.num_kv_heads, self._shape.num_shared, 1)
+        return self._attend(q, keys, values, group.decode_visible, sinks).reshape(len(q), -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
+    def _shaped_sinks(self, *shape: int) -> Tensor | None:
+        return None if self._sinks is None else self._sinks.view(shape)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible. `sinks` have the
+        shape of a score of each query, or one that broadcasts to it."""
         scale, softcap = self._shape.scale, self._shape.softcap
-        if softcap is None and q.device.type == "cpu":
+        if softcap is None and sinks is None and q.device.type == "cpu":
             k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
         scores = torch.matmul(q.float(), k.mT.float()).mul_(scale)
@@ -226,7 +237,10 @@ class VanillaAttention:
             scores = torch.tanh(scores / softcap) * softcap
         if visible is not None:
             scores = scores.masked_fill_(~visible, float("-inf"))
-        return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
+        if sinks is None:
+            return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        return torch.matmul(scores.softmax(dim=-1)[..., :-1], v.float()).to(q.dtype)
 
 
 def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def attend_contexts(
     tiles: Tensor,
     tables: Tensor,
     shape: HeadShape,
+    sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """Semantics: out[t, h] = softmax(softcap(scale * q[t, h] K^T)) V over the keys that t sees.
@@ -68,6 +69,7 @@ def attend_contexts(
         tiles: int32 `[n, 4]`: sequence, first token row, end row, position of the first row; of
             `rows_of_tile` rows each.
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
+        sinks: float32 `[num_heads]`: a score beside those of the keys, without a value.
         tiling: for experiments.
     """
     tiling = tiling or context_tiling(shape, q.itemsize, shared_bytes(q.device))
@@ -75,6 +77,7 @@ def attend_contexts(
         q,
         *planes,
         out,
+        q if sinks is None else sinks,
         tiles,
         tables,
         *_strides(out, q, planes, tables),
@@ -82,6 +85,7 @@ def attend_contexts(
         shape.softcap or 0.0,
         shape.window or 0,
         **context_constants(shape, tiling, planes[0].shape[2]),
+        HAS_SINKS=sinks is not None,
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -97,6 +101,7 @@ def attend_generations(
     first_row: int,
     shape: HeadShape,
     partial: PartialSums,
+    sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """`attend_contexts` for sequences with one query each.
@@ -113,6 +118,7 @@ def attend_generations(
         q,
         *planes,
         out,
+        q if sinks is None else sinks,
         items,
         partial.values,
         partial.stats,
@@ -124,6 +130,7 @@ def attend_generations(
         shape.scale,
         shape.softcap or 0.0,
         **generation_constants(shape, tiling, planes[0].shape[2]),
+        HAS_SINKS=sinks is not None,
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -172,9 +172,10 @@ def _places(
 class TritonAttention:
     """One layer."""
 
-    def __init__(self, layer_idx: int, shape: HeadShape) -> None:
+    def __init__(self, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None) -> None:
         self._layer = layer_idx
         self._shape = shape
+        self._sinks = sinks
 
     def forward(
         self,
@@ -237,7 +238,8 @@ class TritonAttention:
         metadata: TritonAttentionMetadata,
     ) -> None:
         tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q))
-        kernels.attend_contexts(out, q, planes, tiles, metadata.tables[group], self._shape)
+        tables = metadata.tables[group]
+        kernels.attend_contexts(out, q, planes, tiles, tables, self._shape, self._sinks)
 
     def _generations(
         self,
@@ -249,7 +251,9 @@ class TritonAttention:
     ) -> None:
         items, partial = metadata.items(self._shape.window), metadata.partial_sums(self._shape)
         first_row, tables = metadata.num_ctx_tokens, metadata.tables[group]
-        kernels.attend_generations(out, q, planes, items, tables, first_row, self._shape, partial)
+        kernels.attend_generations(
+            out, q, planes, items, tables, first_row, self._shape, partial, self._sinks
+        )
 
 
 class TritonKernels:
@@ -258,9 +262,11 @@ class TritonKernels:
     def __init__(self) -> None:
         self._workspace = Workspace()
 
-    def layer(self, config: ModelConfig, layer: int) -> TritonAttention:
+    def layer(
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
+    ) -> TritonAttention:
         """See AttentionKernels."""
-        return TritonAttention(layer, HeadShape.of(config, layer))
+        return TritonAttention(layer, HeadShape.of(config, layer), sinks)
 
     def metadata(self, **fields: Any) -> TritonAttentionMetadata:
         """See AttentionKernels."""

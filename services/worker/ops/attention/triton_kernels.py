@@ -24,12 +24,12 @@ CAUSAL_KEYS = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def attend_contexts(
-    q, k_plane, v_plane, out, tiles, tables,
+    q, k_plane, v_plane, out, sinks, tiles, tables,
     plane_stride, q_stride, out_stride, table_stride, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys that t sees.
 
@@ -53,8 +53,7 @@ def attend_contexts(
     head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
     k_head, v_head = k_plane + head_at, v_plane + head_at
     table = tables + sequence * table_stride
-    top = tl.full((BLOCK_ROWS * BLOCK_SHARED,), NO_SCORE, tl.float32)
-    total = tl.zeros((BLOCK_ROWS * BLOCK_SHARED,), tl.float32)
+    top, total = _softmax_begin(sinks, head, is_query, HAS_SINKS)
     values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
 
     end = start + row_end - row_begin
@@ -78,6 +77,18 @@ def attend_contexts(
     out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
     values = values / total[:, None]
     tl.store(out_at + dim[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_begin(sinks, head, has_sink, HAS_SINKS: tl.constexpr):
+    """Maximum and sum, in base 2, of a softmax that has seen no key: of its sink alone, where
+    `has_sink`. `sinks [heads]` float32."""
+    top = tl.full(head.shape, NO_SCORE, tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if HAS_SINKS:
+        top = tl.where(has_sink, tl.load(sinks + head, mask=has_sink, other=0.0) * LOG2_E, top)
+        total = tl.where(has_sink, 1.0, 0.0)
+    return top, total
 
 
 @triton.jit
@@ -235,13 +246,12 @@ def _split_keys(position, place, window, split_limit, max_splits, KEY_STEP: tl.c
 
 @triton.jit(do_not_specialize=["table_stride", "first_row"])
 def attend_generations(
-    q, k_plane, v_plane, out, items, partial, partial_stats, num_finished, tables,
-    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads,
-    scale, softcap,
+    q, k_plane, v_plane, out, sinks, items, partial, partial_stats, num_finished, tables,
+    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    WIDEN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """`attend_contexts` for one query of each sequence.
 
@@ -268,9 +278,10 @@ def attend_generations(
         token_row = (first_row + row).to(tl.int64)
         query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
         head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
+        # The first item of a row counts the sink.
+        top, total = _softmax_begin(sinks, head, is_query & (item == first), HAS_SINKS)
         top, total, values = _attend_keys(
-            query, tl.full((BLOCK_QUERIES,), NO_SCORE, tl.float32),
-            tl.zeros((BLOCK_QUERIES,), tl.float32),
+            query, top, total,
             tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at, v_plane + head_at,
             tables + sequence.to(tl.int64) * table_stride, plane_stride,
             begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,

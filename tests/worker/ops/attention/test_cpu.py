@@ -42,11 +42,11 @@ class Side:
             plane[block] = float("nan")
 
 
-def both_sides(library, heads, head_dim, window, softcap, dtype):
+def both_sides(library, heads, head_dim, window, softcap, dtype, sinks=None):
     head_shape = HeadShape(heads[0], heads[1], head_dim, head_dim**-0.5, softcap, window)
     shape = (heads, head_dim, window, dtype)
-    vanilla = VanillaAttention(0, head_shape)
-    compiled = NativeAttention(library, 0, head_shape)
+    vanilla = VanillaAttention(0, head_shape, sinks)
+    compiled = NativeAttention(library, 0, head_shape, sinks)
     return (
         Side(vanilla, VanillaAttentionMetadata, *shape),
         Side(compiled, NativeAttentionMetadata, *shape, task_queries=library.task_queries),
@@ -76,10 +76,27 @@ def test_bfloat16_equals_vanilla(library, heads, head_dim, window, softcap):
     check(library, heads, head_dim, window, softcap, torch.bfloat16, 2e-2)
 
 
-def check(library, heads, head_dim, window, softcap, dtype, tolerance):
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "tolerance"),
+    [
+        ((6, 2), 24, torch.float32, 1e-5),
+        ((9, 3), 64, torch.float32, 1e-5),
+        ((8, 2), 64, torch.bfloat16, 2e-2),
+        ((34, 2), 96, torch.bfloat16, 2e-2),
+    ],
+    ids=str,
+)
+def test_sinks_take_their_share_as_in_vanilla(library, heads, head_dim, dtype, tolerance, window):
+    # From far below all scores to far above them.
+    sinks = torch.linspace(-30.0, 12.0, heads[0])
+    check(library, heads, head_dim, window, None, dtype, tolerance, sinks)
+
+
+def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=None):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
-    sides = both_sides(library, heads, head_dim, window, softcap, dtype)
+    sides = both_sides(library, heads, head_dim, window, softcap, dtype, sinks)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     tables = [[free.pop() for _ in range(-(-n // TOKENS_PER_BLOCK))] for n in LENGTHS]

@@ -71,6 +71,16 @@ def release_behind(sequence, window, kv, free):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (3, 3)], ids=lambda h: f"H{h[0]}-{h[1]}")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softcap):
+    check_pages(window, heads, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=lambda h: f"H{h[0]}-{h[1]}")
+def test_sinks_take_their_share_of_the_weights(window, heads):
+    check_pages(window, heads, None, torch.linspace(3.0, -3.0, heads[0]))
+
+
+def check_pages(window, heads, softcap, sinks=None):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
     groups = plan_kv_groups([window], heads[1], HEAD_DIM, itemsize=4)
@@ -78,7 +88,7 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
     shape = heads_of(heads[0], heads[1], window, softcap)
-    backend = VanillaAttention(0, shape)
+    backend = VanillaAttention(0, shape, sinks)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     sequences = [Sequence(n, heads[0], heads[1], free) for n in (1, 15, 16, 17, 40, 63)]
@@ -90,7 +100,7 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
             for sequence in chosen:
                 release_behind(sequence, window, kv, free)
     for sequence in sequences:
-        expected = attention(sequence.q, sequence.k, sequence.v, shape)
+        expected = attention(sequence.q, sequence.k, sequence.v, shape, sinks=sinks)
         torch.testing.assert_close(
             torch.cat(sequence.outputs).double(), expected, rtol=1e-5, atol=1e-5
         )

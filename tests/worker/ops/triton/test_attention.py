@@ -74,7 +74,7 @@ def make_step(shape, dtype, device, pieces, seed=0):
     return kv, sequences
 
 
-def run_step(shape, kv, sequences, workspace=None):
+def run_step(shape, kv, sequences, workspace=None, sinks=None):
     """Compute what is new in each sequence, contexts first; `[n, Hq, D]` of each."""
     lens = [len(s.q) - s.start for s in sequences]
     starts, tables = [s.start for s in sequences], [s.table for s in sequences]
@@ -85,16 +85,18 @@ def run_step(shape, kv, sequences, workspace=None):
     q, k, v = (
         torch.cat([getattr(s, name)[s.start :] for s in sequences]).flatten(1) for name in "qkv"
     )
-    out = TritonAttention(0, shape).forward(q, k, v, metadata)
+    out = TritonAttention(0, shape, sinks).forward(q, k, v, metadata)
     return [part.view(-1, shape.num_heads, shape.head_dim) for part in out.split(lens)]
 
 
-def check_step(shape, dtype, device, pieces, tolerance=None):
+def check_step(shape, dtype, device, pieces, tolerance=None, sinks=None):
     kv, sequences = make_step(shape, dtype, device, pieces)
-    outputs = run_step(shape, kv, sequences)
+    outputs = run_step(shape, kv, sequences, sinks=sinks)
     tolerance = tolerance or TOLERANCE[dtype]
     for sequence, found in zip(sequences, outputs, strict=True):
-        expected = attention(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
+        expected = attention(
+            sequence.q[sequence.start :], sequence.k, sequence.v, shape, sinks=sinks
+        )
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -133,6 +135,20 @@ def test_contexts_and_generations_in_pages_equal_dense_attention(shape, dtype, d
 )
 def test_generations_of_any_length_equal_dense_attention(shape, dtype, device):
     check_step(shape, dtype, device, [(n - 1, 1) for n in (1, 64, 512, 513, 641, 1300, 3000)])
+
+
+@pytest.mark.parametrize(
+    "shape,dtype",
+    [
+        (HeadShape(6, 2, 24, 0.2, None, None), torch.float32),
+        (HeadShape(8, 1, 16, 0.25, None, 100), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sinks_take_their_share_once_whatever_the_number_of_items(shape, dtype, device):
+    sinks = torch.linspace(-40.0, 8.0, shape.num_heads, device=device)
+    pieces = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (512, 1), (1300, 1)]
+    check_step(shape, dtype, device, pieces, sinks=sinks)
 
 
 @pytest.mark.parametrize("window", [None, 100, 700])

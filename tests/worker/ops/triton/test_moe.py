@@ -11,7 +11,8 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.layers.moe import Expert, LoopedExperts
+from loraplex_services.worker.layers.mlp import clamped_gate
+from loraplex_services.worker.layers.moe import Expert, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
@@ -24,6 +25,7 @@ from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
+from loraplex_services.worker.types.model_config import ClampedSwiglu
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
@@ -132,6 +134,36 @@ def test_tilings_follow_the_mean_number_of_pairs(dtype):
     assert [choices.index(tiling) for tiling in chosen] == [0, 0, 1, 1, last, last]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 23])
+def test_experts_with_biases_and_clamped_gates_equal_those_computed_one_by_one(device, num_tokens):
+    torch.manual_seed(4)
+    num_experts, hidden, width = 5, 24, 20
+    weights = ExpertWeights(
+        torch.randn(num_experts, 2 * width, hidden).to(device) / 2,
+        torch.randn(num_experts, hidden, width).to(device) / 2,
+        torch.randn(num_experts, 2 * width).to(device),
+        torch.randn(num_experts, hidden).to(device),
+    )
+    parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+    experts = [
+        Expert(
+            LoraLinear(2 * i, DenseLinear(gate_up), gate_up_bias, portable.add_lora),
+            LoraLinear(2 * i + 1, DenseLinear(down), down_bias, portable.add_lora),
+        )
+        for i, (gate_up, down, gate_up_bias, down_bias) in enumerate(zip(*parts, strict=True))
+    ]
+    gate = clamped_gate(ClampedSwiglu(alpha=1.702, limit=1.0))
+    looped = LoopedExperts(experts, gate)
+    grouped = GroupedExperts(weights, 2, gate, looped)
+    x = torch.randn(num_tokens, hidden).to(device)
+    generator = torch.Generator().manual_seed(1)
+    chosen = random_choices(num_tokens, num_experts, 2, generator).to(device)
+    shares = torch.rand(num_tokens, 2).to(device)
+    lora = LoraBatch((), {})
+    expected = looped.forward(x, chosen, shares, lora)
+    torch.testing.assert_close(grouped.forward(x, chosen, shares, lora), expected)
+
+
 @pytest.mark.parametrize("has_tables", [False, True])
 def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
     device, has_tables, monkeypatch
@@ -149,8 +181,9 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
         )
         for i in range(num_experts)
     ]
-    looped = LoopedExperts(experts, "silu")
-    grouped = GroupedExperts(gate_up, down, 2, TorchOperators().gate("silu"), looped)
+    gate = TorchOperators().gate("silu")
+    looped = LoopedExperts(experts, gate)
+    grouped = GroupedExperts(ExpertWeights(gate_up, down), 2, gate, looped)
     arena = PackedArena(600, 1024, device, rng)
     deltas = {slot: random_delta(rng, arena, hidden, 2 * width, torch.float32) for slot in range(2)}
     table = {(0, 2): deltas[0], (1, other): deltas[1]}

@@ -16,7 +16,8 @@ import torch
 
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
-from loraplex_services.worker.runner.building import build_rank, build_runner, check_group
+from loraplex_services.worker.runner.building import build_rank, build_runner
+from loraplex_services.worker.runner.parallel.checks import check_group
 from loraplex_services.worker.runner.parallel.collectives import TorchRanks
 from loraplex_services.worker.runner.parallel.followers import check_equal
 from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
@@ -229,7 +230,7 @@ def test_more_ranks_than_cuda_devices_are_refused(tmp_path, monkeypatch):
     base = tiny.write_base(tmp_path / "base")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InvalidRequest, match="this machine has 1 CUDA devices"):
-        check_group(base, torch.device("cuda"), 2)
+        check_group(base, "auto", torch.device("cuda"), 2)
 
 
 def test_random_weights_give_the_same_tokens_on_two_ranks(tmp_path):

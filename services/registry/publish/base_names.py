@@ -1,0 +1,40 @@
+"""Which base a quantised or repacked copy was made from, by the names that publishers give copies.
+
+`unsloth/gemma-3-4b-it-unsloth-bnb-4bit` is `google/gemma-3-4b-it` in four bits. Adapters trained on
+the copy name it, and fit the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_STORAGE = re.compile(
+    r"[-_.](unsloth|bnb|bf16|fp16|gguf|mxfp4|nvfp4|[48]bit|int[48]"
+    r"|fp8([-_](dynamic|block))?|(gptq|awq)([-_]int[48])?|quantized\.w\d+a\d+)$",
+    re.ASCII,
+)
+"""Ends of model names that say how the weights are stored."""
+_REPACKERS = frozenset({"unsloth"})
+"""Organisations that publish copies of other organisations' models under the same names."""
+
+
+def is_copy(named: str, originals: Iterable[str]) -> bool:
+    """Whether a model's name is that of a copy of one of `originals`."""
+    organisation, _, name = named.lower().rpartition("/")
+    if not name or (_stem(name) == name and organisation not in _REPACKERS):
+        return False
+    return _model(name) in {_model(known.lower().rpartition("/")[2]) for known in originals}
+
+
+def _model(name: str) -> str:
+    """What all copies of a model have in common. Llama 3.1 was published as Meta-Llama first."""
+    stem = _stem(name)
+    return stem.removeprefix("meta-") if stem.startswith("meta-llama-") else stem
+
+
+def _stem(name: str) -> str:
+    """A name without what says how the weights are stored."""
+    while (shorter := _STORAGE.sub("", name)) != name:
+        name = shorter
+    return name

@@ -1,0 +1,176 @@
+"""What takes the place of linears, embedding and attention in a model of the transformers library.
+
+The library's forward pass has no argument for adapters or for a paged cache. What a pass reads is
+therefore set on one object that all of these modules share, for the length of the pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loraplex.errors import Unsupported
+from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+
+ATTENTION = "loraplex_paged"
+"""The name of `attend` in the library's registry of attention functions."""
+_HARMLESS = frozenset(
+    """
+    cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
+    position_ids use_cache
+    """.split()
+)
+"""Arguments of attention functions that change nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How one layer calls attention."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(slots=True)
+class CurrentPass:
+    """What a pass of the body, or of the head, reads."""
+
+    batch: ForwardBatch | None = None
+    """None while the model is asked how it calls attention."""
+    lora: LoraBatch | None = None
+    """Over the rows of the pass."""
+    num_logits: int = 0
+    """Width of the logits; 0 = the base's."""
+    calls: dict[int, AttentionCall] = field(default_factory=dict)
+    sinks: dict[int, Tensor] = field(default_factory=dict)
+    backends: dict[int, AttentionBackend] = field(default_factory=dict)
+
+
+class SiteLinear(nn.Module):
+    """A linear with the adapters of the batch."""
+
+    def __init__(self, linear: LoraLinear, current: CurrentPass) -> None:
+        super().__init__()
+        self._linear = linear
+        self._current = current
+        self.in_features = linear.base.in_features
+        self.out_features = linear.base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[1, T, in]` -> `[1, T, out]`."""
+        assert self._current.lora is not None, "set for each pass"
+        y = self._linear.forward(x.flatten(0, -2), self._current.lora)
+        return y.view(*x.shape[:-1], -1)
+
+
+class SiteHead(SiteLinear):
+    """The head: float32 logits, as wide as the widest adapter's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[1, n, H]` -> float32 `[1, n, V]`."""
+        current = self._current
+        assert current.lora is not None, "set for each pass"
+        y = self._linear.forward_float32(x.flatten(0, -2), current.lora, current.num_logits)
+        return y.view(*x.shape[:-1], -1)
+
+
+class SiteEmbedding(nn.Module):
+    """The embedding with the adapters of the batch."""
+
+    def __init__(self, embedding: LoraEmbedding, scale: float, current: CurrentPass) -> None:
+        super().__init__()
+        self._embedding = embedding
+        self._scale = scale
+        self._current = current
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 `[1, T]` -> `[1, T, hidden]`."""
+        assert self._current.lora is not None, "set for each pass"
+        y = self._embedding.forward(token_ids[0], self._current.lora)[None]
+        return y if self._scale == 1.0 else y * torch.tensor(self._scale, dtype=y.dtype)
+
+
+class KnownStates(nn.Module):
+    """Stands for the body of a model whose head alone is to be run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the body would return, with `hidden`."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of the library: heads `[1, heads, T, D]` -> `[1, T, heads, D]`."""
+    current: CurrentPass = module.loraplex_pass
+    if current.batch is None:
+        _note(current, module, query, key, value, scaling, sliding_window, softcap, s_aux, others)
+        return torch.zeros_like(query).transpose(1, 2), None
+    q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
+    y = current.backends[module.layer_idx].forward(q, k, v, current.batch.attention)
+    return y.view(1, len(y), query.shape[1], -1), None
+
+
+def _note(
+    current: CurrentPass,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    others: dict[str, Any],
+) -> None:
+    """Keep how a layer calls attention.
+
+    Raises:
+        Unsupported: in a way that our backends do not compute.
+    """
+    layer, name = module.layer_idx, type(module).__name__
+    unknown = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
+    if unknown:
+        raise Unsupported.field(f"{name}.{unknown[0]}", "", "is an attention that is not served")
+    if layer in current.calls or not getattr(module, "is_causal", True):
+        raise Unsupported.field(name, "", "is no plain causal self-attention, once in each layer")
+    if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
+        raise Unsupported.field(name, "", "has values of another width than its keys")
+    current.calls[layer] = AttentionCall(
+        layer,
+        query.shape[1],
+        key.shape[1],
+        query.shape[-1],
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window,
+        softcap,
+    )
+    if sinks is not None:
+        current.sinks[layer] = sinks.detach().float()

@@ -1,0 +1,140 @@
+"""gpt-oss: attention sinks, a window on every other layer, experts with biases and clamped gates.
+
+Published weights of the experts are in MXFP4, and are widened when the base is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from loraplex_services.worker.layers.mlp import clamped_gate
+from loraplex_services.worker.layers.moe import (
+    Expert,
+    ExpertMlps,
+    ExpertWeights,
+    LoopedExperts,
+    SparseMlp,
+)
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.mxfp4 import take_mxfp4
+from loraplex_services.worker.model.plain import (
+    FULL,
+    SLIDING,
+    Defaults,
+    read_layer_types,
+    read_plain,
+    windows_of,
+)
+from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
+from loraplex_services.worker.types.sharding import WHOLE
+
+DEFAULTS = Defaults(
+    head_dim=64, norm_eps=1e-5, max_position_embeddings=131072, rope_theta=150_000.0
+)
+ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Where a config says nothing."""
+REPEATED = ("initial_context_length", "experts_per_token")
+"""What published files say a second time, under another name."""
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    for key in REPEATED:
+        reader.get(key)
+    _check_quantisation(reader)
+    reader.expect("hidden_act", ("silu",), "silu")  # of the gate, which is clamped
+    rope = reader.get("rope_parameters", reader.get("rope_scaling", ROPE))
+    own = reader.replaced("rope_parameters", rope)
+    config = read_plain(own, "gpt_oss", eos_token_ids, DEFAULTS)
+    default = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
+    types = read_layer_types(reader, config.num_layers, default)
+    has_bias = reader.flag("attention_bias", True)
+    return replace(
+        config,
+        windows=windows_of(types, reader.integer("sliding_window", 128)),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        norm_in_float32=True,
+        attention_sinks=True,
+        moe=MoeConfig(
+            num_experts=reader.integer("num_local_experts", 128),
+            num_active=reader.integer("num_experts_per_tok", 4),
+            intermediate_size=config.intermediate_size,
+            renormalise=True,
+            swiglu=ClampedSwiglu(
+                reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0)
+            ),
+        ),
+    )
+
+
+def _check_quantisation(reader: ConfigReader) -> None:
+    found = reader.get("quantization_config", {"quant_method": "mxfp4"})
+    if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
+        raise reader.refuse("quantization_config", found, "is not served; only mxfp4 is")
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build(_mlp)
+
+
+def _mlp(builder: Builder, layer: int) -> SparseMlp:
+    config, moe = builder.config, builder.config.moe
+    assert moe is not None, config.model_type
+    prefix = f"model.layers.{layer}.mlp"
+    modules = [(f"{prefix}.router", moe.num_experts)]
+    router = builder.linear(layer, config.hidden_size, modules, has_bias=True)
+    experts = _experts(builder, layer, f"{prefix}.experts", moe)
+    sum_ranks = builder.operators.ranks.all_reduce
+    return SparseMlp(router, experts, moe.num_active, moe.renormalise, None, sum_ranks)
+
+
+def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:
+    """Two sites for each expert; gate and up lie interleaved in one projection."""
+    num, hidden, width = moe.num_experts, builder.config.hidden_size, moe.intermediate_size
+    take = builder.weights.take
+    weights = ExpertWeights(
+        _stacked(builder, f"{prefix}.gate_up_proj", (num, 2 * width, hidden)),
+        _stacked(builder, f"{prefix}.down_proj", (num, hidden, width)),
+        gate_up_bias := take(f"{prefix}.gate_up_proj_bias", (num, 2 * width)),
+        down_bias := take(f"{prefix}.down_proj_bias", (num, hidden)),
+    )
+    experts = []
+    for i in range(num):
+        gate_up = [(f"{prefix}.{i}.gate_up_proj", 2 * width)]
+        down = [(f"{prefix}.{i}.down_proj", hidden)]
+        experts.append(
+            Expert(
+                builder.expert_linear(
+                    layer, hidden, gate_up, weights.gate_up[i], WHOLE, gate_up_bias[i]
+                ),
+                builder.expert_linear(layer, width, down, weights.down[i], WHOLE, down_bias[i]),
+            )
+        )
+    assert moe.swiglu is not None, "read_config sets it"
+    gate = clamped_gate(moe.swiglu)
+    return builder.operators.experts(weights, moe.num_active, gate, LoopedExperts(experts, gate))
+
+
+def _stacked(builder: Builder, name: str, shape: tuple[int, int, int]) -> Tensor:
+    """All experts' weights of one projection, `[experts, out, in]`."""
+    num_experts, num_outputs, num_inputs = shape
+    if builder.weights.has(f"{name}_blocks"):
+        return take_mxfp4(builder.weights, name, shape)
+    weight = builder.weights.take(name, (num_experts, num_inputs, num_outputs))
+    return weight.transpose(1, 2).contiguous()

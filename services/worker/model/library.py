@@ -1,0 +1,330 @@
+"""Bases without a family here, run by the class that the transformers library has for them.
+
+The library's forward pass stays as it is. Its linears and its embedding are replaced by sites that
+adapters can change, and its attention goes to our paged cache through the library's registry of
+attention functions. How each layer calls attention is learnt from one pass over two tokens. What
+cannot be served in this way is refused, naming the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.library_modules import (
+    ATTENTION,
+    AttentionCall,
+    CurrentPass,
+    KnownStates,
+    SiteEmbedding,
+    SiteHead,
+    SiteLinear,
+    attend,
+)
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
+from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sites import (
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    LM_HEAD,
+    SiteTableBuilder,
+)
+
+_LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_CHANGING_ROPES = {"dynamic", "longrope", "su"}
+"""Their tables depend on the longest sequence of a batch."""
+
+
+def build_library_model(
+    folder: Path, dtype: torch.dtype, device: torch.device, operators: Operators
+) -> tuple[ModelConfig, Decoder]:
+    """Load a base with the transformers library.
+
+    Raises:
+        Unsupported: the library is missing, or the model cannot be run through it.
+        InvalidRequest: the library cannot read the base.
+    """
+    if device.type != "cpu":
+        raise _refused("device", device.type, "models of the transformers library run on CPUs only")
+    model = _load(folder, dtype)
+    current = CurrentPass()
+    calls = _attention_calls(model, current)
+    config = _model_config(model.config, folder, calls)
+    for layer in range(config.num_layers):
+        current.backends[layer] = operators.attention(config, layer, current.sinks.get(layer))
+    decoder = _Sites(model, config, operators, current).decoder()
+    with torch.inference_mode(), _odd_class_refused(model):
+        decoder.logits(torch.zeros(1, config.hidden_size, dtype=dtype), LoraBatch((), {}))
+    return config, decoder
+
+
+def _refused(field_name: str, value: object, why: str) -> Unsupported:
+    return Unsupported.field(field_name, value, why)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        model_type = read_json_object(folder / "config.json").get("model_type")
+        why = (
+            "runs through the transformers library only, which is not installed; run "
+            ".venv/bin/pip install 'transformers>=5'"
+        )
+        raise _refused("config.json:model_type", model_type, why) from None
+    library: Any = transformers  # parts of it have no types
+    library.AttentionInterface.register(ATTENTION, attend)
+    library.utils.logging.disable_progress_bar()
+    try:
+        config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_config(config, library.MODEL_FOR_CAUSAL_LM_MAPPING)
+        model = library.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        why = f"the transformers library cannot load it: {error}"
+        raise InvalidRequest.field("model", folder.name, why) from error
+    return model.eval().requires_grad_(False)
+
+
+def _check_config(config: Any, classes: Any) -> None:
+    """Refuse what is known to fail before any weight is read."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise _refused("config.json:quantization_config", "present", "only mxfp4 is served")
+    if config.get_text_config() is not config:
+        why = "is multimodal, and such bases do not run through the transformers library"
+        raise _refused("config.json:model_type", config.model_type, why)
+    if config.is_encoder_decoder or type(config) not in classes:
+        why = "is no causal language model of the transformers library"
+        raise _refused("config.json:model_type", config.model_type, why)
+    for name in getattr(config, "layer_types", None) or ():
+        if name not in _LAYER_TYPES:
+            raise _refused("config.json:layer_types", name, "layers of this type are not served")
+    if not classes[type(config)]._supports_attention_backend:
+        why = "computes attention in a way that cannot be given another cache"
+        raise _refused("config.json:model_type", config.model_type, why)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for params in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if params.get("rope_type") in _CHANGING_ROPES:
+            why = "is not served through the transformers library"
+            raise _refused("config.json:rope_parameters.rope_type", params["rope_type"], why)
+
+
+@torch.inference_mode()
+def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
+    """How each layer calls attention, learnt from a pass over two tokens.
+
+    Raises:
+        Unsupported: not every layer does, or not all in the same way.
+    """
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.loraplex_pass = current
+    ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
+    with _odd_class_refused(model), _partial_rows_refused(model.base_model):
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    num_layers = model.config.num_hidden_layers
+    if sorted(current.calls) != list(range(num_layers)):
+        why = f"calls attention in {len(current.calls)} of {num_layers} layers only"
+        raise _refused("config.json:model_type", model.config.model_type, why)
+    calls = [current.calls[layer] for layer in range(num_layers)]
+    shapes = {(c.num_heads, c.num_kv_heads, c.head_dim, c.scale, c.softcap) for c in calls}
+    if len(shapes) != 1:
+        why = "has layers whose attention differs in heads, width or scale"
+        raise _refused("config.json:model_type", model.config.model_type, why)
+    _check_windows(model.config, calls)
+    return calls
+
+
+@contextmanager
+def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
+    """Refuse linears that do not see every token once: rows would meet the wrong adapters."""
+    seen: dict[str, list[torch.Size]] = {}
+
+    def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen.setdefault(name, []).append(inputs[0].shape[:-1])
+
+    linears = [(name, m) for name, m in body.named_modules() if type(m) is nn.Linear]
+    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, shapes in seen.items():
+        if shapes not in ([torch.Size((1, 2))], [torch.Size((2,))]):
+            raise _refused(name, "linear", "does not see every token once, and is not served")
+
+
+@contextmanager
+def _odd_class_refused(model: Any) -> Iterator[None]:
+    """Turn what a class does not expect of its caller into a refusal."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        why = f"{type(model).__name__} cannot be run in this way: {error}"
+        raise _refused("config.json:model_type", model.config.model_type, why) from error
+
+
+def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
+    """Refuse windows that the model only writes into masks, which do not reach attention here."""
+    types = getattr(config, "layer_types", None)
+    has_window = getattr(config, "sliding_window", None) is not None
+    uses_window = has_window and getattr(config, "use_sliding_window", True) is not False
+    for call in calls:
+        expected = uses_window if types is None else types[call.layer] == "sliding_attention"
+        if expected != (call.window is not None):
+            why = f"layer {call.layer} does not tell attention of its window"
+            raise _refused("config.json:sliding_window", config.sliding_window, why)
+
+
+def _model_config(config: Any, folder: Path, calls: list[AttentionCall]) -> ModelConfig:
+    first = calls[0]
+    return ModelConfig(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or config.hidden_size,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        norm_eps=0.0,
+        activation="",
+        max_position_embeddings=config.max_position_embeddings,
+        tied_embeddings=bool(config.tie_word_embeddings),
+        eos_token_ids=eos_token_ids(folder),
+        windows=tuple(call.window for call in calls),
+        ropes=(),
+        attention_scale=first.scale,
+        attention_softcap=first.softcap,
+    )
+
+
+@dataclass(slots=True)
+class _Sites:
+    """Replaces the modules of a model and collects their sites."""
+
+    model: Any
+    config: ModelConfig
+    operators: Operators
+    current: CurrentPass
+    of_head: CurrentPass = field(default_factory=CurrentPass)
+    """Of its own: the head may run while the next pass begins."""
+    table: SiteTableBuilder = field(default_factory=SiteTableBuilder)
+    linears: dict[int, BaseLinear] = field(default_factory=dict)
+    biases: dict[int, Tensor] = field(default_factory=dict)
+
+    def decoder(self) -> LibraryDecoder:
+        """The model with its modules replaced."""
+        embedding = self._embedding()
+        head = None
+        for name, module in list(self.model.named_modules()):
+            if module is self.model.get_output_embeddings():
+                head = self._linear(name, module, LM_HEAD)
+                self.model.set_submodule(name, SiteHead(head, self.of_head))
+            elif type(module) is nn.Linear:
+                site = SiteLinear(self._linear(name, module, LINEAR), self.current)
+                self.model.set_submodule(name, site)
+        if head is None:
+            raise _refused("config.json:model_type", self.config.model_type, "has no linear head")
+        score = ScoreHead(self.table.add(-1, HEAD, self.config.hidden_size, [("score", 0)]))
+        weights = SiteWeights(self.table.build(), self.linears, self.biases, 0.0)
+        return LibraryDecoder(
+            self.config,
+            self.model,
+            (self.current, self.of_head),
+            (embedding, head, score),
+            weights,
+        )
+
+    def _embedding(self) -> LoraEmbedding:
+        module = self.model.get_input_embeddings()
+        name = next(name for name, found in self.model.named_modules() if found is module)
+        scale = getattr(module, "scalar_embed_scale", None)  # what the library's scaled tables have
+        if type(module) is not nn.Embedding and scale is None:
+            raise _refused(name, type(module).__name__, "is no plain embedding")
+        weight = module.weight.data.clone()
+        site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
+        self.linears[site_id] = DenseLinear(weight)
+        embedding = LoraEmbedding(site_id, weight, len(weight), self.operators.ranks)
+        self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
+        return embedding
+
+    def _linear(self, name: str, module: nn.Linear, kind: str) -> LoraLinear:
+        base = self.operators.linear(module.weight.data)
+        layer = _LAYER.search(name)
+        number = int(layer[1]) if layer and kind == LINEAR else -1
+        site_id = self.table.add(number, kind, module.in_features, [(name, module.out_features)])
+        self.linears[site_id] = base
+        if module.bias is not None:
+            self.biases[site_id] = module.bias.data
+        return LoraLinear(site_id, base, self.biases.get(site_id), self.operators.add_lora())
+
+
+class LibraryDecoder(Decoder):
+    """A `Decoder` whose layers are the library's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Any,
+        passes: tuple[CurrentPass, CurrentPass],
+        ends: tuple[LoraEmbedding, LoraLinear, ScoreHead],
+        site_weights: SiteWeights,
+    ) -> None:
+        """See Decoder.
+
+        Args:
+            passes: what passes of the body, and of the head, read.
+            ends: embedding, head, and the site of adapters' classification heads.
+        """
+        embedding, head, score = ends
+        super().__init__(config, embedding, (), None, head, score, site_weights)
+        self._body = model.base_model
+        self._states = KnownStates()
+        setattr(model, model.base_model_prefix, self._states)
+        self._model = model
+        self._current, self._of_head = passes
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See Decoder."""
+        batch.attention.begin_forward()
+        self._current.batch, self._current.lora = batch, batch.lora
+        out = self._body(
+            input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden[0]
+
+    def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:
+        """The library's own way from hidden states to logits, with its scales and caps."""
+        self._of_head.lora, self._of_head.num_logits = lora, width
+        self._states.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        self._states.hidden = None
+        return logits[0].float()

@@ -1,0 +1,155 @@
+"""Bases that run through the transformers library, and what is refused there by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
+from loraplex_services.worker.runner.building import build_runner
+from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.bases import COMMON, LIBRARY_BASES, make_base
+from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.suite import (
+    MAX_LOGPROB_ERROR,
+    Stage,
+    judge,
+    make_jobs,
+    random_prompt,
+    set_library_stage,
+)
+
+DAILY = {"granite", "olmo3", "cohere2", "gemma"}
+OF_BOTH = ("qwen3", "gpt-oss")
+"""Families that have code here, too: the library's class is served as well."""
+
+
+def library_runner(folder: Path, **settings: object):
+    return build_runner(
+        folder,
+        device="cpu",
+        dtype="float32",
+        arena_bytes=32 << 20,
+        **{"model_impl": "transformers", **settings},
+    )
+
+
+def params() -> list[object]:
+    names = [*LIBRARY_BASES, *OF_BOTH]
+    return [pytest.param(n, marks=[pytest.mark.long] * (n not in DAILY)) for n in names]
+
+
+@pytest.fixture(scope="module", params=params())
+def stage(request, tmp_path_factory) -> Stage:
+    return set_library_stage(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_mixed_batch_equals_peft_token_for_token(stage, near_ties):
+    jobs = make_jobs(stage, 1, 24, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
+    for name, verdict, logprob_error in judge(stage, jobs):
+        near_ties.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, name
+
+
+def test_mixed_batch_equals_each_request_alone(stage):
+    together = make_jobs(stage, 2, 10, stagger=True)
+    alone = make_jobs(stage, 2, 10, stagger=False)
+    outputs = stage.driver.run([job for _, job in together], chunk=23)
+    for (name, job), expected in zip(alone, outputs, strict=True):
+        assert stage.driver.run([job]) == [expected], name
+
+
+def test_adapters_change_what_the_base_says(stage):
+    prompt = random_prompt(random.Random(3))
+    jobs = [Job(greedy("base", prompt, 8))]
+    jobs += [Job(greedy(name, prompt, 8), ((slot, 1.0),)) for name, slot in stage.slots.items()]
+    outputs = stage.driver.run(jobs)
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+
+
+def save(class_name: str, folder: Path, **changes: object) -> Path:
+    config = getattr(transformers, class_name)(**{**COMMON, **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("class_name", "changes", "reason"),
+    [
+        ("FalconConfig", {}, "cannot be given another cache"),
+        ("MambaConfig", {}, "layers of this type"),
+        ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "cannot be run in this way"),
+        ("Qwen3NextConfig", {"num_experts": 2, "head_dim": 16}, "layers of this type"),
+        (
+            "LlamaConfig",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type",
+        ),
+    ],
+)
+def test_classes_that_cannot_be_served_are_refused_naming_the_reason(
+    class_name, changes, reason, tmp_path
+):
+    with pytest.raises(Unsupported, match=reason):
+        library_runner(save(class_name, tmp_path, **changes))
+
+
+def test_a_multimodal_base_is_refused_by_name(tmp_path):
+    base = make_base("llava", tmp_path)
+    with pytest.raises(Unsupported, match="multimodal"):
+        library_runner(base.folder)
+
+
+def test_a_type_that_the_library_does_not_know_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    with pytest.raises(InvalidRequest, match="nonesuch"):
+        library_runner(tmp_path, model_impl="auto")
+
+
+def test_code_from_the_hub_is_not_run(tmp_path):
+    config = {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(InvalidRequest):
+        library_runner(tmp_path, model_impl="auto")
+
+
+def test_without_the_library_the_way_to_install_it_is_named(tmp_path, monkeypatch):
+    folder = save("GraniteConfig", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Unsupported, match="pip install"):
+        library_runner(folder, model_impl="auto")
+
+
+def test_native_alone_refuses_what_has_no_family_here(tmp_path):
+    with pytest.raises(Unsupported, match="not served by this build"):
+        library_runner(save("GraniteConfig", tmp_path), model_impl="native")
+
+
+def test_adapters_that_train_norms_or_bring_a_rope_are_refused_by_name(tmp_path):
+    base = make_base("granite", tmp_path / "base")
+    driver = Driver(library_runner(base.folder))
+    norms = make_adapter(base, "saved-norms", tmp_path / "norms")
+    with pytest.raises(InvalidAdapter, match="cannot adapt the module"):
+        driver.load(0, norms)
+    rope = make_adapter(base, "rank-1", tmp_path / "rope")
+    config = json.loads((rope / "adapter_config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    (rope / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidAdapter, match="transformers library"):
+        driver.load(0, rope)
+
+
+def test_a_device_without_support_is_refused_by_name(tmp_path):
+    from loraplex_services.worker.layers.operators import TorchOperators
+    from loraplex_services.worker.model.library import build_library_model
+
+    with pytest.raises(Unsupported, match="on CPUs only"):
+        build_library_model(tmp_path, torch.float32, torch.device("cuda"), TorchOperators())

@@ -1,0 +1,119 @@
+"""Writes docs/parity-families.md: multimodal bases, gpt-oss, families of the transformers library.
+
+Usage: python -m tests.worker.parity.write_families [BASE...]
+
+Results are kept in a file of the temporary folder; with names only those bases are measured anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+
+from benchmarks.machine import cpu_facts
+from tests.worker.parity import suite
+from tests.worker.parity.bases import BASES, LIBRARY_BASES
+from tests.worker.parity.near_tie import Verdict
+
+OUT = Path(__file__).parents[3] / "docs" / "parity-families.md"
+KEPT = Path(tempfile.gettempdir()) / "loraplex-parity-families.json"
+NUM_NEW_TOKENS = 64
+NUM_BATCHES = 3
+CHUNK_TOKENS = 19
+NATIVE = [name for name, (_, changes) in BASES.items() if "text_config" in changes] + ["gpt-oss"]
+THROUGH_LIBRARY = [*LIBRARY_BASES, "qwen3", "gpt-oss"]
+INTRODUCTION = """# Parity of multimodal bases, gpt-oss and families of the transformers library
+
+Tiny random bases, written by the classes of transformers in the layout in which they are published,
+and random adapters as PEFT writes them. {num_batches} continuous batches of each base mix all of
+its adapters: staggered arrivals, prompts in chunks of {chunk_tokens} tokens, float32,
+{num_new_tokens} greedy tokens each. Every token is compared with transformers + PEFT, run one
+request at a time; the rule for near ties is that of [parity](parity.md). Bases with the model code
+"library" run with `--model-impl transformers` and ten kinds of adapters. The others run all kinds
+that PEFT has for them. Written on {today} by `python -m tests.worker.parity.write_families`, with
+torch {torch}, transformers {transformers} and peft {peft} on {chip}.
+"""
+
+
+def measure(name: str, through_library: bool) -> dict[str, object]:
+    """All adapters of a base in several batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        make = suite.set_library_stage if through_library else suite.set_stage
+        stage = make(name, Path(folder))
+        total, worst = Verdict(), 0.0
+        for seed in range(NUM_BATCHES):
+            jobs = suite.make_jobs(stage, seed, NUM_NEW_TOKENS, stagger=True)
+            stage.driver.run([job for _, job in jobs], chunk=CHUNK_TOKENS)
+            for feature, verdict, error in suite.judge(stage, jobs):
+                assert error < suite.MAX_LOGPROB_ERROR, (name, feature, error)
+                total.add(verdict)
+                worst = max(worst, error)
+        return {
+            "adapters": len(stage.slots),
+            "positions": total.num_positions,
+            "ties": total.num_ties,
+            "error": f"{worst:.0e}",
+        }
+
+
+def rows(known: dict[str, dict[str, object]]) -> Iterator[str]:
+    """The table."""
+    titles = ("base", "model code", "adapters", "positions", "near ties", "largest logprob error")
+    yield "| " + " | ".join(titles) + " |"
+    yield "|---|---|---|---|---|---|"
+    for key in keys():
+        name, _, code = key.partition(" ")
+        row = known[key]
+        cells = (name, code, row["adapters"], row["positions"], row["ties"], row["error"])
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def keys() -> list[str]:
+    """Base and model code of each row."""
+    return [f"{name} native" for name in NATIVE] + [f"{name} library" for name in THROUGH_LIBRARY]
+
+
+def main() -> None:
+    """Measure and, when nothing is missing, write the document."""
+    parser = argparse.ArgumentParser(description="Write the table of families.")
+    parser.add_argument("bases", nargs="*", metavar="BASE", help="those to measure (all)")
+    wanted = parser.parse_args().bases
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    known = json.loads(KEPT.read_text()) if wanted and KEPT.exists() else {}
+    for key in keys():
+        name, _, code = key.partition(" ")
+        if not wanted or name in wanted:
+            known[key] = measure(name, code == "library")
+            KEPT.write_text(json.dumps(known))
+            print(key, known[key], flush=True)
+    if not set(keys()) <= set(known):
+        return
+    positions, ties = (sum(int(str(known[k][c])) for k in keys()) for c in ("positions", "ties"))
+    text = INTRODUCTION.format(
+        num_batches=NUM_BATCHES,
+        chunk_tokens=CHUNK_TOKENS,
+        num_new_tokens=NUM_NEW_TOKENS,
+        today=date.today(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        peft=peft.__version__,
+        chip=cpu_facts()["cpu"],
+    )
+    summary = f"{positions} positions, {ties} near ties, no other difference."
+    OUT.write_text("\n".join([text, summary, "", *rows(known), ""]))
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
