@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_json, print_table
-from loraplex.cli.parsing import add_command, add_connection
+from loraplex.cli.parsing import add_command, add_connection, add_unused_server
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")
     add_connection(parser, "registry")
+    add_unused_server(parser, "gateway")
 
 
 async def _usage(args: argparse.Namespace) -> None:
