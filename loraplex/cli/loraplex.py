@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from loraplex.cli import bench, completion, fetch, generate, top, vectors
+from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
 from loraplex.cli.parsing import Parser, add_version
 from loraplex.cli.running import main_of
 
@@ -37,6 +37,7 @@ def make_parser() -> Parser:
     vectors.add(commands)
     fetch.add(commands)
     top.add(commands)
+    usage.add(commands)
     bench.add(commands)
     completion.add(commands, "loraplex", make_parser)
     return parser

@@ -82,8 +82,15 @@ AUTH: Knob[str] = Knob(
     "LORAPLEX_AUTH",
     choice("off", "keys"),
     "off",
-    "up registry gateway",
+    "up registry gateway worker",
     "keys = callers need an API key.",
+)
+MAX_UNCHECKED_KEY_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_UNCHECKED_KEY_S",
+    parse_seconds,
+    24 * 3600.0,
+    "gateway",
+    "How long an API key stays valid that the registry cannot check, because it is away.",
 )
 ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
@@ -228,6 +235,13 @@ LORA_DTYPE: Knob[str] = Knob(
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+)
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
@@ -236,7 +250,18 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+    "LORAPLEX_TENSOR_PARALLEL",
+    whole(1),
+    1,
+    "up worker",
+    "Ranks of one machine that divide a base; must divide its heads.",
+)
+FULLY_SHARDED_LORAS: Knob[bool] = Knob(
+    "LORAPLEX_FULLY_SHARDED_LORAS",
+    parse_bool,
+    False,
+    "up worker",
+    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
 )
 
 # Worker: memory
@@ -282,13 +307,6 @@ MAX_STEP_S: Knob[float] = Knob(
     0.2,
     "worker",
     "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
-)
-CPU_ISA: Knob[str] = Knob(
-    "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -24,9 +23,11 @@ from typing import NoReturn
 from loraplex.errors import LoraplexError
 from loraplex_services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.log import setup_logging
+from loraplex_services.common.process import die_with_parent
 from loraplex_services.common.stacks import print_stacks_on_signal
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner
+from loraplex_services.worker.runner.parallel.messages import RankLost
 from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
@@ -44,6 +45,8 @@ logger = logging.getLogger("loraplex_services.worker.engine.process")
 
 RECEIVE_BYTES = 1 << 20
 MAX_CPU_ARENA_BYTES = 1 << 30
+RANK_END_S = 2.0
+"""How long after a failed collective the end of another rank may be noticed."""
 QUIET_S = 0.5
 """Without work for so long, the engine checks its books, once."""
 GRAMMAR_WAIT_S = 0.002
@@ -158,6 +161,9 @@ def build_engine(config: EngineConfig) -> Engine:
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
         host_cache_bytes=config.host_cache_bytes,
+        num_ranks=config.tensor_parallel,
+        fully_sharded_loras=config.fully_sharded_loras,
+        on_rank_end=_end_as_rank,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)
@@ -165,16 +171,17 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def default_arena_bytes(config: EngineConfig) -> int:
-    """Arena where none was asked for: a small share of host memory, or what a GPU has left over
-    after the weights, with room for activations."""
+    """Arena of each rank where none was asked for: a small share of host memory, or what a GPU has
+    left over after the weights, with room for activations."""
     import torch
 
+    num_ranks = config.tensor_parallel
     if config.device == "cpu" or not torch.cuda.is_available():
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(MAX_CPU_ARENA_BYTES, host_bytes // 8)
+        return min(MAX_CPU_ARENA_BYTES, host_bytes // 8) // num_ranks
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     files = Path(config.model_dir).glob("*.safetensors")
-    weight_bytes = sum(file.stat().st_size for file in files)
+    weight_bytes = sum(file.stat().st_size for file in files) / num_ranks
     return max(1 << 28, int(free_bytes - 0.1 * total_bytes - 1.2 * weight_bytes))
 
 
@@ -188,13 +195,25 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     print_stacks_on_signal()
-    _die_with_parent()
+    die_with_parent()
     setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
     try:
         return _serve(server)
     except ServerGone:
         logger.info("API server process gone")
         return 0
+    except RankLost as error:
+        logger.error("the group of ranks is broken", extra={"reason": str(error)})
+        time.sleep(RANK_END_S)  # the rank's own end says what the exit code is
+        return 1
+
+
+def _end_as_rank(rank: int, code: int) -> None:
+    """End this process as another rank has ended, so that the API server process can tell a crash
+    from a kill. On any thread."""
+    if code == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(max(1, code))
 
 
 def _serve(server: ServerSocket) -> int:
@@ -207,13 +226,6 @@ def _serve(server: ServerSocket) -> int:
     gc.freeze()  # the model stays: collections between steps need not walk it
     server.send(engine.ready)
     run(engine, server)
-
-
-def _die_with_parent() -> None:
-    """On Linux, be killed with the API server process, even while the model loads."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

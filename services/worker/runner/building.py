@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
-from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
@@ -23,6 +26,7 @@ from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
@@ -35,15 +39,38 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
+from loraplex_services.worker.runner.parallel.collectives import join
+from loraplex_services.worker.runner.parallel.followers import Followers
+from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.sharding import Shard, check_divisible, local_config
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
+
+logger = logging.getLogger(__name__)
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+"""For all ranks to start and meet, before any of them loads."""
+PARALLEL_FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Whose weights can be divided."""
 
 
 def build_runner(
@@ -63,12 +90,15 @@ def build_runner(
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
     executors: tuple[Executor, Executor] | None = None,
+    num_ranks: int = 1,
+    fully_sharded_loras: bool = False,
+    rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
 ) -> TorchRunner:
-    """Load a base and allocate its arena.
+    """Load a base from a folder in Hugging Face layout and allocate its arena.
 
     Args:
-        model_dir: folder in Hugging Face layout.
-        arena_bytes: for KV cache and adapters together.
+        arena_bytes: for KV cache and adapters together, on each rank.
         max_lora_rank: adapters of a higher rank are refused at load.
         max_resident: adapters that may be loaded at once; slots are below it.
         max_num_tokens, max_num_rows: the most positions and the most requests of one step.
@@ -77,15 +107,138 @@ def build_runner(
         adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
         host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
         attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
+        num_ranks: processes that share the base. The others are started here; `close` ends them.
+        fully_sharded_loras: divide both matrices of an adapter's pairs, not one.
+        on_rank_end: called from another thread when a rank ends, with its number and exit code.
 
-    Raises: LoraplexError naming the file, field or setting that is wrong.
+    Raises: LoraplexError naming what is wrong; RankLost where a rank ended or came too late."""
+    settings: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "arena_bytes": arena_bytes,
+        "max_lora_rank": max_lora_rank,
+        "max_resident": max_resident,
+        "max_num_tokens": max_num_tokens,
+        "max_num_rows": max_num_rows,
+        "load_format": load_format,
+        "cpu_isa": cpu_isa,
+        "attention_backend": attention_backend,
+        "overlap": overlap,
+        "adapter_dtype": adapter_dtype,
+        "host_cache_bytes": host_cache_bytes,
+        "fully_sharded_loras": fully_sharded_loras,
+    }
+    if num_ranks == 1:
+        return _build(model_dir, OneRank(), executors, **settings)
+    check_group(model_dir, resolve_device(device), num_ranks)
+    followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
+    return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
+
+
+def _lead(
+    followers: Followers,
+    model_dir: Path,
+    shard: Shard,
+    settings: Mapping[str, Any],
+    executors: tuple[Executor, Executor] | None,
+) -> TorchRunner:
+    """Rank 0 of a group whose other ranks are starting."""
+    meeting = followers.rendezvous, followers.timeout_s
+    try:
+        runner, ready = build_rank(model_dir, shard, *meeting, settings, executors)
+        followers.await_ready(ready)
+    except BaseException:
+        followers.close()
+        raise
+    runner.lead(followers)
+    return runner
+
+
+def check_group(model_dir: Path, device: torch.device, num_ranks: int) -> None:
+    """Refuse a base or a machine that so many ranks cannot share.
+
+    Raises:
+        LoraplexError: naming the field that is wrong.
     """
+    _, config = read_model_config(model_dir)
+    if config.model_type not in PARALLEL_FAMILIES:
+        known = ", ".join(sorted(PARALLEL_FAMILIES))
+        why = f"is served by one rank only; tensor parallelism knows {known}"
+        raise Unsupported.field("config.json:model_type", config.model_type, why)
+    check_divisible(config, num_ranks)
+    if device.type == "cuda" and num_ranks > (num_devices := torch.cuda.device_count()):
+        why = f"this machine has {num_devices} CUDA devices, and each rank needs its own"
+        raise InvalidRequest.field("tensor_parallel", num_ranks, why)
+
+
+def build_rank(
+    model_dir: Path,
+    shard: Shard,
+    rendezvous: str,
+    timeout_s: float,
+    settings: Mapping[str, Any],
+    executors: tuple[Executor, Executor] | None = None,
+) -> tuple[TorchRunner, RankReady]:
+    """Meet the other ranks and build this one's part. `settings` are those of `build_runner`.
+
+    Raises: as `build_runner` does.
+    """
+    device = resolve_device(settings["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(shard.rank)
+    ranks = join(shard, rendezvous, device, timeout_s)
+    runner = _build(model_dir, ranks, executors, **settings)
+    info = runner.model_info()
+    ready = RankReady(
+        torch_version=str(torch.__version__),
+        release=_release(),
+        base=runner.layout.base_key,
+        dtype=info.dtype,
+        arithmetic=info.numerics_fingerprint,
+        num_blocks=runner.arena_blocks,
+        block_bytes=runner.block_bytes,
+    )
+    return runner, ready
+
+
+def _release() -> str:
+    """Version of this package, where it is installed."""
+    try:
+        return metadata.version("loraplex")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _build(
+    model_dir: Path,
+    ranks: Ranks,
+    executors: tuple[Executor, Executor] | None,
+    *,
+    device: str,
+    dtype: str,
+    arena_bytes: int,
+    max_lora_rank: int,
+    max_resident: int,
+    max_num_tokens: int,
+    max_num_rows: int,
+    load_format: str,
+    cpu_isa: str,
+    attention_backend: str,
+    overlap: str,
+    adapter_dtype: str,
+    host_cache_bytes: int,
+    fully_sharded_loras: bool,
+) -> TorchRunner:
+    """One rank's part of a base; see `build_runner`."""
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
+    operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     config, model = _read_model(model_dir, load_format, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
-    kv = _kv_buffer(config, torch_dtype, torch_device, arena_bytes)
+    own = local_config(config, ranks.shard)
+    kv = _kv_buffer(own, torch_dtype, torch_device, arena_bytes)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
     base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"
@@ -98,7 +251,8 @@ def build_runner(
     limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
+    draws = operators.draws
+    return TorchRunner(model, arena, kv, loader, layout, info, batches, draws, overlap, ranks)
 
 
 def _adapter_layout(
@@ -114,6 +268,8 @@ def _adapter_layout(
         sites=model.site_weights.table,
         ropes=base_ropes(model.config),
         int8=int8,
+        shard=operators.ranks.shard,
+        fully_sharded=operators.fully_sharded,
     )
 
 
@@ -223,13 +379,17 @@ def _model_info(
     dtype: torch.dtype,
     operators: Operators,
 ) -> ModelInfo:
+    num_ranks = layout.shard.size
     arithmetic = operators.name + "-int8" * layout.int8
+    if num_ranks > 1:  # sums have another order
+        arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
+        kernels=operators.name.removeprefix("native-"),
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,
