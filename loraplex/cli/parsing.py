@@ -35,23 +35,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-class _PrintVersion(argparse.Action):
-    """`--version`. The metadata is read only when it is asked for, since that takes time."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import version
-
-        print(f"{parser.prog} {version('loraplex')}")
-        parser.exit()
-
-
-def add_version(parser: Parser) -> None:
-    """`--version`."""
-    parser.add_argument(
-        "--version", action=_PrintVersion, nargs=0, help="print the version and exit"
-    )
-
-
 def with_nearest(message: str) -> str:
     """argparse's complaint about an unknown word, with the known one that looks most like it."""
     import difflib

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,6 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     done = offline(*words)
     assert done.returncode == 2
     assert f"did you mean {meant!r}?" in done.stderr
-
-
-def test_the_version_is_that_of_the_installed_package(offline: Any) -> None:
-    done = offline("--version")
-    assert (done.returncode, done.stdout) == (0, f"registry {version('loraplex')}\n")
 
 
 @pytest.mark.parametrize("side", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
