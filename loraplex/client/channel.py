@@ -10,8 +10,8 @@ import grpc
 
 from loraplex.allocation import reuse_large_blocks
 from loraplex.api.error_wire import from_rpc_error, has_details
-from loraplex.client.settings import Credentials
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.client.settings import Credentials, check_address
+from loraplex.errors import LoraplexError, Unavailable
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
@@ -34,10 +34,7 @@ class Channel:
 
     def __init__(self, address: str, credentials: Credentials, server: str) -> None:
         """`server` is the noun for error messages: "registry" or "gateway"."""
-        if not address.startswith(("unix:", "dns:")) and ":" not in address:
-            raise InvalidRequest.field(
-                f"--{server}", address, f"expected HOST:PORT; try '{address}:PORT'"
-            )
+        check_address(f"--{server}", address)
         self.address = address
         self._credentials = credentials
         self._server = server

@@ -66,12 +66,24 @@ def _nearest(name: str) -> str:
 
 def registry_address(environ: Mapping[str, str]) -> str:
     """LORAPLEX_REGISTRY_ADDRESS or the default."""
-    return environ.get("LORAPLEX_REGISTRY_ADDRESS") or DEFAULT_REGISTRY
+    return _address(environ, "LORAPLEX_REGISTRY_ADDRESS", DEFAULT_REGISTRY)
 
 
 def gateway_address(environ: Mapping[str, str]) -> str:
     """LORAPLEX_GATEWAY_ADDRESS or the default."""
-    return environ.get("LORAPLEX_GATEWAY_ADDRESS") or DEFAULT_GATEWAY
+    return _address(environ, "LORAPLEX_GATEWAY_ADDRESS", DEFAULT_GATEWAY)
+
+
+def check_address(source: str, address: str) -> None:
+    """Raises InvalidRequest, which names the flag or variable, for an address without a port."""
+    if not address.startswith(("unix:", "dns:")) and ":" not in address:
+        raise InvalidRequest.field(source, address, f"expected HOST:PORT; try '{address}:PORT'")
+
+
+def _address(environ: Mapping[str, str], name: str, default: str) -> str:
+    address = environ.get(name) or default
+    check_address(name, address)
+    return address
 
 
 def credentials(environ: Mapping[str, str]) -> Credentials:

@@ -19,6 +19,7 @@ from loraplex_services.common.knob import (
     text_knob,
 )
 from loraplex_services.common.units import (
+    arena_bytes,
     choice,
     parse_bool,
     parse_list,
@@ -229,7 +230,7 @@ DTYPE: Knob[str] = Knob(
 )
 LORA_DTYPE: Knob[str] = Knob(
     "LORAPLEX_LORA_DTYPE",
-    choice("auto", "int8"),
+    choice("auto", "int8", not_yet=["float32", "bfloat16", "float16"]),
     "auto",
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
@@ -273,7 +274,7 @@ FULLY_SHARDED_LORAS: Knob[bool] = Knob(
 # Worker: memory
 KV_MEMORY: Knob[int] = Knob(
     "LORAPLEX_KV_MEMORY",
-    parse_bytes,
+    arena_bytes,
     0,
     "up worker",
     "Bytes of the arena (KV cache and adapters together); 0 = chosen by the worker.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from loraplex.units import parse_bytes
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
@@ -24,6 +26,13 @@ def parse_text(text: str) -> str:
     if not text.strip():
         raise ValueError("expected some text")
     return text.strip()
+
+
+def arena_bytes(text: str) -> int:
+    """A number of bytes. A share of the memory is refused with a sentence of its own."""
+    if text.strip().endswith("%"):
+        raise ValueError("a percentage is not supported yet; give bytes such as 500MB or 24MiB")
+    return parse_bytes(text)
 
 
 def parse_list(text: str) -> tuple[str, ...]:

@@ -64,6 +64,19 @@ def test_bad_value_names_the_variable(knob: Knob[object], text: str) -> None:
     assert caught.value.violations[0].field == knob.name
 
 
+@pytest.mark.parametrize(
+    ("knob", "text"),
+    [
+        (env.LORA_DTYPE, "float16"),
+        (env.KV_MEMORY, "50%"),
+        (env.ATTENTION_BACKEND, "flashinfer"),
+    ],
+)
+def test_a_value_that_is_not_built_yet_is_refused_as_such(knob: Knob[object], text: str) -> None:
+    with pytest.raises(InvalidRequest, match="yet"):
+        knob.read({knob.name: text})
+
+
 def test_secret_may_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("lpx_a_b\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_missing_file_names_the_variable() -> None:
 
 def test_key_is_not_shown() -> None:
     assert "secret" not in repr(Credentials("lpx_a_secret"))
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (settings.registry_address, "LORAPLEX_REGISTRY_ADDRESS"),
+        (settings.gateway_address, "LORAPLEX_GATEWAY_ADDRESS"),
+    ],
+)
+def test_an_address_without_a_port_names_its_variable(
+    read: Callable[[Mapping[str, str]], str], name: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read({name: "localhost"})
+    assert caught.value.violations[0].field == name
 
 
 def test_address_without_a_port_is_refused() -> None:
