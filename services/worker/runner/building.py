@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
@@ -39,8 +39,13 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
-from loraplex_services.worker.runner.parallel.collectives import join
 from loraplex_services.worker.runner.parallel.followers import Followers
+from loraplex_services.worker.runner.parallel.group import (
+    RENDEZVOUS_TIMEOUT_S,
+    check_group,
+    join_and_build,
+    lead,
+)
 from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.step_batch import BatchMaker
@@ -48,29 +53,12 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-from loraplex_services.worker.types.sharding import Shard, check_divisible, local_config
+from loraplex_services.worker.types.sharding import Shard, local_config
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
 
 logger = logging.getLogger(__name__)
-
-RENDEZVOUS_TIMEOUT_S = 120.0
-"""For all ranks to start and meet, before any of them loads."""
-PARALLEL_FAMILIES = (
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Whose weights can be divided."""
 
 
 def build_runner(
@@ -99,8 +87,7 @@ def build_runner(
 
     Args:
         arena_bytes: for KV cache and adapters together, on each rank.
-        max_lora_rank: adapters of a higher rank are refused at load.
-        max_resident: adapters that may be loaded at once; slots are below it.
+        max_lora_rank, max_resident: the highest rank, and the most adapters that may be loaded.
         max_num_tokens, max_num_rows: the most positions and the most requests of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
@@ -128,47 +115,12 @@ def build_runner(
         "host_cache_bytes": host_cache_bytes,
         "fully_sharded_loras": fully_sharded_loras,
     }
+    build = partial(_build, model_dir=model_dir, executors=executors, **settings)
     if num_ranks == 1:
-        return _build(model_dir, OneRank(), executors, **settings)
+        return build(OneRank())
     check_group(model_dir, resolve_device(device), num_ranks)
     followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
-    return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
-
-
-def _lead(
-    followers: Followers,
-    model_dir: Path,
-    shard: Shard,
-    settings: Mapping[str, Any],
-    executors: tuple[Executor, Executor] | None,
-) -> TorchRunner:
-    """Rank 0 of a group whose other ranks are starting."""
-    meeting = followers.rendezvous, followers.timeout_s
-    try:
-        runner, ready = build_rank(model_dir, shard, *meeting, settings, executors)
-        followers.await_ready(ready)
-    except BaseException:
-        followers.close()
-        raise
-    runner.lead(followers)
-    return runner
-
-
-def check_group(model_dir: Path, device: torch.device, num_ranks: int) -> None:
-    """Refuse a base or a machine that so many ranks cannot share.
-
-    Raises:
-        LoraplexError: naming the field that is wrong.
-    """
-    _, config = read_model_config(model_dir)
-    if config.model_type not in PARALLEL_FAMILIES:
-        known = ", ".join(sorted(PARALLEL_FAMILIES))
-        why = f"is served by one rank only; tensor parallelism knows {known}"
-        raise Unsupported.field("config.json:model_type", config.model_type, why)
-    check_divisible(config, num_ranks)
-    if device.type == "cuda" and num_ranks > (num_devices := torch.cuda.device_count()):
-        why = f"this machine has {num_devices} CUDA devices, and each rank needs its own"
-        raise InvalidRequest.field("tensor_parallel", num_ranks, why)
+    return lead(followers, build, resolve_device(device), num_ranks)
 
 
 def build_rank(
@@ -177,43 +129,18 @@ def build_rank(
     rendezvous: str,
     timeout_s: float,
     settings: Mapping[str, Any],
-    executors: tuple[Executor, Executor] | None = None,
 ) -> tuple[TorchRunner, RankReady]:
-    """Meet the other ranks and build this one's part. `settings` are those of `build_runner`.
-
-    Raises: as `build_runner` does.
-    """
+    """A rank that is not the first. `settings` are those of `build_runner`. Raises as it does."""
+    build = partial(_build, model_dir=model_dir, executors=None, **settings)
     device = resolve_device(settings["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(shard.rank)
-    ranks = join(shard, rendezvous, device, timeout_s)
-    runner = _build(model_dir, ranks, executors, **settings)
-    info = runner.model_info()
-    ready = RankReady(
-        torch_version=str(torch.__version__),
-        release=_release(),
-        base=runner.layout.base_key,
-        dtype=info.dtype,
-        arithmetic=info.numerics_fingerprint,
-        num_blocks=runner.arena_blocks,
-        block_bytes=runner.block_bytes,
-    )
-    return runner, ready
-
-
-def _release() -> str:
-    """Version of this package, where it is installed."""
-    try:
-        return metadata.version("loraplex")
-    except metadata.PackageNotFoundError:
-        return ""
+    return join_and_build(build, device, shard, rendezvous, timeout_s)
 
 
 def _build(
-    model_dir: Path,
     ranks: Ranks,
-    executors: tuple[Executor, Executor] | None,
     *,
+    model_dir: Path,
+    executors: tuple[Executor, Executor] | None,
     device: str,
     dtype: str,
     arena_bytes: int,
