@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.api.load import RecentLoad
 from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 
@@ -136,3 +137,5 @@ class Status:
     running_requests: int
     queued_requests: int
     workers: tuple[WorkerStatus, ...]
+    recent: RecentLoad | None = None
+    """None for callers who may not see all adapters."""

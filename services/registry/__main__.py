@@ -27,6 +27,7 @@ from loraplex_services.registry.layout import check_layout_number
 from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
+    copy_usage_regularly,
     expire_regularly,
 )
 from loraplex_services.registry.publish import failpoint
@@ -106,6 +107,7 @@ async def _become_ready(
             registry.catalog, registry.collector, registry.audit, config.gc_interval_s
         ),
         copy_regularly(registry.catalog, registry.snapshots),
+        copy_usage_regularly(registry.catalog, registry.usage),
         expire_regularly(registry.staging),
     )
 

@@ -12,6 +12,7 @@ from loraplex_services.registry.access.sharing import AdapterSharing
 from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.usage import UsageBook
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.indexing import Indexer
@@ -50,6 +51,7 @@ class Registry:
     snapshots: Snapshots
     collector: Collector
     keys: Keys
+    usage: UsageBook
     validations: Validations
 
 
@@ -102,5 +104,6 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         snapshots=snapshots,
         collector=Collector(store),
         keys=Keys(store),
+        usage=UsageBook(store, catalog),
         validations=validations,
     )

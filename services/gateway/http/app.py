@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -24,7 +25,7 @@ from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat,
 from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
-from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
+from loraplex_services.gateway.http.embeddings import embeddings_body, parse_embeddings
 from loraplex_services.gateway.http.errors import error_body, error_headers
 from loraplex_services.gateway.http.formatting import (
     CollectedChoice,
@@ -93,6 +94,7 @@ class OpenAIEndpoints:
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/health", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             *others,
         ]
         if self._context.shows_metrics:
@@ -123,7 +125,7 @@ class OpenAIEndpoints:
             embed = embed_all(self._generation, call.calls, call.finish)
             pooled = await until_gone(request.receive, embed)
         except LoraplexError as error:
-            raise with_names(error, FIELD_NAMES) from None
+            raise with_names(error, call.field_names) from None
         REQUESTS.labels("http", "ok").inc()
         return _json(embeddings_body(call, pooled), headers_of(pooled.prepared[0].target))
 
@@ -160,6 +162,10 @@ class OpenAIEndpoints:
         """GET /readyz."""
         reason = self._context.not_ready_reason()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
+
+    async def version(self, _: Request) -> Response:
+        """GET /version, as in vLLM."""
+        return _json({"version": metadata.version("loraplex")})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""

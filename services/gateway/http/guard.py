@@ -15,6 +15,7 @@ from loraplex.errors import LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.errors import error_body
+from loraplex_services.gateway.http.json_body import LargeBodies
 
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_IDLE_S = 1.0
@@ -43,6 +44,7 @@ class Guard:
         """`hosts` is None where callers authenticate."""
         self._app = app
         self._hosts = hosts
+        self._large_bodies = LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give the request an id, answer it or refuse it."""
@@ -51,7 +53,8 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"], state["large_bodies"] = request_id, self._large_bodies
         client = scope.get("client")
         current_peer.set(peer_of_host(client[0]) if client else "")
 

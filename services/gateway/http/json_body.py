@@ -24,8 +24,38 @@ MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
 _REST = 4.0
 """For each second that a large body was parsed, seconds until the next one is."""
 
-_large = TenantSlots(MAX_LARGE_BODIES, max_held=MAX_LARGE_BODIES_PER_TENANT)
-_parsing = TenantSlots(1)
+
+class LargeBodies:
+    """The large bodies of one server. `Guard` adds it to the state of every request."""
+
+    def __init__(self, rest: float = _REST) -> None:
+        self._rest = rest
+        self._read = TenantSlots(MAX_LARGE_BODIES, max_held=MAX_LARGE_BODIES_PER_TENANT)
+        self._parsed = TenantSlots(1)
+
+    async def read(self, request: Request, tenant: str) -> dict[str, Any]:
+        """Raises as `read_json`."""
+        async with self._read.held(tenant, "large bodies"):
+            try:
+                async with asyncio.timeout(MAX_LARGE_BODY_S):
+                    raw = await _read_capped(request)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the body took longer than {MAX_LARGE_BODY_S} s to arrive",
+                    reason="BODY_TOO_SLOW",
+                ) from None
+            if len(raw) <= MAX_SMALL_BODY_BYTES:
+                return parse_object(raw)
+            return await self._parse(raw, tenant)
+
+    async def _parse(self, raw: bytes, tenant: str) -> dict[str, Any]:
+        await self._parsed.take(tenant, "large bodies")
+        begin_s = time.perf_counter()
+        try:
+            return parse_object(raw)
+        finally:
+            rest_s = self._rest * (time.perf_counter() - begin_s)
+            asyncio.get_running_loop().call_later(rest_s, self._parsed.give, tenant)
 
 
 async def read_json(request: Request, tenant: str) -> dict[str, Any]:
@@ -47,26 +77,8 @@ async def read_json(request: Request, tenant: str) -> dict[str, Any]:
         raise _too_large()
     if num_bytes <= MAX_SMALL_BODY_BYTES:
         return parse_object(await _read_capped(request))
-    async with _large.held(tenant, "large bodies"):
-        return await _read_large(request, tenant)
-
-
-async def _read_large(request: Request, tenant: str) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(MAX_LARGE_BODY_S):
-            raw = await _read_capped(request)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the body took longer than {MAX_LARGE_BODY_S} s to arrive", reason="BODY_TOO_SLOW"
-        ) from None
-    if len(raw) <= MAX_SMALL_BODY_BYTES:
-        return parse_object(raw)
-    async with _parsing.held(tenant, "large bodies"):
-        begin_s = time.perf_counter()
-        try:
-            return parse_object(raw)
-        finally:
-            await asyncio.sleep(_REST * (time.perf_counter() - begin_s))
+    bodies: LargeBodies = request.state.large_bodies
+    return await bodies.read(request, tenant)
 
 
 async def _read_capped(request: Request) -> bytes:

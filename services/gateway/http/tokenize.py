@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -108,12 +107,11 @@ class TokenizeEndpoints:
 
 def _prompt(body: Body) -> tuple[Prompt, str]:
     """A text or a conversation, and the field it came in. Raises: InvalidRequest."""
-    generates = body.flag("add_generation_prompt", default=True)
     text = body.raw("prompt")
     if text is None:
-        conversation = parse_conversation(body, read_tools(body))
-        return replace(conversation, add_generation_prompt=generates), "messages"
+        return parse_conversation(body, read_tools(body)), "messages"
     if not isinstance(text, str):
         raise InvalidRequest.field("prompt", "", "must be a string; or send messages")
+    body.flag("add_generation_prompt", default=True)
     (prompt,) = parse_prompts("prompt", text, body.flag("add_special_tokens", default=True))
     return prompt, "prompt"

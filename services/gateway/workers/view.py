@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
@@ -69,3 +69,8 @@ class WorkerView:
         reported = sum(each.tier is Tier.LOADING for each in self.adapters.values())
         unreported = (self.adapters.get(digest) for digest in self.asked)
         return reported + sum(each is None or each.tier < Tier.LOADING for each in unreported)
+
+
+def no_worker_reason(views: Iterable[WorkerView]) -> str:
+    """Why no request would be served now, although the gateway itself is ready; "" if one is."""
+    return "" if any(view.takes_requests for view in views) else "no worker is ready"

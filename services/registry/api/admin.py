@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from loraplex.errors import InvalidRequest, PermissionDenied
@@ -16,6 +17,11 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import Wanted
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert
+from loraplex_services.registry.api.usage import (
+    entries_to_proto,
+    report_from_proto,
+    since_from_proto,
+)
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.catalog import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
@@ -206,6 +212,24 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             place, request.generation, failure, access.actor
         )
         return pb.FinishStagedMoveResponse(tag=convert.tag_to_proto(record))
+
+    async def RecordUsage(
+        self, request: pb.RecordUsageRequest, context: Any
+    ) -> pb.RecordUsageResponse:
+        caller_access().require_service_or_root()
+        await self._registry.usage.add(request.report_id, report_from_proto(request))
+        return pb.RecordUsageResponse()
+
+    async def ListUsage(self, request: pb.ListUsageRequest, context: Any) -> pb.ListUsageResponse:
+        access = caller_access()
+        access.require("reader")
+        tenant = request.tenant or access.tenant
+        if request.all_tenants or tenant != access.tenant:
+            access.require_service_or_root()
+        today = datetime.datetime.now(datetime.UTC).date()
+        days = await self._registry.usage.read(since_from_proto(request.since, today), today)
+        wanted = "" if request.all_tenants else tenant
+        return pb.ListUsageResponse(entries=entries_to_proto(days, wanted, request.model))
 
     async def _tenant(self, tenant: str) -> pb.Tenant:
         record = await self._registry.tenants.get(tenant)

@@ -127,6 +127,7 @@ class RegistryService(AdminService):
             request.options.base_id,
             request.options.strict,
             labels.get(ROPE_FIELD, ""),
+            allow_missing=request.options.allow_missing,
         )
         base, report, _, warnings = await check(
             self._registry.bases,

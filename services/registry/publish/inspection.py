@@ -76,6 +76,8 @@ class Wanted:
     """Whether warnings refuse it."""
     rope_label: str = ""
     """As `complete_config` takes it."""
+    allow_missing: bool = False
+    """Whether modules that its config selects may have no tensors."""
 
 
 async def inspect(
@@ -157,6 +159,8 @@ async def check(
         base.geometry,
         base.max_lora_rank or DEFAULT_MAX_RANK,
         wanted.strict,
+        (base.base_id, *base.aliases),
+        wanted.allow_missing,
     )
     report, header = await validations.check(wanted.tenant, job)
     found = (*report.warnings, *warnings)

@@ -110,6 +110,7 @@ class Publisher:
                     options.base_id,
                     options.strict,
                     (options.labels or {}).get(ROPE_FIELD, ""),
+                    options.allow_missing,
                 ),
             )
         except DamagedFile as error:

@@ -27,6 +27,8 @@ class Job:
     geometry: Geometry
     max_rank: int
     strict: bool
+    base_names: tuple[str, ...] = ()
+    allow_missing: bool = False
 
     def run(self) -> tuple[Report, Header]:
         """Raises: InvalidAdapter."""
@@ -38,6 +40,8 @@ class Job:
             self.geometry,
             self.max_rank,
             self.strict,
+            base_names=self.base_names,
+            allow_missing=self.allow_missing,
         )
         return report, parse_header(self.header_bytes, self.tensor_file_size)
 

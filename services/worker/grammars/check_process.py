@@ -8,7 +8,6 @@ takes nothing with it. Jobs and answers are JSON.
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +22,6 @@ from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.types.messages import WireError
 
-NICE = 5
-"""The engine comes first where cores are few."""
 STACK_BYTES = 2 << 20
 
 
@@ -38,7 +35,6 @@ class Setup(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Answer every grammar until stdin closes: null for a good one, else why it is refused."""
-    os.nice(NICE)
     limit_memory(GRAMMARS.memory_bytes)
     setup = msgspec.json.decode(read_setup(), type=Setup)
     vocabulary: LLTokenizer | LoraplexError

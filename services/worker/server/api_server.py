@@ -62,6 +62,8 @@ class ApiServer:
         self._guard = CrashGuard()
         self._suspects: list[bytes] = []
         """What the engine that died last was computing."""
+        self._num_preemptions = 0
+        """As the engine counts."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -159,17 +161,19 @@ class ApiServer:
 
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
+        metrics.observe_preemptions(self._num_preemptions, output.preemptions)
+        self._num_preemptions = output.preemptions
         self.status.update(output.residency, output.load)
         metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
-        now = time.monotonic()
-        for token in output.tokens:
-            if (request := self._live.get(token.request_id)) is not None:
-                metrics.observe_tokens(request, token, now)
-                self._guard.settled(token.request_id)
-                if token.finish_reason:
-                    self._guard.finished(request.crash_key)
-                    self._end(token.request_id)
+        found = [(self._live.get(token.request_id), token) for token in output.tokens]
+        new = [(request, token) for request, token in found if request is not None]
+        metrics.observe_step(new, time.monotonic())
+        for request, token in new:
+            self._guard.settled(token.request_id)
+            if token.finish_reason:
+                self._guard.finished(request.crash_key)
+                self._end(token.request_id)
         for failure in output.failures:
             if self._end(failure.request_id):
                 metrics.count_end("error")
@@ -233,6 +237,7 @@ class ApiServer:
         digests = submit.adapters.digests
         crash = crash_key(submit.prompt_ids, submit.adapters)
         self._guard.check(crash)
+        metrics.observe_submit(submit.sampling.max_tokens)
         num_prompt = len(submit.prompt_ids)
         request = LiveRequest(
             session, submit.request_id, digests, num_prompt, time.monotonic(), crash
