@@ -42,6 +42,7 @@ from loraplex_services.worker.runner.numerics import (
 from loraplex_services.worker.runner.parallel.followers import Followers
 from loraplex_services.worker.runner.parallel.group import (
     RENDEZVOUS_TIMEOUT_S,
+    BuildPart,
     check_group,
     join_and_build,
     lead,
@@ -115,7 +116,7 @@ def build_runner(
         "host_cache_bytes": host_cache_bytes,
         "fully_sharded_loras": fully_sharded_loras,
     }
-    build = partial(_build, model_dir=model_dir, executors=executors, **settings)
+    build: BuildPart = partial(_build, model_dir=model_dir, executors=executors, **settings)
     if num_ranks == 1:
         return build(OneRank())
     check_group(model_dir, resolve_device(device), num_ranks)
