@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,17 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
-from loraplex_services.worker.runner.parallel.checks import check_group
-from loraplex_services.worker.runner.parallel.collectives import join
 from loraplex_services.worker.runner.parallel.followers import Followers
+from loraplex_services.worker.runner.parallel.group import (
+    RENDEZVOUS_TIMEOUT_S,
+    BuildPart,
+    check_group,
+    join_and_build,
+    lead,
+)
 from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.settings import RunnerSettings
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -57,90 +63,36 @@ if TYPE_CHECKING:  # Triton is not everywhere
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT_S = 120.0
-"""For all ranks to start and meet, before any of them loads."""
-
 
 def build_runner(
     model_dir: Path,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    arena_bytes: int,
-    max_lora_rank: int = 256,
-    max_resident: int = 4096,
-    max_num_tokens: int = 2048,
-    max_num_rows: int = 256,
-    load_format: str = "auto",
-    cpu_isa: str = "auto",
-    attention_backend: str = "auto",
-    model_impl: str = "auto",
-    overlap: str = "off",
-    adapter_dtype: str = "auto",
-    host_cache_bytes: int = 0,
     executors: tuple[Executor, Executor] | None = None,
     num_ranks: int = 1,
-    fully_sharded_loras: bool = False,
     rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
     on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
+    **fields: Any,
 ) -> TorchRunner:
     """Load a base from a folder in Hugging Face layout and allocate its arena.
 
     Args:
-        arena_bytes: for KV cache and adapters together, on each rank.
-        max_lora_rank, max_resident: adapters beyond these are refused at load.
-        max_num_tokens, max_num_rows: the most positions and the most requests of one step.
-        load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
-        adapter_dtype: `int8` = A and B as integers with a factor for each rank row.
-        host_cache_bytes: of packed images in pinned memory, on CUDA; 0 = chosen here.
-        model_impl: `native`, `transformers`, or `auto` = the latter where there is no family.
-        cpu_isa, attention_backend, overlap, executors: see `choose_operators`, `AdapterLoader`.
+        executors: see `AdapterLoader`.
         num_ranks: processes that share the base. The others are started here; `close` ends them.
-        fully_sharded_loras: divide both matrices of an adapter's pairs, not one.
         on_rank_end: called from another thread when a rank ends, with its number and exit code.
+        fields: those of `RunnerSettings`.
 
-    Raises: LoraplexError naming what is wrong; RankLost where a rank ended or came too late."""
-    settings: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "arena_bytes": arena_bytes,
-        "max_lora_rank": max_lora_rank,
-        "max_resident": max_resident,
-        "max_num_tokens": max_num_tokens,
-        "max_num_rows": max_num_rows,
-        "load_format": load_format,
-        "cpu_isa": cpu_isa,
-        "attention_backend": attention_backend,
-        "model_impl": model_impl,
-        "overlap": overlap,
-        "adapter_dtype": adapter_dtype,
-        "host_cache_bytes": host_cache_bytes,
-        "fully_sharded_loras": fully_sharded_loras,
-    }
+    Raises:
+        LoraplexError: naming the file, field or setting that is wrong.
+        RankLost: a rank ended or came too late.
+    """
+    settings = RunnerSettings(**fields)
+    build: BuildPart = partial(_build, model_dir, settings, executors)
     if num_ranks == 1:
-        return _build(model_dir, OneRank(), executors, **settings)
-    check_group(model_dir, model_impl, resolve_device(device), num_ranks)
-    followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
-    return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
-
-
-def _lead(
-    followers: Followers,
-    model_dir: Path,
-    shard: Shard,
-    settings: Mapping[str, Any],
-    executors: tuple[Executor, Executor] | None,
-) -> TorchRunner:
-    """Rank 0 of a group whose other ranks are starting."""
-    meeting = followers.rendezvous, followers.timeout_s
-    try:
-        runner, ready = build_rank(model_dir, shard, *meeting, settings, executors)
-        followers.await_ready(ready)
-    except BaseException:
-        followers.close()
-        raise
-    runner.lead(followers)
-    return runner
+        return build(OneRank())
+    device = resolve_device(settings.device)
+    check_group(model_dir, settings.model_impl, device, num_ranks)
+    followers = Followers(num_ranks, model_dir, fields, rendezvous_timeout_s, on_rank_end)
+    return lead(followers, build, device, num_ranks)
 
 
 def build_rank(
@@ -148,85 +100,56 @@ def build_rank(
     shard: Shard,
     rendezvous: str,
     timeout_s: float,
-    settings: Mapping[str, Any],
-    executors: tuple[Executor, Executor] | None = None,
+    fields: Mapping[str, Any],
 ) -> tuple[TorchRunner, RankReady]:
-    """Meet the other ranks and build this one's part. `settings` are those of `build_runner`.
-
-    Raises: as `build_runner` does.
-    """
-    device = resolve_device(settings["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(shard.rank)
-    ranks = join(shard, rendezvous, device, timeout_s)
-    runner = _build(model_dir, ranks, executors, **settings)
-    info = runner.model_info()
-    ready = RankReady(
-        torch_version=str(torch.__version__),
-        release=_release(),
-        base=runner.layout.base_key,
-        dtype=info.dtype,
-        arithmetic=info.numerics_fingerprint,
-        num_blocks=runner.arena_blocks,
-        block_bytes=runner.block_bytes,
-    )
-    return runner, ready
-
-
-def _release() -> str:
-    """Version of this package, where it is installed."""
-    try:
-        return metadata.version("loraplex")
-    except metadata.PackageNotFoundError:
-        return ""
+    """A rank that is not the first. `fields` are those of `build_runner`. Raises as it does."""
+    settings = RunnerSettings(**fields)
+    build = partial(_build, model_dir, settings, None)
+    return join_and_build(build, resolve_device(settings.device), shard, rendezvous, timeout_s)
 
 
 def _build(
     model_dir: Path,
-    ranks: Ranks,
+    settings: RunnerSettings,
     executors: tuple[Executor, Executor] | None,
-    *,
-    device: str,
-    dtype: str,
-    arena_bytes: int,
-    max_lora_rank: int,
-    max_resident: int,
-    max_num_tokens: int,
-    max_num_rows: int,
-    load_format: str,
-    cpu_isa: str,
-    attention_backend: str,
-    model_impl: str,
-    overlap: str,
-    adapter_dtype: str,
-    host_cache_bytes: int,
-    fully_sharded_loras: bool,
+    ranks: Ranks,
 ) -> TorchRunner:
     """One rank's part of a base; see `build_runner`."""
-    torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
-    operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
-    operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
+    torch_device = resolve_device(settings.device)
+    torch_dtype = resolve_dtype(
+        settings.dtype, torch_device, _half_wins(model_dir, settings.load_format, settings.cpu_isa)
+    )
+    operators = choose_operators(
+        torch_device, torch_dtype, settings.cpu_isa, settings.attention_backend
+    )
+    operators.ranks, operators.fully_sharded = ranks, settings.fully_sharded_loras
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
-    source = model_dir, load_format, model_impl
+    source = model_dir, settings.load_format, settings.model_impl
     config, model = _read_model(*source, torch_dtype, torch_device, operators)
     share_threads(model.weight_bytes, operators, torch_device)
     own = local_config(config, ranks.shard)
-    kv = _kv_buffer(own, torch_dtype, torch_device, arena_bytes)
+    kv = _kv_buffer(own, torch_dtype, torch_device, settings.arena_bytes)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    base_key, is_int8 = weights_key(model_dir, geometry), adapter_dtype == "int8"
-    layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, is_int8)
-    host = _pinned_cache(arena, host_cache_bytes)
-    adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
+    base_key, is_int8 = weights_key(model_dir, geometry), settings.adapter_dtype == "int8"
+    layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, is_int8)
+    host = _pinned_cache(arena, settings.host_cache_bytes)
+    adapters = AdapterWeights(arena, settings.max_resident, model.ropes, layout.ropes, host)
     packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
     info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
-    limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
+    limits = (
+        settings.max_resident,
+        settings.max_lora_rank,
+        settings.max_num_tokens,
+        settings.max_num_rows,
+    )
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     draws = operators.draws
-    return TorchRunner(model, arena, kv, loader, layout, info, batches, draws, overlap, ranks)
+    return TorchRunner(
+        model, arena, kv, loader, layout, info, batches, draws, settings.overlap, ranks
+    )
 
 
 def _adapter_layout(

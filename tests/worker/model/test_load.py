@@ -11,7 +11,13 @@ from loraplex.adapter_format.text_model import PLAIN, WRAPPED, plain_names
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.model.families import read_model_config
-from loraplex_services.worker.model.load import Checkpoint, DummyWeights
+from loraplex_services.worker.model.load import (
+    Checkpoint,
+    DummyWeights,
+    Window,
+    take_rows,
+    take_window,
+)
 from tests.worker.parity.bases import make_base
 
 CPU = torch.device("cpu")
@@ -201,3 +207,32 @@ def test_a_multimodal_base_whose_text_model_is_of_an_unknown_family_is_refused(t
 
 def test_end_tokens_of_a_multimodal_base_come_from_its_text_config(multimodal):
     assert read_model_config(multimodal.folder)[1].eos_token_ids == (310,)
+
+
+def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
+    weights = Checkpoint(base.folder, torch.float32, CPU)
+    prefix = "model.layers.0.self_attn"
+    parts = [(f"{prefix}.q_proj.weight", 64), (f"{prefix}.k_proj.weight", 32)]
+    whole = take_rows(weights, parts, 64)
+    window = Window([(16, 32), (80, 96)], (8, 24))
+    expected = torch.cat([whole[16:32, 8:24], whole[80:96, 8:24]])
+    assert take_window(weights, parts, [64], window).equal(expected)
+    rows = weights.rows_in_files(parts, 64)
+    assert (rows.out_features, rows.in_features) == (96, 64)
+    assert rows.weight_rows(60, 70).equal(whole[60:70])
+    assert rows.weight_rows(5, 5).shape == (0, 64)
+
+
+def test_a_window_of_a_tensor_of_another_shape_is_refused_by_name(base):
+    weights = Checkpoint(base.folder, torch.float32, CPU)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with pytest.raises(InvalidRequest, match="asks for shape") as caught:
+        weights.take(name, (64, 32), Window([(0, 32)]))
+    assert caught.value.violations[0].field == name
+
+
+def test_random_weights_of_several_ranks_have_no_whole_rows():
+    rows = DummyWeights(torch.float32, CPU).rows_in_files([("a", 3), ("b", 4)], 5)
+    assert (rows.out_features, rows.in_features) == (7, 5)
+    with pytest.raises(Unsupported, match="load_format"):
+        rows.weight_rows(0, 1)

@@ -17,9 +17,9 @@ import torch
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.runner.building import build_rank, build_runner
-from loraplex_services.worker.runner.parallel.checks import check_group
 from loraplex_services.worker.runner.parallel.collectives import TorchRanks
 from loraplex_services.worker.runner.parallel.followers import check_equal
+from loraplex_services.worker.runner.parallel.group import check_group
 from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import Shard, padded_share

@@ -1,0 +1,40 @@
+"""What a runner is built with; the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    """How a base is computed, and what its runner holds."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    """`auto` = safetensors; `dummy` = random weights of the config's shape."""
+    model_impl: str = "auto"
+    """`native` = a family of `model.families`; `transformers` = the library's class; `auto` = the
+    latter where there is no family."""
+    cpu_isa: str = "auto"
+    """Instruction set of the CPU kernels (see `native/isa.py`); `torch` = none."""
+    attention_backend: str = "auto"
+    """See `choose_operators`."""
+    arena_bytes: int
+    """For KV cache and adapters together, on each rank."""
+    max_lora_rank: int = 256
+    """Adapters of a higher rank are refused at load."""
+    max_resident: int = 4096
+    """Adapters that may be loaded at once; slots are below it."""
+    max_num_tokens: int = 2048
+    """The most positions of one step."""
+    max_num_rows: int = 256
+    """The most requests of one step."""
+    overlap: str = "off"
+    """See `StepOrder`."""
+    adapter_dtype: str = "auto"
+    """`int8` = A and B as integers with a factor for each rank row."""
+    host_cache_bytes: int = 0
+    """Of packed images in pinned memory, on CUDA; 0 = chosen here."""
+    fully_sharded_loras: bool = False
+    """Divide both matrices of an adapter's pairs among the ranks, not one."""
