@@ -11,9 +11,12 @@ from pathlib import Path
 from loraplex.units import parse_bytes, parse_seconds
 from loraplex_services.common.knob import Knob, listen_knob, path_knob, text_knob
 from loraplex_services.common.units import (
+    Memory,
     choice,
     parse_bool,
     parse_list,
+    parse_memory,
+    parse_share,
     parse_text,
     whole,
 )
@@ -224,12 +227,21 @@ HOST_CACHE_BYTES: Knob[int] = Knob(
     "worker",
     "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
 )
-KV_MEMORY: Knob[int] = Knob(
+KV_MEMORY: Knob[Memory] = Knob(
     "LORAPLEX_KV_MEMORY",
-    parse_bytes,
-    0,
+    parse_memory,
+    Memory(),
     "up worker",
-    "Bytes of the arena (KV cache and adapters together); 0 = chosen by the worker.",
+    "Arena (KV cache and adapters together): bytes, or percent of what is free once the base is "
+    "loaded; 0 = chosen by the worker.",
+)
+GPU_MEMORY_UTILIZATION: Knob[float] = Knob(
+    "LORAPLEX_GPU_MEMORY_UTILIZATION",
+    parse_share,
+    0.0,
+    "up worker",
+    "Share of a GPU's memory for weights, steps and arena, if LORAPLEX_KV_MEMORY is not set; "
+    "unset = 0.9.",
 )
 DEVICE: Knob[str] = Knob(
     "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
@@ -244,10 +256,10 @@ DTYPE: Knob[str] = Knob(
 )
 LORA_DTYPE: Knob[str] = Knob(
     "LORAPLEX_LORA_DTYPE",
-    choice("auto", "int8"),
+    choice("auto", "float32", "bfloat16", "float16", "int8"),
     "auto",
     "up worker",
-    "How A and B are kept; auto = as computed with or published, int8 = half those bytes, rounded.",
+    "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
 CPU_ISA: Knob[str] = Knob(
     "LORAPLEX_CPU_ISA",
@@ -292,6 +304,13 @@ MAX_STEP_S: Knob[float] = Knob(
     0.2,
     "worker",
     "Prompts are cut so that steps in which others decode take no longer; 0 = as long as it takes.",
+)
+MAX_MODEL_LEN: Knob[int] = Knob(
+    "LORAPLEX_MAX_MODEL_LEN",
+    whole(),
+    0,
+    "up worker",
+    "Longest context in tokens, prompt and output together; 0 = the base's.",
 )
 MAX_NUM_SEQS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."

@@ -203,4 +203,5 @@ def model_to_wire(
         worker_id=config.worker_id,
         pad_token_id=bundle.pad_token_id,
         base_aliases=config.base_aliases,
+        caps_context=info.caps_context,
     )

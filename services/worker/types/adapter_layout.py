@@ -31,13 +31,21 @@ class AdapterLayout:
     sites: SiteTable
     ropes: BaseRopes
     """The base's; what an adapter's are made from."""
-    int8: bool = False
-    """A and B of linears and the head become integers with a factor for each rank row."""
+    stored: str = "auto"
+    """What A and B are kept as, whatever they were published in; I8 = A and B of linears and the
+    head become integers with a factor for each rank row, and the rest is as with auto."""
+
+    @property
+    def int8(self) -> bool:
+        """Whether A and B are integers."""
+        return self.stored == "I8"
 
     def lora_dtype(self, published: str, site_kind: str) -> str:
         """What A and B are packed as."""
         if self.int8 and site_kind in (LINEAR, LM_HEAD):
             return "I8"
+        if self.stored not in ("auto", "I8"):
+            return self.stored
         keeps = self.keeps_half and self.dtype == "F32" and published in HALF_DTYPES
         return published if keeps else self.dtype
 
@@ -45,7 +53,7 @@ class AdapterLayout:
     def fingerprint(self) -> str:
         """Images of equal fingerprints hold the same bytes for an adapter."""
         sites = (self.sites.sites, sorted(self.sites.places.items()))
-        types = (self.block_bytes, self.dtype, self.keeps_half, self.int8, self.max_rank)
+        types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
         parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens))
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
