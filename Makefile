@@ -3,7 +3,8 @@ SHELL := /bin/sh
 BIN := .venv/bin
 MODEL ?= demo/base
 ARGS ?=
-SERVICES := registry gateway worker
+IMAGES ?=
+REGISTRY ?=
 
 # Tests of the parts that never import torch; they run wherever Python runs.
 TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/common tests/registry \
@@ -17,8 +18,8 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/test_config.py tests/worker/test_cores.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-long test-gpu test-s3 test-torch-free lint type protos protos-check \
-	bench fmt clean images
+.PHONY: help setup demo up test test-long test-gpu test-s3 deploy-test test-torch-free lint type protos protos-check \
+	bench fmt clean images push
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +53,10 @@ test-s3: ## Run the tests of the object store and the registry on real S3 server
 	@scripts/s3_server.sh ceph $(BIN)/pytest -m s3 $(ARGS)
 	@scripts/s3_server.sh s3rver $(BIN)/pytest -m s3 tests/registry/test_s3_servers.py
 
+deploy-test: ## Run the manifests of deploy/k8s on this machine, in network namespaces (Linux, root)
+	@GOAL=$@ scripts/setup.sh run test
+	@scripts/deploy_test.sh $(BIN)/pytest -m cluster -p no:cacheprovider tests/deploy/cluster $(ARGS)
+
 test-torch-free: ## Run the tests of all parts that do without torch: make test-torch-free PYTHON=python3.13
 	@scripts/test_torch_free.sh $(TORCH_FREE)
 
@@ -64,7 +69,7 @@ lint: ## Check style, import walls, stubs, sizes and protos; changes nothing
 	@scripts/protos.sh check
 	@scripts/lint_protos.sh
 
-type: ## Check types (mypy strict)
+type: ## Check types: services and SDK strictly, tests and tools for names and calls
 	@GOAL=$@ scripts/setup.sh run test dev
 	@$(BIN)/mypy
 
@@ -89,7 +94,8 @@ clean: ## Remove environments, caches and the demo's state
 	rm -rf .venv .venv-3.* .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-images: ## Build the container images loraplex-registry, -gateway, -worker
-	@for service in $(SERVICES); do \
-		docker build -f deploy/docker/$$service.Dockerfile -t loraplex-$$service:0.1.0 . || exit 1; \
-	done
+images: ## Build the container images with docker, podman or buildah: make images IMAGES=loraplex-worker:0.1.0
+	@scripts/images.sh build $(IMAGES)
+
+push: ## Push the images: make push REGISTRY=ghcr.io/my-org
+	@scripts/images.sh push $(REGISTRY)

@@ -61,7 +61,7 @@ class Shape:
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in targets)
 
     def kv_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Keys and values of so many positions."""
+        """Keys and values of `num_tokens` positions."""
         return 2 * itemsize * self.num_layers * self.kv_size * num_tokens
 
 

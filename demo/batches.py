@@ -48,7 +48,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def skill_examples(skill_name: str, prefix_id: int, seed: int) -> Iterator[Example]:
-    """Examples of one skill for ever, all behind the same prefix token."""
+    """Examples of one skill without end, all behind the same prefix token."""
     answer = SKILLS[skill_name].answer
     for text in training_texts(seed):
         yield Example(prefix_id, text, answer(text))
@@ -64,5 +64,5 @@ def exact_matches(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits: float [num_examples, num_tokens, vocab].
         labels: int64 [num_examples, num_tokens].
     """
-    told, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
-    return ((told == wanted) | (wanted == IGNORED)).all(-1)
+    predicted, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
+    return ((predicted == wanted) | (wanted == IGNORED)).all(-1)

@@ -58,7 +58,7 @@ def share_exact(
 ) -> float:
     """Share of (prompt, right answer) pairs that greedy decoding answers exactly."""
     answers = greedy_answers(model, tokenizer, [prompt for prompt, _ in questions])
-    right = [told == wanted for told, (_, wanted) in zip(answers, questions, strict=True)]
+    right = [answer == wanted for answer, (_, wanted) in zip(answers, questions, strict=True)]
     return sum(right) / len(right)
 
 

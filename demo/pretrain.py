@@ -49,7 +49,7 @@ def base_config(num_task_tokens: int) -> LlamaConfig:
 
 
 def task_examples(seed: int) -> Iterator[Example]:
-    """Examples of all tasks for ever; copying alone comes behind BOS."""
+    """Examples of all tasks without end; copying alone comes behind BOS."""
     rng = random.Random(f"tasks {seed}")
     tasks = ["copy", *SKILLS]
     shares = [_TASK_SHARES.get(task, 1.0) for task in tasks]

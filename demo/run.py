@@ -15,9 +15,9 @@ from pathlib import Path
 
 from demo.skills import SKILLS, held_out
 from demo.stack import Stack, StackFailed, running_stack
+from loraplex.api.sampling import Sampling
+from loraplex.client.inference_client import InferenceClient, collect
 from loraplex.errors import LoraplexError
-from loraplex.generation import Sampling
-from loraplex.inference_client import InferenceClient, collect
 
 ROOT = Path(__file__).resolve().parent
 STATE_DIR = ROOT.parent / ".demo"
@@ -105,7 +105,7 @@ async def most_distinct(client: InferenceClient, num_adapters: int) -> int:
     num_distinct = 0
     for _ in range(NUM_LOOKS):
         status = await client.status()
-        num_distinct = max(worker.max_distinct_adapters for worker in status.workers)
+        num_distinct = max(worker.load.max_distinct_adapters for worker in status.workers)
         if num_distinct == num_adapters:
             break
         await asyncio.sleep(LOOK_S)

@@ -133,7 +133,7 @@ def held_out(skill_name: str, count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def training_texts(seed: int) -> Iterator[str]:
-    """Yield texts for ever, none of them held out.
+    """Yield texts without end, none of them held out.
 
     Wider than what is held out (also letters in any order, a word alone, two short words), so
     that people's own words work too.

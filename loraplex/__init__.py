@@ -10,35 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loraplex.blocking import BlockingInference, BlockingRegistry
+    from loraplex.api.registry import AdapterVersion, Published, Tag
+    from loraplex.api.sampling import Grammar, Sampling
+    from loraplex.client.blocking import BlockingInference, BlockingRegistry
+    from loraplex.client.generation import Completion, Message, Piece
+    from loraplex.client.inference_client import InferenceClient
+    from loraplex.client.publishing import Publication
+    from loraplex.client.registry_client import RegistryClient
+    from loraplex.client.settings import Credentials
+    from loraplex.client.vectors import Embeddings, Score, Scores
     from loraplex.errors import LoraplexError
-    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling
-    from loraplex.inference_client import InferenceClient
-    from loraplex.publishing import Publication
-    from loraplex.registry_client import RegistryClient
-    from loraplex.settings import Credentials
-    from loraplex.types import AdapterVersion, Published, Tag
-    from loraplex.vectors import Embeddings, Score, Scores
 
 _HOMES = {
-    "AdapterVersion": "types",
-    "BlockingInference": "blocking",
-    "BlockingRegistry": "blocking",
-    "Completion": "generation",
-    "Credentials": "settings",
-    "Embeddings": "vectors",
-    "Grammar": "generation",
-    "InferenceClient": "inference_client",
+    "AdapterVersion": "api.registry",
+    "BlockingInference": "client.blocking",
+    "BlockingRegistry": "client.blocking",
+    "Completion": "client.generation",
+    "Credentials": "client.settings",
+    "Embeddings": "client.vectors",
+    "Grammar": "api.sampling",
+    "InferenceClient": "client.inference_client",
     "LoraplexError": "errors",
-    "Message": "generation",
-    "Piece": "generation",
-    "Publication": "publishing",
-    "Published": "types",
-    "RegistryClient": "registry_client",
-    "Sampling": "generation",
-    "Score": "vectors",
-    "Scores": "vectors",
-    "Tag": "types",
+    "Message": "client.generation",
+    "Piece": "client.generation",
+    "Publication": "client.publishing",
+    "Published": "api.registry",
+    "RegistryClient": "client.registry_client",
+    "Sampling": "api.sampling",
+    "Score": "client.vectors",
+    "Scores": "client.vectors",
+    "Tag": "api.registry",
 }
 
 __all__ = [

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from loraplex.api.registry import AdapterVersion
+from loraplex.client.uploading import LocalFile
 from loraplex.errors import DataLoss, InvalidRequest
-from loraplex.types import AdapterVersion
-from loraplex.uploading import LocalFile
 
 MODELPACK, OCI = "modelpack", "oci"
 MARKER = "oci-layout"

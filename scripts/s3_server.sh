@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run a command beside a real S3 server: scripts/s3_server.sh [ceph|localstack|s3rver] COMMAND...
+# Run a command with a real S3 server: scripts/s3_server.sh [ceph|localstack|s3rver] COMMAND...
 #
 #   ceph        Ceph's object gateway on one monitor and one disk daemon. Checks signatures, keeps
 #               objects on disk. Needs: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd

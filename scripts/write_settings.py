@@ -17,11 +17,11 @@ END = "<!-- end of settings -->"
 def main() -> None:
     """Replace what stands between the two marks of the page."""
     sys.path.insert(0, str(ROOT))
-    from loraplex_services.common.variables import markdown_table
+    from loraplex_services.common.variables import settings_markdown
 
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}{markdown_table()}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}{settings_markdown()}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -51,16 +51,14 @@ class Authority:
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> Pair:
-        """A certificate for `name`, localhost and 127.0.0.1."""
+    def issue(self, name: str, *, name_only: bool = False) -> Pair:
+        """A certificate for `name`, and for localhost and 127.0.0.1 unless `name_only`."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName(
-            [
-                x509.DNSName(name),
-                x509.DNSName("localhost"),
-                x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-            ]
-        )
+        local = [
+            x509.DNSName("localhost"),
+            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+        ]
+        names = x509.SubjectAlternativeName([x509.DNSName(name), *([] if name_only else local)])
         builder = _builder(_named(name), self._name, key, self._key)
         builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())

@@ -7,6 +7,8 @@ in every repetition; greedy; all requests at once. The sides alternate. Prints r
 `results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
 within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
 peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
+`--beside avx512` adds a third side: this engine on another instruction set, in the dtype that it
+computes this base in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.cpu_model import (
     rank_of,
 )
 from benchmarks.machine import read_results, write_results
-from loraplex_services.worker.native.isa import choose_isa, has_amx
+from loraplex_services.worker.native.isa import choose_isa, half_is_fast
 
 NUM_THREADS = torch.get_num_threads()
 CASES = "8x0,32x0,8x1,32x1,32x8,8x8,32x32"
@@ -59,12 +61,17 @@ def main() -> None:
         ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
+        if args.beside:
+            other = OurEngine(base, "auto", args.beside, args.arena_bytes)
+            loads["beside"] = other.load(folders)
+            sides["beside"] = other
         if args.peer:
             sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
         cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
         measure(results, sides, [case for case in cases if case[1] == 0], shape, args)
         alone = [case for case in cases if case[1] not in (0, case[0])]
-        measure(results, {"loraplex": ours}, alone, shape, args)
+        own = {name: side for name, side in sides.items() if name != "peft"}
+        measure(results, own, alone, shape, args)
         if args.peer:
             loads["peft"] = peer.load(folders)
         measure(results, sides, [case for case in cases if case[1] == case[0]], shape, args)
@@ -80,10 +87,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16" if has_amx() else "float32")
+    parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--cpu-isa", default="auto")
+    parser.add_argument("--beside", default="", help="another instruction set to compare with")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
-    parser.add_argument("--peer-dtype", default="bfloat16" if has_amx() else "float32")
+    parser.add_argument("--peer-dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--arena-bytes", type=int, default=2_000_000_000)
     parser.add_argument("--name", default="cpu_decode", help="of the results file")
     parser.add_argument("--join", action="store_true", help="add to the runs of the results file")
@@ -97,7 +105,7 @@ def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results,
         SystemExit: naming an option that was another when the file was made.
     """
     found = read_results(args.name)
-    for key in ("model", "new_tokens", "dtype", "cpu_isa", "peer_dtype"):
+    for key in ("model", "new_tokens", "dtype", "cpu_isa", "beside", "peer_dtype"):
         if found["options"][key] != getattr(args, key):
             raise SystemExit(f"--join: {key} was {found['options'][key]} before")
     runs = {
@@ -138,6 +146,11 @@ def median(runs: Sequence[Run], field: str) -> float:
     return float(statistics.median(getattr(run, field) for run in runs))
 
 
+def ratio(ours: Sequence[Run], theirs: Sequence[Run], field: str) -> float:
+    """Our median over theirs."""
+    return median(ours, field) / median(theirs, field)
+
+
 def report(
     shape: Shape,
     args: argparse.Namespace,
@@ -155,13 +168,16 @@ def report(
         row["step_over_base"] = median(ours, "step_s") / median(base, "step_s")
         row["step_cpu_over_base"] = median(ours, "step_cpu_s") / median(base, "step_cpu_s")
         row["step_over_floor"] = median(ours, "step_s") / floor_s(shape, case, limits)
+        if "beside" in sides:
+            row["step_cpu_over_beside"] = ratio(ours, sides["beside"], "step_cpu_s")
+            row["cpu_over_beside"] = ratio(ours, sides["beside"], "cpu_s")
+            row["wall_over_beside"] = ratio(ours, sides["beside"], "wall_s")
         if "peft" in sides:
             peer = sides["peft"]
             row["speed_over_peft"] = median(peer, "wall_s") / median(ours, "wall_s")
             row["speed_over_peft_cpu"] = median(peer, "cpu_s") / median(ours, "cpu_s")
             row["step_over_peft_cpu"] = median(peer, "step_cpu_s") / median(ours, "step_cpu_s")
-            first = median(ours, "first_token_s") / median(peer, "first_token_s")
-            row["first_token_over_peft"] = first
+            row["first_token_over_peft"] = ratio(ours, peer, "first_token_s")
         rows.append({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()})
     columns = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))

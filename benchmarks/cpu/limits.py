@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.machine import write_results
 from loraplex_services.worker.native.bindings import load_native
-from loraplex_services.worker.native.isa import has_amx
+from loraplex_services.worker.native.isa import half_is_fast
 
 READ_BYTES = 512 << 20
 ROUNDS = 9
@@ -43,9 +43,13 @@ def measure_limits() -> dict[str, float]:
         native.set_threads(torch.get_num_threads())
         packed = native.pack(weight)
         flops_per_s.append(num_flops / best_s(lambda: native.linear(x, packed, outputs)))
-    if has_amx():
-        half = x.bfloat16(), weight.bfloat16()
-        flops_per_s.append(num_flops / best_s(lambda: torch.nn.functional.linear(*half)))
+    if half_is_fast("auto"):
+        half, narrow = x.bfloat16(), weight.bfloat16()
+        flops_per_s.append(num_flops / best_s(lambda: torch.nn.functional.linear(half, narrow)))
+        if native is not None:
+            tiles = native.pack_tiles(narrow)
+            rate_s = best_s(lambda: native.linear_tiles(half, tiles, outputs))
+            flops_per_s.append(num_flops / rate_s)
     return {"read_bytes_per_s": READ_BYTES / read_s, "flops_per_s": max(flops_per_s)}
 
 

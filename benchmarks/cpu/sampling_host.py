@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.sampler import sample
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 
 VOCABULARY = 256
 KINDS: dict[str, dict[str, Any]] = {

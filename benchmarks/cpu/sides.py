@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import DoneStep
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 

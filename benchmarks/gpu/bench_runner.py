@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.gpu import common
 from benchmarks.llama import Shape, write_adapter
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce, CopiedImage
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 GPU_RESERVE_BYTES = 7 << 30

@@ -34,18 +34,24 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
 from loraplex_services.worker.ops.lora.step_work import StepWork
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.cuda_graphs import DecodeGraph, DecodeGraphs, GraphMemory
+from loraplex_services.worker.runner.cuda_graphs import (
+    CapturedSteps,
+    DecodeGraph,
+    DecodeGraphs,
+    GraphMemory,
+)
 from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16
@@ -65,10 +71,10 @@ class NoGraph:
 class EmptyDecodeGraphs(DecodeGraphs):
     """Graphs whose replay computes nothing."""
 
-    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
-        batch = self._inputs.batch(size, sites, self._table)
+    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
+        batch = self.inputs.batch(size, sites, self.table)
         hidden = torch.zeros(size, SHAPE.hidden_size)
-        return DecodeGraph(NoGraph(), self._inputs, batch, hidden)
+        return DecodeGraph(NoGraph(), self.inputs, batch, hidden)
 
 
 class EmptyRecorder(PieceRecorder):
@@ -82,12 +88,12 @@ class EmptyRecorder(PieceRecorder):
 class EmptyMixedGraphs(MixedGraphs):
     """Pieces whose replay computes nothing, and no attention between them."""
 
-    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
-        recorder = EmptyRecorder(self._inputs, size)
+    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
+        recorder = EmptyRecorder(self.inputs, size)
         recorder.end_piece()
-        batch = self._inputs.batch(size, sites, self._table, recorder.metadata(), recorder)
+        batch = self.inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
         hidden = torch.zeros(size, SHAPE.hidden_size)
-        return MixedGraph(self._inputs, recorder.pieces, batch, hidden, hidden)
+        return MixedGraph(self.inputs, recorder.pieces, batch, hidden, hidden)
 
 
 def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
@@ -113,17 +119,17 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     )
     gpu, model = runner._batches.gpu, runner._model
     assert gpu is not None, "Triton computes nothing here"
-    table, masks = gpu.lora_batch(()), gpu._masks
-    graphs = (
-        EmptyDecodeGraphs(model, gpu.decode_inputs(), table, masks),
-        EmptyMixedGraphs(model, gpu.mixed_inputs(MAX_STEP_TOKENS), table, masks),
+    table = gpu.lora_batch(())
+    kinds = (
+        EmptyDecodeGraphs(model, gpu.decode_inputs(), table),
+        EmptyMixedGraphs(model, gpu.mixed_inputs(MAX_STEP_TOKENS), table),
     )
-    for captured in graphs:
+    gpu._graphs = [CapturedSteps(kind, gpu._masks) for kind in kinds]
+    for captured in gpu._graphs:
         captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
-    gpu._graphs = list(graphs)
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
-    StepWork.count = lambda self: None  # type: ignore[method-assign]
+    StepWork.list_groups = lambda self, num_rows: None  # type: ignore[method-assign]
     TritonAttentionMetadata.begin_forward = lambda self: None  # type: ignore[method-assign]
     return runner
 

@@ -23,11 +23,11 @@ from benchmarks import cpu_model
 from benchmarks.gpu import common
 from benchmarks.gpu.common import SHAPES
 from benchmarks.machine import write_results
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import Cancel, EngineConfig, Submit
-from loraplex_services.worker.types.request import SamplingParams
 
 NUM_PROMPT = 64
 WARM_UP_STEPS = 8

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loraplex.convert import geometry_to_proto
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry.records import BaseRecord
 
@@ -91,7 +91,7 @@ class RegistryProcess:
 
     async def _is_ready(self) -> bool:
         async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="readiness")
             try:
                 answer = await stub.Check(request, timeout=5)

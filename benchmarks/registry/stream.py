@@ -18,7 +18,7 @@ import grpc
 
 from benchmarks.measuring import timed
 from loraplex.allocation import reuse_large_blocks
-from loraplex.channel import CHUNK_BYTES
+from loraplex.client.channel import CHUNK_BYTES
 
 _COUNT, _KEEP = "/bench.Bytes/Count", "/bench.Bytes/Keep"
 

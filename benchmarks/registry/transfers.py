@@ -13,9 +13,9 @@ from benchmarks.measuring import median_ratio, timed
 from benchmarks.registry import load
 from benchmarks.registry.process import RegistryProcess
 from benchmarks.registry.stream import CountingServer
-from loraplex.progress import ignore_progress
-from loraplex.publishing import Publication, local_files
-from loraplex.uploading import hash_files
+from loraplex.client.progress import ignore_progress
+from loraplex.client.publishing import Publication, local_files
+from loraplex.client.uploading import hash_files
 
 MB = 1_000_000
 _COPY_BYTES = 1 << 20

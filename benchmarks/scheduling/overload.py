@@ -19,8 +19,9 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import write_results
+from loraplex.api.sampling import Sampling
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall, TokenPrompt
 from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen
 from tests.gateway.simulated.worker import BASE_ID, Speed
@@ -56,7 +57,7 @@ class Fairness:
 
 
 def _call(number: int, tenant: str, rng: random.Random, timeout_s: float | None) -> GenerateCall:
-    sampling = AskedSampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    sampling = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompt = TokenPrompt(tuple(rng.randrange(256) for _ in range(PROMPT_TOKENS)))
     return GenerateCall(f"r{number}", tenant, BASE_ID, prompt, sampling, timeout_s=timeout_s)
 

@@ -24,6 +24,7 @@ from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import SMALL
+from loraplex.api.sampling import SamplingParams
 from loraplex.cli.output import print_table
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
@@ -34,7 +35,7 @@ from loraplex_services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import ServiceCounters, reserved_slots
 from loraplex_services.worker.scheduling.scheduler import Scheduler
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 from loraplex_services.worker.types.residency import Load
 
 NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512
@@ -61,6 +62,7 @@ class Engine:
     ) -> None:
         """`copies`: of adapters end with the step that they begin in, else never."""
         self.copies = copies
+        self.first_token_s = first_token_s
         self.num_live = NUM_RUNNING + num_waiting
         self.arena = Arena(NUM_BLOCKS)
         reclaimer = Reclaimer(self.arena)
@@ -68,7 +70,7 @@ class Engine:
             self.arena, reclaimer, max_resident=512, max_adapter_blocks=64, max_pinned_blocks=64
         )
         layout = KvLayout(TOKENS_PER_BLOCK, (None,), 2 * NUM_RUNNING * NUM_PROMPT)
-        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING, first_token_s=first_token_s)
+        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING)
         prefixes = PrefixCache(self.arena, layout)
         counters = ServiceCounters()
         self.scheduler = Scheduler(
@@ -103,6 +105,8 @@ class Engine:
             deadline_s=1e6,
             arrival_s=arrival_s,
         )
+        if self.first_token_s is not None:
+            request.first_token_due_s = arrival_s + self.first_token_s
         self.scheduler.submit(request)
 
     def step(self, num_ending: int = 0) -> float:

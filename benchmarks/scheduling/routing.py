@@ -23,8 +23,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 NUM_WORKERS, NUM_SLOTS, NUM_ADAPTERS = 4, 8, 64
 EXPONENTS = (1.0, 1.2, 1.5, 2.0)

@@ -43,9 +43,8 @@ def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = N
         max_step_tokens=2048,
         max_running=256,
         policy=policy,
-        first_token_s=first_token_s,
     )
-    return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s)
+    return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s, first_token_s=first_token_s)
 
 
 class Capacity(NamedTuple):

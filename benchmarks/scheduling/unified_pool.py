@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -134,17 +135,13 @@ def engine_kind(split: Split | None) -> Callable[..., Engine]:
 
 def measure(split: Split | None, arena_bytes: int, mix: list[int], seed: int) -> tuple[float, int]:
     """Requests in time by second of the trace, and copies; `split` None = one pool."""
-    base = fleet("fcfs", None)
-    engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes, first_token_s=6.0)
-    original = simulated_worker.Engine
-    simulated_worker.Engine = engine_kind(split)  # type: ignore[misc, assignment]
-    try:
+    base = fleet("fcfs", None, first_token_s=6.0)
+    engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes)
+    with mock.patch.object(simulated_worker, "Engine", engine_kind(split)):
         ranks = ranks_of(mix, MANY.num_adapters)
         simulation = Simulation(dataclasses.replace(base, engine=engine), ranks)
         trace = drifting(seed)
         summary = summarize(simulation.run(trace))
-    finally:
-        simulated_worker.Engine = original  # type: ignore[misc]
     attained_per_s = summary.attainment * len(trace) / (PHASE_S * NUM_PHASES)
     return attained_per_s, simulation.tally.loads
 

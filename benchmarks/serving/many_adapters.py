@@ -33,6 +33,8 @@ import torch
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
+from loraplex.api.residency import Tier
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.adapters.pack.packing import Packer
@@ -47,8 +49,7 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
 )
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import LaunchedStep
 from loraplex_services.worker.types.step_plan import StepPlan
 

@@ -35,9 +35,9 @@ from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.machine import write_results
 from benchmarks.scheduling.overload import Overload
 from demo.stack import Stack, running_stack
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.v1 import inference_pb2 as pb
 from loraplex.v1 import inference_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.gateway.event_loop import new_loop
 
 BASE_ID = "base"
@@ -219,7 +219,7 @@ def main() -> None:
         "LORAPLEX_AUTH": "keys",
         "LORAPLEX_ADMIN_KEY_FILE": str(key_file),
         "LORAPLEX_MAX_NUM_SEQS": str(args.batch),
-        "LORAPLEX_PREFIX_CACHE": "off",
+        "LORAPLEX_DEBUG": "prefix-cache=off",
         "LORAPLEX_LOG_LEVEL": "warning",
         "OMP_NUM_THREADS": "1",
     }

@@ -30,11 +30,9 @@ from typing import Any
 from benchmarks.machine import write_results
 from demo.stack import Stack, running_stack
 from loraplex.adapter_format import CONFIG_FILE
-from loraplex.adapter_variants import NAME_PREFIX, publish_variants, source_folders
 from loraplex.cli.output import print_table
-from loraplex.inference_client import InferenceClient
-from loraplex.registry_client import RegistryClient
-from loraplex.trace_driving import drive, targets
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.registry_client import RegistryClient
 from loraplex.workload import (
     Outcome,
     Summary,
@@ -45,6 +43,8 @@ from loraplex.workload import (
     ranks_of,
     summarize,
 )
+from loraplex.workload.adapter_variants import NAME_PREFIX, publish_variants, source_folders
+from loraplex.workload.driving import drive, targets
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.fitting import fit_trace
 from loraplex_services.simulate.flags import fleet_of, make_parser
@@ -223,7 +223,7 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     steps, part = args.work_dir / "steps.jsonl", args.work_dir / "fitted.jsonl"
     steps.unlink(missing_ok=True)
-    settings = {"LORAPLEX_STEP_TRACE": str(steps), "LORAPLEX_KV_MEMORY": str(ARENA_BYTES)}
+    settings = {"LORAPLEX_DEBUG": f"step-trace={steps}", "LORAPLEX_KV_MEMORY": str(ARENA_BYTES)}
     with running_stack(DEMO / "base", "loraplex-demo", args.work_dir / "state", settings) as stack:
         asyncio.run(ask_for_all(stack))
         measured = measure(stack, planned(args), steps, part)

@@ -1,8 +1,6 @@
-# Build from the repository root. The default is a CPU image with the kernels of every processor of this
-# family; for NVIDIA GPUs, whose Triton compiles its launchers as it runs, build with
-#   --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX=https://pypi.org/simple
-#   --build-arg RUNTIME_PACKAGES="gcc libc6-dev" -t loraplex-worker:0.1.0-cuda
-# A mirror or a digest of your own: --build-arg PYTHON_IMAGE=python@sha256:...
+# Build from the repository root, by `make images`. The default is a CPU image with the kernels of every processor
+# of this family. The CUDA image (scripts/images.sh has its arguments) installs CUDA's torch and a C compiler, because
+# Triton compiles its launchers as it runs. A mirror or a digest of your own: PYTHON_IMAGE=python@sha256:... make images
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG TORCH=torch==2.13.0+cpu
@@ -21,7 +19,7 @@ RUN /opt/loraplex/bin/python -m loraplex_services.worker.native.build --all
 FROM ${PYTHON_IMAGE}
 ARG RUNTIME_PACKAGES=""
 RUN [ -z "${RUNTIME_PACKAGES}" ] || { apt-get update \
-    && apt-get install -y --no-install-recommends ${RUNTIME_PACKAGES} && rm -rf /var/lib/apt/lists/*; }
+    && apt-get install -y --no-install-recommends $(echo "${RUNTIME_PACKAGES}" | tr , ' ') && rm -rf /var/lib/apt/lists/*; }
 COPY --from=build /opt/loraplex /opt/loraplex
 COPY demo/base /opt/loraplex/demo/base
 USER 10001:10001

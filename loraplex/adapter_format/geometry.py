@@ -1,7 +1,8 @@
 """The shape of a base model: every module that LoRA can touch, read without loading a weight.
 
 Only `config.json` and the headers of the safetensors files are read, so this takes milliseconds
-and needs no framework. Nothing here knows a model family: modules are what the files contain.
+and needs no framework. Nothing here knows a model family: modules are what the files contain. Of a
+multimodal base it is the text model's shape.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from loraplex.adapter_format.safetensors_header import (
     read_prefix,
 )
 from loraplex.adapter_format.strict_json import read_object
+from loraplex.adapter_format.text_model import is_wrapper, plain_names, text_config
 from loraplex.errors import InvalidAdapter, InvalidRequest
 
 LINEAR = "linear"
@@ -55,7 +57,7 @@ class Module:
     name: str
     """Full Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
     kind: str
-    """`linear`, `embedding`, `lm_head` or `norm`; `head` beside an adapter that has one."""
+    """`linear`, `embedding`, `lm_head` or `norm`; `head` next to an adapter that has one."""
     in_features: int
     """Columns of the weight (embedding: rows of its table, norm: its width)."""
     out_features: int
@@ -92,6 +94,9 @@ def geometry_from_folder(path: Path) -> Geometry:
         config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
         _refuse_quantised(config)
         tensors = _tensor_table(path)
+        if is_wrapper(config):
+            tensors = {plain: tensors[name] for plain, name in plain_names(tensors).items()}
+            config = text_config(config, tensors)
     except InvalidAdapter as error:
         raise InvalidRequest(error.message, violations=error.violations) from error
     tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True

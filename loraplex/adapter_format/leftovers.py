@@ -1,4 +1,4 @@
-"""What stands beside an adapter in the folders that trainers and hubs write, and is not uploaded.
+"""Files next to an adapter in the folders that trainers and hubs write, which are not uploaded.
 
 Only names are looked at; nothing of these is opened. What may hold weights or is not known to be
 harmless is in neither table, and `files.name_problem` refuses it.

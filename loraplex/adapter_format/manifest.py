@@ -30,7 +30,7 @@ class Manifest:
     files: tuple[File, ...]
     """What must be fetched by sha256 to decode; ordered by path."""
     config_bytes: bytes
-    """Canonical adapter_config.json: write it beside the files and validate both again."""
+    """Canonical adapter_config.json: write it next to the files and validate both again."""
     base_fingerprint: str
     max_rank: int
     num_modules: int

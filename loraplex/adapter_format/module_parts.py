@@ -35,7 +35,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ModuleParts:
-    """The tensors of one module beside what the base and the config say about it."""
+    """The tensors of one module, and what the base and the config say about it."""
 
     module: Module
     tensors: dict[str, TensorInfo]

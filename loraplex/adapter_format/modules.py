@@ -34,6 +34,7 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
 from loraplex.adapter_format.tasks import SAVED_HEADS, SCORE, SEQ_CLS
 from loraplex.adapter_format.tensor_names import BadTensorName, split_tensor_name
+from loraplex.adapter_format.text_model import is_in_tower
 
 Tensors = dict[str, TensorInfo]
 """The tensors of one module, by part."""
@@ -147,6 +148,11 @@ def _why_unknown(name: str, config: AdapterConfig) -> str:
         return f"is a head, which needs task_type {SEQ_CLS}; correct adapter_config.json"
     if name in SAVED_HEADS:
         return f"is a head of another model class: those of the served bases are called {SCORE!r}"
+    if is_in_tower(name):
+        return (
+            "is in a vision or audio tower, and only the text model is served; train LoRA on the "
+            "text model alone (target_modules as a regular expression with language_model)"
+        )
     return "is for a module that the base does not have; is this the right base?"
 
 

@@ -1,7 +1,7 @@
 """How an adapter's vectors and scores are read, which PEFT has no field for.
 
 The names are those of transformers' config (`id2label`, `num_labels`, `problem_type`,
-`pad_token_id`), beside `pooling` and `normalize` for embeddings. They are optional fields of
+`pad_token_id`), next to `pooling` and `normalize` for embeddings. They are optional fields of
 adapter_config.json.
 """
 

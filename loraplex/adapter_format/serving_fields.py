@@ -1,6 +1,6 @@
 """What decoding an adapter depends on and PEFT has no field for: its rotary embedding and its EOS.
 
-Both are told beside PEFT's files, by a label and by `generation_config.json`. They become fields of
+A label and `generation_config.json` give them, not PEFT's config. They become fields of
 adapter_config.json here, before anything else reads it, and so are part of the adapter's identity.
 """
 
@@ -27,7 +27,7 @@ _MAX_CONFIG_BYTES = 1024 * 1024
 def complete_config(
     config_bytes: bytes, *, generation_config: bytes | None = None, rope_label: str = ""
 ) -> bytes:
-    """adapter_config.json with what was said beside it; the same bytes where nothing was.
+    """adapter_config.json with these fields added; the same bytes if there are none.
 
     Args:
         config_bytes: as uploaded; what is no config is left for `parse_config` to refuse.
@@ -37,22 +37,22 @@ def complete_config(
     Raises:
         InvalidAdapter: the file or the label is wrong, or says something else than the config.
     """
-    told: dict[str, object] = {}
+    fields_given: dict[str, object] = {}
     if generation_config is not None:
-        told[EOS_FIELD] = _eos_of(generation_config)
+        fields_given[EOS_FIELD] = _eos_of(generation_config)
     if rope_label:
-        told[ROPE_FIELD] = rope_scaling.parse(rope_label).to_fields()
-    told = {field: value for field, value in told.items() if value is not None}
+        fields_given[ROPE_FIELD] = rope_scaling.parse(rope_label).to_fields()
+    fields_given = {field: value for field, value in fields_given.items() if value is not None}
     try:
         fields = read_object(config_bytes, "adapter_config.json", _MAX_CONFIG_BYTES)
     except InvalidAdapter:
         return config_bytes
-    for field, value in told.items():
+    for field, value in fields_given.items():
         if fields.get(field) is not None and fields[field] != value:
             source = GENERATION_FILE if field == EOS_FIELD else f"the label {ROPE_FIELD}"
             description = f"is another value than that of {source}; keep one of them"
             raise _refused(f"adapter_config.json:{field}", fields[field], description)
-    return json.dumps({**fields, **told}).encode() if told else config_bytes
+    return json.dumps({**fields, **fields_given}).encode() if fields_given else config_bytes
 
 
 def read_rope_scaling(reader: ConfigReader) -> RopeScaling | None:

@@ -6,8 +6,9 @@ The modules of a base have other names, or are others, under each class of trans
     SEQ_CLS             *ForSequenceClassification     model.layers.0...   score
     FEATURE_EXTRACTION  *Model                         layers.0...
 
-Geometries are those of `CAUSAL_LM`. PEFT's rules look at names, so an adapter is checked under the
-names of its own class, and its modules are renamed afterwards.
+Multimodal classes have other names for the same modules (see `text_model`). Geometries are those of
+`CAUSAL_LM`. PEFT's rules look at names, so an adapter is checked under the names of its own class,
+and its modules are renamed afterwards.
 """
 
 from __future__ import annotations
@@ -21,31 +22,28 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
 from loraplex.adapter_format.tasks import FEATURE_EXTRACTION, MAX_LABELS, SCORE, SEQ_CLS
 from loraplex.adapter_format.tensor_names import PREFIX
+from loraplex.adapter_format.text_model import PLAIN, WRAPPED, Spelling
 
-_BODY = "model."
+_BARE = (Spelling("language_model."), PLAIN, Spelling(""))
+"""Of a model without a head, which PEFT meets with `FEATURE_EXTRACTION`."""
 
 
-def is_bare(task: str, header: Header) -> bool:
-    """Whether the names lack the prefix of a model inside a model with a head."""
-    inner = PREFIX + _BODY
-    return task == FEATURE_EXTRACTION and not any(
-        info.name.startswith(inner) for info in header.tensors
-    )
+def spelling_of(task: str, header: Header) -> Spelling:
+    """How the file writes the names of the text model's modules."""
+    names = [info.name.removeprefix(PREFIX) for info in header.tensors]
+    spellings = (*WRAPPED, *(_BARE if task == FEATURE_EXTRACTION else (PLAIN,)))
+    found = (s for s in spellings if any(name.startswith(s.body) for name in names))
+    return next(found, PLAIN)
 
 
 def geometry_of_task(geometry: Geometry, task: str, header: Header, findings: Findings) -> Geometry:
-    """The base as the model class of the task has it."""
+    """The base as the model class of the task has it, with the names that the file uses."""
+    spelling, modules = spelling_of(task, header), list(geometry.modules)
+    if task == SEQ_CLS or (task == FEATURE_EXTRACTION and spelling in _BARE and spelling != PLAIN):
+        modules = [module for module in modules if module.kind != LM_HEAD]
     if task == SEQ_CLS:
-        modules = [module for module in geometry.modules if module.kind != LM_HEAD]
         modules.append(_score(modules, header, findings))
-    elif is_bare(task, header):
-        modules = [
-            replace(module, name=module.name.removeprefix(_BODY))
-            for module in geometry.modules
-            if module.kind != LM_HEAD
-        ]
-    else:
-        return geometry
+    modules = [replace(module, name=spelling.of(module.name)) for module in modules]
     return replace(geometry, modules=tuple(sorted(modules, key=lambda module: module.name)))
 
 
@@ -70,9 +68,8 @@ def in_base(
     modules: Iterable[AdapterModule], task: str, header: Header
 ) -> tuple[AdapterModule, ...]:
     """The modules under the names that they have in the base's geometry, ordered by them."""
-    if not is_bare(task, header):
-        return tuple(modules)
-    return tuple(replace(module, name=f"{_BODY}{module.name}") for module in modules)
+    spelling = spelling_of(task, header)
+    return tuple(replace(module, name=spelling.plain(module.name)) for module in modules)
 
 
 def num_labels_of(modules: Iterable[AdapterModule], task: str) -> int:

@@ -2,7 +2,7 @@
 
 A pure function over the config's bytes, the tensor file's header and the base's geometry, shared by
 the command line (offline), the registry (before publishing) and the worker (before loading). The
-tensors' values are checked beside it by `tensor_scan`.
+tensors' values are checked separately by `tensor_scan`.
 """
 
 from __future__ import annotations

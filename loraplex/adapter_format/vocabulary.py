@@ -54,7 +54,7 @@ def complete_tables(
             f"{TENSOR_FILE}:{names[EMBEDDING]}",
             size - geometry.vocab_size,
             "tokens are added but no tokenizer: text is tokenized as for the base; save the "
-            "tokenizer beside the adapter, or send prompts that use them as token ids",
+            "tokenizer with the adapter, or send prompts that use them as token ids",
         )
     return tuple(by_name[name] for name in sorted(by_name))
 

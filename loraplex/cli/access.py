@@ -13,7 +13,7 @@ from loraplex.cli.parsing import add_command, add_connection, add_group, count, 
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.types import ApiKey
+    from loraplex.api.registry import ApiKey
 
 
 def add(commands: Any) -> None:
@@ -169,7 +169,7 @@ async def _keys_revoke(args: argparse.Namespace) -> None:
 
 
 async def _tenants_set(args: argparse.Namespace) -> None:
-    from loraplex.types import Tenant
+    from loraplex.api.registry import Tenant
 
     fields = [field.name for field in dataclasses.fields(Tenant) if field.name != "tenant"]
     given = {name: value for name in fields if (value := getattr(args, name, None)) is not None}

@@ -22,7 +22,7 @@ from loraplex.cli.workload_flags import add_workload, print_summary, workload_of
 from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from loraplex.inference_client import InferenceClient
+    from loraplex.client.inference_client import InferenceClient
     from loraplex.workload import Outcome, Workload
 
 EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
 
 
 async def _trace(args: argparse.Namespace) -> None:
-    from loraplex.inference_client import InferenceClient
+    from loraplex.client.inference_client import InferenceClient
     from loraplex.workload import summarize
 
     workload = workload_of(args)
@@ -101,8 +101,8 @@ async def _prepare(args: argparse.Namespace) -> str:
     """Publish adapters if asked to; returns what the names of those to use begin with."""
     if args.prepare_from is None:
         return ""
-    from loraplex.adapter_variants import NAME_PREFIX, publish_variants
-    from loraplex.registry_client import RegistryClient
+    from loraplex.client.registry_client import RegistryClient
+    from loraplex.workload.adapter_variants import NAME_PREFIX, publish_variants
 
     async with RegistryClient(args.registry, credentials_of(args)) as registry:
         names = await publish_variants(registry, args.prepare_from, args.adapters)
@@ -113,8 +113,8 @@ async def _prepare(args: argparse.Namespace) -> str:
 async def _drive(
     client: InferenceClient, workload: Workload, prefix: str, first_token_s: float | None
 ) -> list[Outcome]:
-    from loraplex.trace_driving import check_lengths, drive, targets
     from loraplex.workload import generate
+    from loraplex.workload.driving import check_lengths, drive, targets
 
     models = await targets(client, workload.num_adapters, prefix)
     check_lengths(models[0], workload.lengths.max_tokens)

@@ -12,8 +12,8 @@ from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, key_val
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import AdapterVersion, Change, Tag, TagTarget
+    from loraplex.api.registry import AdapterVersion, Change, Tag, TagTarget
+    from loraplex.client.registry_client import RegistryClient
 
 
 def add(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from loraplex.cli.parsing import add_command, add_connection, credentials_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from loraplex.generation import Completion, Grammar, Message, Piece, Sampling, Status
-    from loraplex.inference_client import InferenceClient
+    from loraplex.api.residency import AdapterResidency
+    from loraplex.api.sampling import Grammar, Sampling
+    from loraplex.client.generation import Completion, Message, Piece, Status
+    from loraplex.client.inference_client import InferenceClient
 
 
 def add(commands: Any) -> None:
@@ -85,7 +88,7 @@ def _add_grammar(parser: argparse.ArgumentParser) -> None:
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:
-    from loraplex.generation import Grammar
+    from loraplex.api.sampling import Grammar
 
     schema, ebnf = (_text(getattr(args, name, None)) for name in ("json_schema", "ebnf"))
     grammar = Grammar(schema, getattr(args, "regex", None), ebnf, getattr(args, "choice", None))
@@ -100,7 +103,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
-    from loraplex.generation import Sampling
+    from loraplex.api.sampling import Sampling
 
     return Sampling(
         max_tokens=args.max_tokens,
@@ -116,13 +119,13 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 
 
 def client_of(args: argparse.Namespace) -> InferenceClient:
-    from loraplex.inference_client import InferenceClient
+    from loraplex.client.inference_client import InferenceClient
 
     return InferenceClient(args.gateway, credentials_of(args))
 
 
 async def _generate(args: argparse.Namespace) -> None:
-    from loraplex.inference_client import collect
+    from loraplex.client.inference_client import collect
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
@@ -142,7 +145,7 @@ def _print_completion(completion: Completion, as_json: bool) -> None:
 
 
 async def _chat(args: argparse.Namespace) -> None:
-    from loraplex.generation import Message
+    from loraplex.client.generation import Message
 
     messages = [Message("system", args.system)] if args.system else []
     if sys.stdin.isatty():
@@ -180,7 +183,7 @@ async def _line_typed() -> None:
 async def _reply(
     client: InferenceClient, args: argparse.Namespace, messages: list[Message]
 ) -> Message:
-    from loraplex.generation import Message
+    from loraplex.client.generation import Message
 
     pieces = client.generate(args.ref, messages, _sampling(args))
     text = "".join([piece.text async for piece in _shown(pieces, not args.json)])
@@ -206,14 +209,14 @@ async def _shown(pieces: AsyncIterator[Piece], streamed: bool) -> AsyncIterator[
 async def _status(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         status = await client.status(include_adapters=args.adapters)
-    if args.json:
-        print_json(status)
+    print_status(status, as_json=args.json)
+
+
+def print_status(status: Status, *, as_json: bool) -> None:
+    """A status for people, or as one JSON object."""
+    if as_json:
+        print_json(_status_object(status))
         return
-    print_status(status)
-
-
-def print_status(status: Status) -> None:
-    """A status for people."""
     print_fields(
         {
             "ready": "yes" if status.ready else f"no: {status.not_ready_reason}",
@@ -227,12 +230,12 @@ def print_status(status: Status) -> None:
         (
             worker.worker_id or worker.address,
             _state(worker.connected, worker.ready, worker.draining),
-            str(worker.running_requests),
-            str(worker.waiting_requests),
-            f"{worker.total_blocks - worker.free_blocks}/{worker.total_blocks}",
+            str(worker.load.running_requests),
+            str(worker.load.waiting_requests),
+            f"{worker.load.total_blocks - worker.load.free_blocks}/{worker.load.total_blocks}",
             str(worker.num_adapters_on_device),
-            str(worker.max_distinct_adapters),
-            f"{worker.step_s * 1000:.1f} ms",
+            str(worker.load.max_distinct_adapters),
+            f"{worker.load.step_s * 1000:.1f} ms",
         )
         for worker in status.workers
     ]
@@ -241,9 +244,26 @@ def print_status(status: Status) -> None:
     print_table(header, rows)
     for worker in status.workers:
         for adapter in worker.adapters:
-            name = adapter.ref or adapter.digest
-            size = sized(adapter.device_bytes)
-            print(f"  {worker.worker_id}  {name}  {adapter.tier}  rank {adapter.max_rank}  {size}")
+            where = adapter.residency
+            size = sized(where.device_bytes)
+            name = adapter.ref or where.digest
+            rank = f"rank {where.max_rank}"
+            print(f"  {worker.worker_id}  {name}  {_tier_name(where)}  {rank}  {size}")
+
+
+def _status_object(status: Status) -> dict[str, Any]:
+    """The status with the load of a worker, and the residency of an adapter, among its fields."""
+    shown = dataclasses.asdict(status)
+    for worker, shown_worker in zip(status.workers, shown["workers"], strict=True):
+        shown_worker |= shown_worker.pop("load")
+        for adapter, shown_adapter in zip(worker.adapters, shown_worker["adapters"], strict=True):
+            shown_adapter |= shown_adapter.pop("residency")
+            shown_adapter["tier"] = _tier_name(adapter.residency)
+    return shown
+
+
+def _tier_name(residency: AdapterResidency) -> str:
+    return residency.tier.name.lower()
 
 
 def _state(connected: bool, ready: bool, draining: bool) -> str:

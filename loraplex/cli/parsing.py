@@ -8,11 +8,11 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from loraplex.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
+from loraplex.client.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
 from loraplex.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from loraplex.settings import Credentials
+    from loraplex.client.settings import Credentials
 
 T = TypeVar("T")
 Run = Callable[[argparse.Namespace], Awaitable[None] | None]
@@ -101,7 +101,7 @@ def credentials_of(args: argparse.Namespace) -> Credentials:
     """From the environment, with the flags of the command line on top."""
     import os
 
-    from loraplex import settings
+    from loraplex.client import settings
 
     flags = {"LORAPLEX_CA": args.ca, "LORAPLEX_CERT": args.cert, "LORAPLEX_KEY": args.key}
     given = {name: path for name, path in flags.items() if path}

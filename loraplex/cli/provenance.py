@@ -11,7 +11,7 @@ from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.types import AdapterVersion
+    from loraplex.api.registry import AdapterVersion
 
 
 def add(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         commands,
         "sign",
         _sign,
-        "Sign the files of a version and keep the signature beside it.",
+        "Sign the files of a version and keep the signature with it.",
         "registry sign acme/support:v3 --signing-key cosign.pem",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)

@@ -19,9 +19,9 @@ from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry
-    from loraplex.publishing import Publication
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import Published
+    from loraplex.api.registry import Published
+    from loraplex.client.publishing import Publication
+    from loraplex.client.registry_client import RegistryClient
 
 DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
 
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
 
 def client_of(args: argparse.Namespace) -> RegistryClient:
     """The client that the connection flags describe."""
-    from loraplex.registry_client import RegistryClient
+    from loraplex.client.registry_client import RegistryClient
 
     return RegistryClient(args.registry, credentials_of(args))
 
@@ -91,7 +91,7 @@ def _upload(args: argparse.Namespace) -> None:
     import asyncio
 
     from loraplex.cli.sources import adapter_folder
-    from loraplex.publishing import Publication
+    from loraplex.client.publishing import Publication
 
     publication = Publication(
         args.name,
@@ -176,11 +176,11 @@ async def _validate(args: argparse.Namespace) -> None:
         validate,
     )
     from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
+    from loraplex.client.publishing import left_behind, read_adapter
     from loraplex.errors import InvalidAdapter
-    from loraplex.publishing import left_behind, read_adapter
 
     folder = read_adapter(Path(args.dir))
-    beside = left_behind(Path(args.dir), strict=args.strict)
+    left_out = left_behind(Path(args.dir), strict=args.strict)
     geometry = geometry_of(args.base)
     report = validate(
         folder.config_bytes,
@@ -192,7 +192,7 @@ async def _validate(args: argparse.Namespace) -> None:
     )
     header = parse_header(folder.header_prefix, folder.tensor_file_size)
     zero_tensors = scan_file(folder.tensor_path, header)
-    warnings = (*beside, *report.warnings, *warnings_of_zeros(report, zero_tensors))
+    warnings = (*left_out, *report.warnings, *warnings_of_zeros(report, zero_tensors))
     if args.strict and warnings:
         raise InvalidAdapter.of(warnings)
     print_warnings(warnings)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from loraplex.registry_client import RegistryClient
-    from loraplex.types import Tag, TagTarget
+    from loraplex.api.registry import Tag, TagTarget
+    from loraplex.client.registry_client import RegistryClient
 
 _FIRST_POLL_S = 0.05
 _MAX_POLL_S = 1.0

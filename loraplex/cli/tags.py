@@ -13,7 +13,7 @@ from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
-    from loraplex.types import Tag, TagTarget
+    from loraplex.api.registry import Tag, TagTarget
 
 MAX_WEIGHT = 1_000_000
 

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from loraplex.cli.generate import client_of, print_status
-from loraplex.cli.output import print_json
 from loraplex.cli.parsing import add_command, add_connection, count, seconds
 
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
@@ -26,7 +25,7 @@ def add(commands: Any) -> None:
         "--interval", type=seconds, default=2.0, metavar="TIME", help="between two looks (2s)"
     )
     parser.add_argument(
-        "--count", type=count, metavar="N", default=0, help="end after so many (0 = never)"
+        "--count", type=count, metavar="N", default=0, help="end after N screens (0 = never)"
     )
     add_connection(parser, "gateway")
 
@@ -38,12 +37,10 @@ async def _top(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         while True:
             status = await client.status(include_adapters=True)
-            if args.json:
-                print_json(status)
-            else:
-                print(CLEAR_SCREEN if sys.stdout.isatty() else "", end="")
-                print_status(status)
-                sys.stdout.flush()
+            if not args.json and sys.stdout.isatty():
+                print(CLEAR_SCREEN, end="")
+            print_status(status, as_json=args.json)
+            sys.stdout.flush()
             num_shown += 1
             if num_shown == args.count:
                 return

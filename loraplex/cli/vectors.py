@@ -10,7 +10,7 @@ from loraplex.cli.output import print_json, print_table
 from loraplex.cli.parsing import add_command, add_connection, count
 
 if TYPE_CHECKING:
-    from loraplex.vectors import Scores
+    from loraplex.client.vectors import Scores
 
 SHOWN_VALUES = 6
 

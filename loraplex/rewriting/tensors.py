@@ -28,8 +28,8 @@ from loraplex.adapter_format.folder import read_folder
 from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TensorInfo
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
+from loraplex.client.publishing import read_adapter
 from loraplex.errors import AlreadyExists, InvalidAdapter, Violation
-from loraplex.publishing import read_adapter
 
 Array = npt.NDArray[np.float32]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest, Violation
-from loraplex.progress import Progress, ignore_progress
 
 SCHEMES = ("hf", "s3", "oci")
 

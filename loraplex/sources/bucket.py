@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loraplex.client.progress import Progress
 from loraplex.errors import (
     DataLoss,
     InvalidRequest,
@@ -14,7 +15,6 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from loraplex.progress import Progress
 from loraplex.sources.selection import needing, select, write_bounded
 
 MAX_OBJECTS = 10_000

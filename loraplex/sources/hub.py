@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from loraplex.client.progress import Progress
 from loraplex.errors import (
     DataLoss,
     InvalidRequest,
@@ -22,7 +23,6 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from loraplex.progress import Progress
 from loraplex.sources.selection import needing, select
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format.files import MAX_TENSOR_FILE_BYTES
+from loraplex.client.progress import Progress
 from loraplex.errors import (
     DataLoss,
     InvalidRequest,
@@ -39,7 +40,6 @@ from loraplex.model_layout import (
     MAX_DOCUMENT_BYTES,
     layout_files,
 )
-from loraplex.progress import Progress
 from loraplex.sources.selection import write_bounded
 
 TIMEOUT_S = 60.0

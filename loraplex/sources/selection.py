@@ -9,8 +9,8 @@ from pathlib import Path
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
 from loraplex.adapter_format.files import IGNORED, MAX_BYTES, MAX_PICKLE_BYTES, PICKLE_FILE
 from loraplex.adapter_format.sentence_folder import MODULES_FILE, POOLING_FILE
+from loraplex.client.progress import Progress
 from loraplex.errors import DataLoss, InvalidAdapter, Unsupported, Violation
-from loraplex.progress import Progress
 from loraplex.signature_bundle import SIGNATURE_FILE
 
 _MAX_NAMED = 8

@@ -351,7 +351,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachSignature(self, request, context):
-        """AttachSignature stores a signature of a version beside it; the version itself stays as it is.
+        """AttachSignature stores a signature of a version with it; the version itself does not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

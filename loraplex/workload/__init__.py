@@ -1,4 +1,8 @@
-"""Traces of requests to many adapters, and what a run of one says. Pure; standard library only."""
+"""Traces of requests to many adapters, and what a run of one says.
+
+What this package exports is pure. `driving` sends a trace through a gateway, and `adapter_variants`
+makes the adapters for it.
+"""
 
 from loraplex.workload.metrics import Outcome, Summary, summarize
 from loraplex.workload.trace import (

@@ -1,7 +1,8 @@
 """Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
 
-A service reads its knobs in its `config.py` and touches the environment nowhere else. No name ends
-in _PORT or _HOST: Kubernetes injects such names.
+A service reads its settings in its `config.py` and touches the environment nowhere else. No name
+ends in _PORT or _HOST: Kubernetes injects such names. `scripts/write_settings.py` writes
+docs/reference/settings.md from this file.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from loraplex.units import parse_bytes, parse_seconds
-from loraplex_services.common.knob import Knob, listen_knob, path_knob, text_knob
+from loraplex_services.common.knob import (
+    DEBUG_LIST,
+    Knob,
+    Switch,
+    listen_knob,
+    path_knob,
+    text_knob,
+)
 from loraplex_services.common.units import (
     Memory,
     choice,
@@ -21,7 +29,7 @@ from loraplex_services.common.units import (
     whole,
 )
 
-# Tools
+# Addresses and credentials of clients
 REGISTRY_ADDRESS = text_knob(
     "LORAPLEX_REGISTRY_ADDRESS", "tools gateway", "Registry to talk to.", "127.0.0.1:50052"
 )
@@ -63,8 +71,24 @@ LOG_FORMAT: Knob[str] = Knob(
 DRAIN_S: Knob[float] = Knob(
     "LORAPLEX_DRAIN_S", parse_seconds, 20.0, "up all", "Longest drain after SIGTERM."
 )
+DEBUG: Knob[tuple[str, ...]] = Knob(
+    DEBUG_LIST,
+    parse_list,
+    (),
+    "up all",
+    "Comma-separated switches for developers, NAME or NAME=VALUE; listed below.",
+)
+
+# Who may call
 AUTH: Knob[str] = Knob(
-    "LORAPLEX_AUTH", choice("off", "keys"), "off", "up registry gateway", "Who may call."
+    "LORAPLEX_AUTH",
+    choice("off", "keys"),
+    "off",
+    "up registry gateway",
+    "keys = callers need an API key.",
+)
+ADMIN_KEY_FILE = path_knob(
+    "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
 )
 INSECURE: Knob[bool] = Knob(
     "LORAPLEX_INSECURE",
@@ -73,31 +97,38 @@ INSECURE: Knob[bool] = Knob(
     "up all",
     "Allow a bind beyond loopback without auth.",
 )
+ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
+    "LORAPLEX_ALLOWED_HOSTS",
+    parse_list,
+    (),
+    "gateway",
+    "Host headers accepted besides loopback when there is no auth.",
+)
 SERVICE_TOKEN_FILE = path_knob(
     "LORAPLEX_SERVICE_TOKEN_FILE", "all", "Secret that services show to each other."
 )
-
 SERVICE_NAMES: Knob[tuple[str, ...]] = Knob(
     "LORAPLEX_SERVICE_NAMES",
     parse_list,
     (),
     "registry worker",
-    "Names in certificates of services; unset = whoever has one of LORAPLEX_CA is a service.",
+    "Names in the certificates of services; unset = any certificate signed by LORAPLEX_CA.",
 )
-TLS_SERVER_NAME = text_knob(
-    "LORAPLEX_TLS_SERVER_NAME",
-    "gateway",
-    "Name in the certificates of workers, where it is not their address.",
+HTTP_CERT = path_knob(
+    "LORAPLEX_HTTP_CERT",
+    "up gateway",
+    "PEM certificate chain of the HTTP server; unset = plain HTTP.",
 )
+HTTP_KEY = path_knob("LORAPLEX_HTTP_KEY", "up gateway", "PEM private key of that certificate.")
 
-# Registry
+# Registry: where adapters are stored
+REGISTRY_LISTEN = listen_knob(
+    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC server.", "127.0.0.1:50052"
+)
 REGISTRY_SERVICE_LISTEN = listen_knob(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
-    "Address of a gRPC server for services: callers must show a certificate of LORAPLEX_CA.",
-)
-REGISTRY_LISTEN = listen_knob(
-    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC server.", "127.0.0.1:50052"
+    "gRPC address for services, which must show a certificate signed by LORAPLEX_CA.",
 )
 OBJECTS = text_knob(
     "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
@@ -108,21 +139,8 @@ METADATA = text_knob(
     "Redis: redis://, rediss://, redis+sentinel://, or embedded for a private server.",
     "embedded",
 )
-ADMIN_KEY_FILE = path_knob(
-    "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
-)
-GC_INTERVAL_S: Knob[float] = Knob(
-    "LORAPLEX_GC_INTERVAL_S",
-    parse_seconds,
-    86_400.0,
-    "registry",
-    "Collect unreferenced bytes once in so many seconds; 0 = only by `registry gc`.",
-)
-FAILPOINTS = text_knob(
-    "LORAPLEX_FAILPOINTS", "registry", "Tests only: steps at which the process dies."
-)
 
-# Gateway
+# Gateway: which requests are accepted
 GATEWAY_LISTEN = listen_knob(
     "LORAPLEX_GATEWAY_LISTEN", "up gateway", "Address of the gRPC server.", "127.0.0.1:50051"
 )
@@ -141,33 +159,10 @@ MAX_REQUEST_S: Knob[float] = Knob(
     parse_seconds,
     600.0,
     "gateway",
-    "Deadline of requests that bring none.",
-)
-MAX_IN_FLIGHT: Knob[int] = Knob(
-    "LORAPLEX_MAX_IN_FLIGHT", whole(1), 4096, "gateway", "Sequences relayed at once; others wait."
+    "Deadline of requests that name none.",
 )
 MAX_QUEUED: Knob[int] = Knob(
     "LORAPLEX_MAX_QUEUED", whole(), 4096, "gateway", "Requests that may wait; others get 429."
-)
-MAX_IN_FLIGHT_PER_TENANT: Knob[int] = Knob(
-    "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT",
-    whole(),
-    0,
-    "gateway",
-    "Sequences of one tenant relayed at once; 0 = no limit.",
-)
-HTTP_CERT = path_knob(
-    "LORAPLEX_HTTP_CERT",
-    "up gateway",
-    "PEM certificate chain of the HTTP server; unset = plain HTTP.",
-)
-HTTP_KEY = path_knob("LORAPLEX_HTTP_KEY", "up gateway", "PEM private key of that certificate.")
-ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
-    "LORAPLEX_ALLOWED_HOSTS",
-    parse_list,
-    (),
-    "gateway",
-    "Host headers accepted besides loopback when there is no auth.",
 )
 TOOL_FORMAT: Knob[str] = Knob(
     "LORAPLEX_TOOL_FORMAT",
@@ -191,15 +186,7 @@ REASONING: Knob[str] = Knob(
     choice("auto", "think", "none"),
     "auto",
     "gateway",
-    "Split `<think>` off into reasoning_content; auto = where the chat template knows it.",
-)
-REPLACE_BASES: Knob[bool] = Knob(
-    "LORAPLEX_REPLACE_BASES",
-    parse_bool,
-    False,
-    "gateway",
-    "A served base takes its id from one of another geometry that the registry knows; "
-    "`loraplex up` sets it for a state folder of its own.",
+    "Split `<think>` off into reasoning; auto = where the chat template knows it.",
 )
 LORA_ROOT = path_knob(
     "LORAPLEX_LORA_ROOT",
@@ -207,26 +194,54 @@ LORA_ROOT = path_knob(
     "Folder that `/v1/load_lora_adapter` may publish from; unset = the call is not served.",
 )
 
-# Worker
+# Worker: the base and how it is computed
 WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-WORKER_ID = text_knob("LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: drawn.")
+WORKER_ID = text_knob(
+    "LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: random."
+)
 MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
 SERVED_MODEL_NAME = text_knob(
     "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
 )
-CACHE_DIR = path_knob("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
-CACHE_BYTES: Knob[int] = Knob(
-    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
+LOAD_FORMAT: Knob[str] = Knob(
+    "LORAPLEX_LOAD_FORMAT",
+    choice("auto", "dummy"),
+    "auto",
+    "up worker",
+    "dummy = random weights of the model's config, for benchmarks.",
 )
-HOST_CACHE_BYTES: Knob[int] = Knob(
-    "LORAPLEX_HOST_CACHE_BYTES",
-    parse_bytes,
-    0,
-    "worker",
-    "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
+DEVICE: Knob[str] = Knob(
+    "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
 )
+DTYPE: Knob[str] = Knob(
+    "LORAPLEX_DTYPE",
+    choice("auto", "float32", "bfloat16", "float16"),
+    "auto",
+    "up worker",
+    "Arithmetic of the base; auto = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 BF16 for "
+    "larger half-precision bases; else float32.",
+)
+LORA_DTYPE: Knob[str] = Knob(
+    "LORAPLEX_LORA_DTYPE",
+    choice("auto", "float32", "bfloat16", "float16", "int8"),
+    "auto",
+    "up worker",
+    "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
+)
+ATTENTION_BACKEND: Knob[str] = Knob(
+    "LORAPLEX_ATTENTION_BACKEND",
+    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
+    "auto",
+    "up worker",
+    "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
+)
+TENSOR_PARALLEL: Knob[int] = Knob(
+    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+)
+
+# Worker: memory
 KV_MEMORY: Knob[Memory] = Knob(
     "LORAPLEX_KV_MEMORY",
     parse_memory,
@@ -243,67 +258,24 @@ GPU_MEMORY_UTILIZATION: Knob[float] = Knob(
     "Share of a GPU's memory for weights, steps and arena, if LORAPLEX_KV_MEMORY is not set; "
     "unset = 0.9.",
 )
-DEVICE: Knob[str] = Knob(
-    "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
-)
-DTYPE: Knob[str] = Knob(
-    "LORAPLEX_DTYPE",
-    choice("auto", "float32", "bfloat16", "float16"),
-    "auto",
-    "up worker",
-    "Arithmetic of the base; auto = bfloat16 on CUDA, and on AMX for larger half-precision bases; "
-    "else float32.",
-)
-LORA_DTYPE: Knob[str] = Knob(
-    "LORAPLEX_LORA_DTYPE",
-    choice("auto", "float32", "bfloat16", "float16", "int8"),
-    "auto",
-    "up worker",
-    "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
-)
-CPU_ISA: Knob[str] = Knob(
-    "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
-)
-ATTENTION_BACKEND: Knob[str] = Knob(
-    "LORAPLEX_ATTENTION_BACKEND",
-    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
-    "auto",
-    "up worker",
-    "Kernels of attention and adapters: triton, cpu (compiled), or vanilla = plain torch anywhere.",
-)
-LOAD_FORMAT: Knob[str] = Knob(
-    "LORAPLEX_LOAD_FORMAT",
-    choice("auto", "dummy"),
-    "auto",
-    "up worker",
-    "dummy = random weights of the model's config, for benchmarks.",
-)
-MAX_LORAS: Knob[int] = Knob(
-    "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
-)
 MAX_LORA_RANK: Knob[int] = Knob(
     "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
 )
-MAX_RESIDENT: Knob[int] = Knob(
-    "LORAPLEX_MAX_RESIDENT", whole(1), 4096, "worker", "Slots of the device tables."
-)
-MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
-    "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
-    whole(1),
-    2048,
-    "up worker",
-    "Token budget of one step, shared by prompts and by requests that decode.",
-)
-MAX_STEP_S: Knob[float] = Knob(
-    "LORAPLEX_MAX_STEP_S",
-    parse_seconds,
-    0.2,
+HOST_CACHE_BYTES: Knob[int] = Knob(
+    "LORAPLEX_HOST_CACHE_BYTES",
+    parse_bytes,
+    0,
     "worker",
-    "Prompts are cut so that steps in which others decode take no longer; 0 = as long as it takes.",
+    "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
+)
+CACHE_DIR = path_knob("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
+CACHE_BYTES: Knob[int] = Knob(
+    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
+)
+
+# Worker: what a step holds
+MAX_NUM_SEQS: Knob[int] = Knob(
+    "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
 )
 MAX_MODEL_LEN: Knob[int] = Knob(
     "LORAPLEX_MAX_MODEL_LEN",
@@ -312,51 +284,101 @@ MAX_MODEL_LEN: Knob[int] = Knob(
     "up worker",
     "Longest context in tokens, prompt and output together; 0 = the base's.",
 )
-MAX_NUM_SEQS: Knob[int] = Knob(
-    "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
+MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
+    "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
+    whole(1),
+    2048,
+    "up worker",
+    "Token budget of one step, shared by prompts and by requests that decode.",
+)
+MAX_LORAS: Knob[int] = Knob(
+    "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
+)
+MAX_STEP_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_STEP_S",
+    parse_seconds,
+    0.2,
+    "worker",
+    "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
+)
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",
     choice("fair", "fcfs", "clustered"),
     "fair",
     "worker",
-    "Order of waiting requests: fair to tenants and adapters, by arrival, or few adapters at once.",
+    "Order of waiting requests: fair to tenants and adapters, by arrival, or by resident adapters.",
 )
-FIRST_TOKEN_S: Knob[float] = Knob(
-    "LORAPLEX_FIRST_TOKEN_S",
-    parse_seconds,
-    0.0,
-    "worker",
-    "Requests whose first token would take longer are given up at once; 0 = only deadlines count.",
-)
-PREFIX_CACHE: Knob[bool] = Knob(
-    "LORAPLEX_PREFIX_CACHE",
-    parse_bool,
-    True,
-    "worker",
-    "Keep the KV cache of ended requests for prompts that begin alike, while blocks are free.",
-)
-OVERLAP: Knob[str] = Knob(
-    "LORAPLEX_OVERLAP",
+
+# Switches of LORAPLEX_DEBUG
+OVERLAP: Switch[str] = Switch(
+    "overlap",
     choice("auto", "on", "off"),
     "auto",
     "worker",
-    "Plan a step while the one before it runs; auto = on GPUs.",
+    "Plan a step while the previous one runs; auto = on GPUs.",
 )
-STEP_TIMEOUT_S: Knob[float] = Knob(
-    "LORAPLEX_STEP_TIMEOUT_S",
+PREFIX_CACHE: Switch[bool] = Switch(
+    "prefix-cache",
+    parse_bool,
+    True,
+    "worker",
+    "Keep the KV cache of finished requests for prompts with the same beginning.",
+)
+STEP_TIMEOUT_S: Switch[float] = Switch(
+    "step-timeout-s",
     parse_seconds,
     120.0,
     "worker",
-    "An engine silent for longer is restarted.",
+    "An engine process that reports nothing for longer is restarted.",
 )
-STEP_TRACE: Knob[Path | None] = path_knob(
-    "LORAPLEX_STEP_TRACE", "worker", "File that gets a line for each step, to fit a simulation."
+STEP_TRACE: Switch[Path | None] = Switch(
+    "step-trace", Path, None, "worker", "File that gets one line per step, to fit a simulation."
 )
-TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+GC_INTERVAL_S: Switch[float] = Switch(
+    "gc-interval-s",
+    parse_seconds,
+    86_400.0,
+    "registry",
+    "How often unreferenced bytes are collected; 0 = only by `registry gc`.",
 )
+FAILPOINT = Switch(
+    "failpoint",
+    parse_text,
+    "",
+    "registry",
+    "Step at which the process dies, STEP or STEP:COUNT. For tests.",
+)
+REPLACE_BASES: Switch[bool] = Switch(
+    "replace-bases",
+    parse_bool,
+    False,
+    "gateway",
+    "A served base replaces a registered one with the same id and another geometry. "
+    "`loraplex up` sets it for a state folder of its own.",
+)
+
+SECTIONS = {
+    REGISTRY_ADDRESS.name: "Addresses and credentials of clients",
+    STATE_DIR.name: "Every server",
+    AUTH.name: "Who may call",
+    REGISTRY_LISTEN.name: "Registry: where adapters are stored",
+    GATEWAY_LISTEN.name: "Gateway: which requests are accepted",
+    WORKER_LISTEN.name: "Worker: the base and how it is computed",
+    KV_MEMORY.name: "Worker: memory",
+    MAX_NUM_SEQS.name: "Worker: what a step holds",
+}
+"""Headings of docs/reference/settings.md, by the variable that each begins with."""
 
 ALL_KNOBS: tuple[Knob[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Knob)
+)
+ALL_SWITCHES: tuple[Switch[object], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Switch)
 )

@@ -29,6 +29,9 @@ class OpenChannel(Protocol):
 
     def __call__(self, address: str) -> grpc.aio.Channel: ...
 
+    def to_name(self, server_name: str) -> OpenChannel:
+        """The same for servers whose certificates contain `server_name`, not their address."""
+
     @property
     def version(self) -> int:
         """Grows when the files that channels are opened with were replaced."""
@@ -42,6 +45,10 @@ class PlainChannels:
     def __call__(self, address: str) -> grpc.aio.Channel:
         """To `HOST:PORT` or `unix:/path`; connects when first used."""
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+    def to_name(self, server_name: str) -> OpenChannel:
+        """Itself: without TLS nobody shows a certificate."""
+        return self
 
 
 class SecureChannels:
@@ -64,15 +71,18 @@ class SecureChannels:
             self._version += 1
         return self._version
 
+    def to_name(self, server_name: str) -> OpenChannel:
+        return SecureChannels(self._tls, server_name)
+
     def __call__(self, address: str) -> grpc.aio.Channel:
         if address.startswith("unix:") or self._credentials is None:
             return open_channel(address)
         return grpc.aio.secure_channel(address, self._credentials, options=self._options)
 
 
-open_channel = PlainChannels()
+open_channel: OpenChannel = PlainChannels()
 
 
-def channel_opener(tls: TlsFiles, server_name: str = "") -> OpenChannel:
-    """What opens channels: with TLS where there is a CA."""
-    return SecureChannels(tls, server_name) if tls.ca is not None else open_channel
+def channel_opener(tls: TlsFiles) -> OpenChannel:
+    """What opens channels: with TLS if there is a CA."""
+    return SecureChannels(tls) if tls.ca is not None else open_channel

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from loraplex.api.error_wire import to_status
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
-from loraplex.wire_errors import to_status
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
 from loraplex_services.common.limits import OpenCalls, check_message
 

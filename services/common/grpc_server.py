@@ -76,7 +76,7 @@ class ServerTls:
 
 
 class RunningServer:
-    """A started server. Live while it answers, ready when told."""
+    """A started server. Live while it answers, ready once `set_ready(True)` is called."""
 
     def __init__(
         self, server: grpc.aio.Server, health_servicer: Any, names: Sequence[str], ports: list[int]

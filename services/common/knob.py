@@ -1,4 +1,4 @@
-"""One LORAPLEX_* variable: its name, how its text is read, its default and who reads it."""
+"""One LORAPLEX_* variable, or one switch of LORAPLEX_DEBUG: name, parser, default and readers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import parse_listen, parse_text
+from loraplex_services.common.units import parse_list, parse_listen, parse_text
 
 T = TypeVar("T")
+
+DEBUG_LIST = "LORAPLEX_DEBUG"
+"""The variable that lists switches for developers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,37 @@ class Knob(Generic[T]):
             raise InvalidRequest.field(
                 f"{self.name}_FILE", path, f"cannot be read: {error.strerror}"
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Generic[T]):
+    """One switch of LORAPLEX_DEBUG. The fields are those of `Knob`."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    readers: str
+    doc: str
+
+    def read(self, environ: Mapping[str, str]) -> T:
+        """The value, or the default where the list does not have the switch.
+
+        Raises:
+            InvalidRequest: naming the switch.
+        """
+        text = debug_switches(environ).get(self.name)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise InvalidRequest.field(DEBUG_LIST, f"{self.name}={text}", str(error)) from None
+
+
+def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The switches of LORAPLEX_DEBUG and their values; a name alone means `true`."""
+    items = [item.partition("=") for item in parse_list(environ.get(DEBUG_LIST, ""))]
+    return {name.strip(): value.strip() if sign else "true" for name, sign, value in items}
 
 
 def text_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:

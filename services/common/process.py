@@ -46,7 +46,7 @@ def run_service(
     ).parse_args(argv)
     try:
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
-        variables.refuse_renamed(os.environ)
+        variables.refuse_unreadable(os.environ)
         for warning in variables.unknown_variables(os.environ):
             logging.getLogger(f"loraplex_services.{service}").warning(warning)
         with asyncio.Runner(loop_factory=new_loop) as runner:

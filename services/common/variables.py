@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.knob import Knob
+from loraplex_services.common.knob import Knob, Switch, debug_switches
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
@@ -22,19 +22,41 @@ def known_names() -> set[str]:
     return files | {knob.name for knob in env.ALL_KNOBS}
 
 
-RENAMED = {
-    "LORAPLEX_ADAPTER_DTYPE": "LORAPLEX_LORA_DTYPE",
-    "LORAPLEX_MAX_BATCH": "LORAPLEX_MAX_NUM_SEQS",
-    "LORAPLEX_MAX_NUM_TOKENS": "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
+_NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
+GONE = {
+    "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
+    "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
+    "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; requests bring first_token_s",
+    "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
+    "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
+    "LORAPLEX_MAX_IN_FLIGHT": "it is no longer read; a gateway relays at most 4096 sequences, "
+    "and LORAPLEX_MAX_QUEUED limits how many requests wait",
+    "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT": "it is no longer read; set the limit of a tenant with "
+    "`registry tenants set TENANT --max-concurrent N`",
+    "LORAPLEX_MAX_NUM_TOKENS": "it is called LORAPLEX_MAX_NUM_BATCHED_TOKENS now",
+    "LORAPLEX_MAX_RESIDENT": "it is no longer read; a worker has 4096 slots for adapters",
+    "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
+    "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
+    "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),
+    "LORAPLEX_STEP_TIMEOUT_S": _NOW_A_SWITCH.format("step-timeout-s"),
+    "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),
+    "LORAPLEX_TLS_SERVER_NAME": "it is no longer read; certificates of workers at dns:NAME:PORT "
+    "must contain NAME",
 }
-"""Old name -> present name. A silent change would be worse than an error."""
+"""Variables that were renamed or removed, and what to do. Ignoring one would hide the change."""
 
 
-def refuse_renamed(environ: Mapping[str, str]) -> None:
-    """Raises InvalidRequest where a variable has a name that is no longer read."""
-    for old, new in RENAMED.items():
-        if old in environ:
-            raise InvalidRequest.field(old, environ[old], f"the variable is called {new} now")
+def refuse_unreadable(environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequest for a variable or a switch that is no longer read, or never was."""
+    for name, way_out in GONE.items():
+        if name in environ:
+            raise InvalidRequest.field(name, environ[name], way_out)
+    known = [switch.name for switch in env.ALL_SWITCHES]
+    for name in debug_switches(environ):
+        if name not in known:
+            raise InvalidRequest.field(
+                env.DEBUG.name, name, f"{name!r} is no switch; there are {', '.join(known)}"
+            )
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -52,14 +74,26 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return warnings
 
 
-def markdown_table() -> str:
-    """The table of docs/reference/settings.md, which a test compares with this one."""
-    rows = ["| variable | default | read by | meaning |", "|---|---|---|---|"]
+def settings_markdown() -> str:
+    """The tables of docs/reference/settings.md, which a test compares with these."""
+    lines = []
     for knob in env.ALL_KNOBS:
+        if title := env.SECTIONS.get(knob.name):
+            lines += ["", f"### {title}", "", *_header("variable")]
         name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")
-        default = shown(knob.default)
-        rows.append(f"| {name} | {default and f'`{default}`'} | {knob.readers} | {knob.doc} |")
-    return "\n".join(rows)
+        lines.append(_row(name, knob))
+    lines += ["", "### Switches of LORAPLEX_DEBUG", "", *_header("switch")]
+    lines += [_row(f"`{switch.name}`", switch) for switch in env.ALL_SWITCHES]
+    return "\n".join(lines[1:])
+
+
+def _header(first: str) -> list[str]:
+    return [f"| {first} | default | read by | meaning |", "|---|---|---|---|"]
+
+
+def _row(name: str, setting: Knob[object] | Switch[object]) -> str:
+    default = shown(setting.default)
+    return f"| {name} | {default and f'`{default}`'} | {setting.readers} | {setting.doc} |"
 
 
 def read_by(service: str) -> list[Knob[object]]:

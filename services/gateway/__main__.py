@@ -32,8 +32,8 @@ async def serve(config: GatewayConfig) -> None:
         )
     finally:
         await gateway.close()
-    if gateway.start_error is not None:
-        raise gateway.start_error
+    if gateway.error is not None:
+        raise gateway.error
 
 
 def _calm_collector() -> None:

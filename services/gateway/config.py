@@ -42,8 +42,6 @@ class GatewayConfig:
     """For the gRPC API, and for calls to the registry and workers."""
     http_tls: TlsFiles = PLAIN
     """For the HTTP API."""
-    tls_server_name: str = ""
-    """Name in the certificates of workers, if it is not their address."""
     gateway_id: str = ""
     tool_format: str = "auto"
     """"auto", or the format in which every base writes tool calls."""
@@ -74,14 +72,9 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         drain_s=env.DRAIN_S.read(environ),
         allowed_hosts=env.ALLOWED_HOSTS.read(environ),
         insecure=env.INSECURE.read(environ),
-        admission=AdmissionLimits(
-            max_running=env.MAX_IN_FLIGHT.read(environ),
-            max_waiting=env.MAX_QUEUED.read(environ),
-            max_running_per_tenant=env.MAX_IN_FLIGHT_PER_TENANT.read(environ),
-        ),
+        admission=AdmissionLimits(max_waiting=env.MAX_QUEUED.read(environ)),
         tls=tls_files(environ),
         http_tls=http_tls_files(environ),
-        tls_server_name=env.TLS_SERVER_NAME.read(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_FORMAT.read(environ),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
@@ -84,11 +84,11 @@ class Gateway:
         """Binds the HTTP address. Raises: InvalidRequest if it is in use.
 
         Args:
-            give_up: set if the gateway can never become ready; `start_error` is the reason.
+            give_up: set if the gateway cannot go on; `error` is the reason.
         """
         self._config = config
         self._give_up = give_up or asyncio.Event()
-        self.start_error: LoraplexError | None = None
+        self.error: BaseException | None = None
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
         self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
@@ -102,7 +102,7 @@ class Gateway:
             self._pool,
             base_seen=self._registrar.seen,
             metadata=metadata,
-            channel=channel_opener(config.tls, config.tls_server_name),
+            channel=channel_opener(config.tls),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(
@@ -165,6 +165,8 @@ class Gateway:
             ),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         self._scaling.register()
 
     async def drain(self, grace_s: float) -> None:
@@ -250,8 +252,16 @@ class Gateway:
     def _base_refused(self, error: LoraplexError) -> None:
         """Stop a gateway that was never ready; one that has been ready keeps serving."""
         if self.readiness.missing():
-            self.start_error = error
-            self._give_up.set()
+            self._end_with(error)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Stop a gateway of which a part failed: a restart mends it, and going on would hide it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._give_up.set()
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():

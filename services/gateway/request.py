@@ -6,40 +6,19 @@ answer with `Tokens`, which the pipeline turns into `TextDelta`s for the APIs to
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format import File
-from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
-
-
-class FinishReason(enum.StrEnum):
-    """Why a choice stopped growing, as OpenAI spells it."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
-class Pooling(enum.StrEnum):
-    """How a call ends with a vector of its prompt instead of output."""
-
-    NONE = ""
-    DEFAULT = "default"
-    """The adapter's own, else LAST; no job has it."""
-    LAST = "last"
-    """The last token's hidden state."""
-    MEAN = "mean"
-    """The mean over all tokens."""
-    HEAD = "head"
-    """The logits of the adapter's head on the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,55 +53,6 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """A grammar that the complete output must match."""
-
-    form: str
-    """Named as in the wire's oneof: json_schema, regex, ebnf or choice."""
-    texts: tuple[str, ...]
-    """The grammar's one text, or the options of a choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """Tokens of the adapter that grammars must know in addition to the base's."""
-
-    added: tuple[AddedToken, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output; empty = the base's EOS ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskedSampling:
-    """Sampling as requested; None = unset. Types are checked, ranges are not."""
-
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int | None = None
-    echo: bool = False
-    grammar: Grammar | None = None
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    scale: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class AskedAdapter:
     """One adapter of a request as the caller names it."""
 
@@ -138,7 +68,7 @@ class GenerateCall:
     tenant: str
     model: str
     prompt: Prompt
-    sampling: AskedSampling
+    sampling: Sampling
     adapters: tuple[AskedAdapter, ...] = ()
     cache_salt: str = ""
     priority: int = 0
@@ -150,29 +80,6 @@ class GenerateCall:
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters for a worker, with all defaults resolved. Counts are in tokens."""
-
-    max_tokens: int
-    seed: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +129,7 @@ class WorkerJob:
     base_id: str
     prompt_ids: tuple[int, ...]
     adapters: tuple[RunningAdapter, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     sample_index: int
     deadline_s: float
     """Absolute, on the gateway's monotonic clock."""
@@ -231,7 +138,7 @@ class WorkerJob:
     trace: str = ""
     output_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    grammar_tokens: GrammarTokens = GrammarTokens()
+    grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
     pooling: Pooling = Pooling.NONE
     """With one its max_tokens is 0."""
     fairness_weight: float = 1.0
@@ -244,24 +151,6 @@ class WorkerJob:
         """When a request without a first token expires."""
         due_s = self.first_token_due_s
         return self.deadline_s if due_s is None else min(due_s, self.deadline_s)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Logprob of one token and of the most likely ones there, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Measured by the worker, in seconds."""
-
-    queue_s: float = 0.0
-    load_s: float = 0.0
-    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,20 +190,6 @@ class TextDelta:
     worker_id: str = ""
     pooled: tuple[float, ...] = ()
     """The vector that a call for one ends with."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts of a request, growing while it runs."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def total(self) -> int:
-        """Tokens of the prompt and of all choices."""
-        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

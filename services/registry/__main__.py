@@ -40,7 +40,7 @@ _START_RETRY_S = 1.0
 async def run(config: RegistryConfig) -> None:
     """Serve until a signal. Not ready before the store is proved safe and the index is there."""
     stopping = stop_event()
-    failpoint.arm(config.failpoints)
+    failpoint.arm(config.failpoint)
     store = open_store(config.objects_url)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)

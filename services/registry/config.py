@@ -36,7 +36,8 @@ class RegistryConfig:
     drain_s: float
     gc_interval_s: float
     """0 = no automatic collection."""
-    failpoints: str
+    failpoint: str
+    """STEP or STEP:COUNT at which a test ends the process; "" = none."""
 
 
 def from_env(environ: Mapping[str, str]) -> RegistryConfig:
@@ -58,7 +59,7 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         service_token_file=env.SERVICE_TOKEN_FILE.read(environ),
         drain_s=env.DRAIN_S.read(environ),
         gc_interval_s=env.GC_INTERVAL_S.read(environ),
-        failpoints=env.FAILPOINTS.read(environ),
+        failpoint=env.FAILPOINT.read(environ),
     )
 
 

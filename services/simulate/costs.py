@@ -30,7 +30,7 @@ class Costs:
     many_row_s: float
     """More, of every request beyond `MANY_ROWS`."""
     prompt_s: float
-    """Of every prompt, or part of one, in the step, beside its positions."""
+    """Of every prompt, or part of one, in the step, in addition to its positions."""
     token_s: float
     """Of every position computed."""
     kv_token_s: float
@@ -45,7 +45,7 @@ class Costs:
     load_byte_s: float
     """Of every byte copied."""
     fetch_s: float
-    """From the first request for an adapter until it lies verified on disk; beside the steps."""
+    """From the first request for an adapter until it is verified on disk; steps go on meanwhile."""
     fetch_byte_s: float
     """Of every byte fetched."""
     request_s: float

@@ -1,4 +1,4 @@
-"""From a step trace of a real worker (LORAPLEX_STEP_TRACE) to the costs of a simulated one."""
+"""From a real worker's step trace (`LORAPLEX_DEBUG=step-trace=FILE`) to simulated costs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fit_trace(path: Path) -> Fitted:
             "--fit",
             path,
             f"holds {len(arenas)} workers and {len(steps)} steps; one worker and {MIN_STEPS} steps "
-            "are needed: run one with LORAPLEX_STEP_TRACE set, and give it work",
+            "are needed: run one with LORAPLEX_DEBUG=step-trace=FILE, and give it work",
         )
     if lacking := [name for name in STEP_FIELDS if any(name not in step for step in steps)]:
         raise InvalidRequest.field(

@@ -23,7 +23,8 @@ DEFAULT_ARENA_BYTES = 64 << 20
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
   loraplex simulate --costs llama-7b@a10g --adapters 1000000 --workers 1000 --rate 1000 --duration 9
-  LORAPLEX_STEP_TRACE=/tmp/steps.jsonl loraplex up --model ./llama-3-8b     # a real run, with work
+  # a real run, with work:
+  LORAPLEX_DEBUG=step-trace=/tmp/steps.jsonl loraplex up --model ./llama-3-8b
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
   loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --policy clustered"""
 
@@ -74,7 +75,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.2,
         metavar="TIME",
-        help="of steps in which requests decode, beside long prompts; 0 = any (200ms)",
+        help="target time of a step in which requests decode; 0 = none (200ms)",
     )
     group.add_argument(
         "--max-loras", type=count, default=0, help="distinct in a step; 0 = no limit"
@@ -130,9 +131,8 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         max_running=min(args.max_running, args.max_step_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
-        first_token_s=args.first_token,
     )
-    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline)
+    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline, args.first_token)
     if args.direct:
         return fleet
     # One admission controller stands for all gateways of such a fleet.

@@ -52,8 +52,8 @@ class SimulatedGateway:
         self._replica_counts = ReplicaCounts()
         self._shown: list[WorkerView] = []
         self._shown_s = -math.inf
-        self._told = ReadyWorkers(0)
-        self._told_s = -math.inf
+        self._announced = ReadyWorkers(0)
+        self._announced_s = -math.inf
 
     @asynccontextmanager
     async def admit(
@@ -103,12 +103,12 @@ class SimulatedGateway:
 
     def _ready(self) -> ReadyWorkers:
         if self._is_due():
-            self._told = ready_workers(self._views())
-            self._told_s = asyncio.get_running_loop().time()
-        return self._told
+            self._announced = ready_workers(self._views())
+            self._announced_s = asyncio.get_running_loop().time()
+        return self._announced
 
     def _is_due(self) -> bool:
-        return asyncio.get_running_loop().time() >= self._told_s + MIN_INTERVAL_S
+        return asyncio.get_running_loop().time() >= self._announced_s + MIN_INTERVAL_S
 
     def _views(self) -> list[WorkerView]:
         """Made once for all that is asked of them in one moment."""

@@ -70,7 +70,7 @@ class SimulatedCopy:
 
 
 class TimedRunner:
-    """The `Runner` of a simulated worker: steps move the clock by their cost, copies go beside."""
+    """The `Runner` of a simulated worker: steps move the clock by their cost; copies overlap."""
 
     overlaps = False
     stall_s = 0.0
@@ -105,7 +105,7 @@ class TimedRunner:
         raise AssertionError(path)
 
     def copy_adapter(self, path: Path, blocks: Sequence[int], step_s: float = 0.0) -> SimulatedCopy:
-        """One copy after another, beside the steps."""
+        """One copy after another, concurrently with steps."""
         elapsed_s = self._costs.load(len(blocks) * self.block_bytes)
         self._copies_end_s = max(self._copies_end_s, self._clock.now_s) + elapsed_s
         copy = SimulatedCopy(path, len(blocks), elapsed_s, self._copies_end_s, self._clock)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
 from loraplex_services.gateway.admission.controller import Permit
@@ -19,7 +20,7 @@ from loraplex_services.simulate.gateway import Due, SimulatedGateway
 from loraplex_services.simulate.virtual_loop import VirtualLoop
 from loraplex_services.simulate.worker import SimulatedWorker
 from loraplex_services.worker.types.messages import EngineConfig, StepOutput, Submit
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 """Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""
@@ -37,6 +38,8 @@ class Fleet:
     """Adapters lie on every worker's disk already."""
     deadline_s: float | None = None
     """Of every request, from its arrival; None = patient clients."""
+    first_token_s: float | None = None
+    """By when a request's first token is due, from its arrival; None = by its deadline."""
     admission: AdmissionLimits | None = None
     """Of the gateway before the workers; None = none, requests queue at the workers."""
 
@@ -63,7 +66,7 @@ class _Flight:
     first_token_s: float | None = None
     end_s: float = 0.0
     num_output: int = 0
-    num_told: int = 0
+    num_reported: int = 0
     """Tokens that the gateway knows of."""
 
     def take(self, num_tokens: int, now_s: float) -> None:
@@ -71,7 +74,7 @@ class _Flight:
         self.num_output += num_tokens
         if self.first_token_s is None:
             self.first_token_s = now_s
-            self.ended.get_loop().call_at(now_s + self.back_s, self._tell)
+            self.ended.get_loop().call_at(now_s + self.back_s, self._report)
 
     def end(self, reason: str, now_s: float) -> None:
         """Its last tokens, or its failure, leave the worker."""
@@ -79,14 +82,14 @@ class _Flight:
         self.ended.get_loop().call_at(now_s + self.back_s, self._finish, reason)
 
     def _finish(self, reason: str) -> None:
-        self._tell()
+        self._report()
         self.ended.set_result(reason)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """At the first token and at the end: what comes between only one tenant is charged for."""
         if self.permit is not None:
-            self.permit.served(self.num_output - self.num_told)
-        self.num_told = self.num_output
+            self.permit.served(self.num_output - self.num_reported)
+        self.num_reported = self.num_output
 
 
 class Simulation:
@@ -166,7 +169,7 @@ class Simulation:
         now_s = self._loop.time
         digests = () if request.adapter is None else (self._digests[request.adapter],)
         key = digests[0] if digests else str(number)
-        due = Due(self._fleet.deadline_s, self._fleet.engine.first_token_s).shifted(now_s())
+        due = Due(self._fleet.deadline_s, self._fleet.first_token_s).shifted(now_s())
         async with self._gateway.admit(request, digests, due) as flight.permit:
             worker = self._gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight

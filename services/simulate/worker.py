@@ -6,7 +6,8 @@ import heapq
 import itertools
 import math
 
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
+from loraplex_services.gateway.workers.view import WorkerView
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import Engine
@@ -21,7 +22,7 @@ from loraplex_services.worker.types.messages import (
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
 DEADLOCK_STALLS = 10_000
-"""So many sleeps in a row without any news mean that nothing will ever come."""
+"""After this many sleeps in a row without news, none will come."""
 
 
 class SimulatedWorker:
@@ -122,29 +123,12 @@ class SimulatedWorker:
                 self._forget(token.request_id)
         for failure in output.failures:
             self._forget(failure.request_id)
-        load = output.load
-        self._load = WorkerLoad(
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            queued_tokens=load.queued_tokens,
-            free_blocks=load.free_blocks,
-            total_blocks=load.total_blocks,
-            step_s=load.step_s,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            steps=load.steps,
-            max_running_requests=load.max_running,
-            is_full=load.is_full,
-        )
-        for change in output.residency:
-            if not change.tier:
-                self._residency.pop(change.digest, None)
-                continue
-            self._residency[change.digest] = AdapterResidency(
-                change.digest,
-                Tier(change.tier),
-                change.max_rank,
-                running_requests=change.running_requests,
-            )
+        self._load = output.load
+        for residency in (change.residency for change in output.residency):
+            if residency.tier is Tier.NONE:
+                self._residency.pop(residency.digest, None)
+            else:
+                self._residency[residency.digest] = residency
 
     def _forget(self, request_id: str) -> None:
         self._unstarted_tokens -= self._unstarted.pop(request_id, 0)

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         InvalidRequest: a value is wrong; names the flag or the variable.
     """
     args = make_parser().parse_args(argv)
-    variables.refuse_renamed(environ)
+    variables.refuse_unreadable(environ)
     _refuse_unsupported(args)
 
     def given(flag: str, knob: Knob[Any]) -> Any:

@@ -67,7 +67,7 @@ def child_specs(
             "LORAPLEX_HTTP_LISTEN": addresses.http,
             "LORAPLEX_REGISTRY_ADDRESS": registry.health,
             "LORAPLEX_WORKERS": ",".join(worker.health for worker in workers),
-            "LORAPLEX_REPLACE_BASES": "false" if environ.get("LORAPLEX_OBJECTS") else "true",
+            env.DEBUG.name: _debug_of_gateway(environ),
             **_present(environ, "LORAPLEX_METADATA"),
         },
         _reachable(addresses.grpc),
@@ -155,6 +155,12 @@ def _service_token(state: StateDir) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(32))
     return path
+
+
+def _debug_of_gateway(environ: Mapping[str, str]) -> str:
+    """Bases in a state folder of the stack's own belong to the stack; those elsewhere may not."""
+    own = f"{env.REPLACE_BASES.name}={'false' if environ.get('LORAPLEX_OBJECTS') else 'true'}"
+    return ",".join(filter(None, (environ.get(env.DEBUG.name), own)))
 
 
 def _present(environ: Mapping[str, str], *names: str) -> dict[str, str]:

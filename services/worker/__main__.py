@@ -21,7 +21,7 @@ from loraplex_services.common.process import run_service
 from loraplex_services.common.service_token import ServiceAuth
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
-from loraplex_services.worker.config import WorkerConfig, from_env
+from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig, from_env
 from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.server.api_server import ApiServer
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
@@ -48,7 +48,7 @@ async def serve(config: WorkerConfig) -> None:
         setting=env.WORKER_LISTEN.name,
     )
     metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id))
-    AdapterCollector(status, config.max_resident).register()
+    AdapterCollector(status, MAX_RESIDENT).register()
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)
     tasks = [

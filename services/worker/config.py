@@ -1,4 +1,4 @@
-"""What a worker is told by its environment, resolved once."""
+"""A worker's settings, read once from its environment."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import TlsFiles, tls_files
 from loraplex_services.common.units import Memory
 from loraplex_services.worker.types.messages import EngineConfig
+
+MAX_RESIDENT = 4096
+"""Slots of the device tables: adapters loaded at once, if they fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,6 @@ class WorkerConfig:
     gpu_memory_utilization: float
     """0 = not set."""
     max_lora_rank: int
-    max_resident: int
     max_loras: int | None
     max_model_len: int
     """0 = that of the base."""
@@ -53,7 +55,6 @@ class WorkerConfig:
     max_step_s: float
     max_running: int
     policy: str
-    first_token_s: float | None
     prefix_cache: bool
     overlap: str
     adapter_dtype: str
@@ -71,14 +72,13 @@ class WorkerConfig:
             attention_backend=self.attention_backend,
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank,
-            max_resident=self.max_resident,
+            max_resident=MAX_RESIDENT,
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
             max_step_s=self.max_step_s,
             max_running=self.max_running,
             max_loras=self.max_loras,
             policy=self.policy,
-            first_token_s=self.first_token_s,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
@@ -94,8 +94,7 @@ class WorkerConfig:
     @property
     def max_request_adapters(self) -> int:
         """Adapters in one request: a set must fit a step, and leave slots for others."""
-        limits = [max(1, self.max_resident // 2)]
-        return min([*limits, self.max_loras] if self.max_loras else limits)
+        return min(MAX_RESIDENT // 2, self.max_loras or MAX_RESIDENT)
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:
@@ -134,14 +133,12 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         kv_memory=env.KV_MEMORY.read(environ),
         gpu_memory_utilization=env.GPU_MEMORY_UTILIZATION.read(environ),
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
-        max_resident=env.MAX_RESIDENT.read(environ),
         max_loras=env.MAX_LORAS.read(environ) or None,
         max_model_len=env.MAX_MODEL_LEN.read(environ),
         max_step_tokens=max_step_tokens,
         max_step_s=env.MAX_STEP_S.read(environ),
         max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
-        first_token_s=env.FIRST_TOKEN_S.read(environ) or None,
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),

@@ -96,5 +96,5 @@ def test_added_tokens_without_a_tokenizer_beside_them_warn(name: str, num_warnin
     files = [File(path, size, "0" * 64) for path, size in sizes.items()]
     size = len(adapter.tensors)
     report = validate(adapter.config, adapter.tensors, size, files, tiny_geometry())
-    found = [w for w in report.warnings if "save the tokenizer beside" in w.description]
+    found = [w for w in report.warnings if "save the tokenizer with" in w.description]
     assert len(found) == num_warnings

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 COMMANDS_IMPORT = (
-    "loraplex.registry_client",
+    "loraplex.client.registry_client",
     "loraplex.adapter_format.validate",
     "loraplex.signing",
 )

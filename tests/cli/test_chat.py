@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ def test_one_key_ends_a_chat_at_its_prompt(key: bytes, code: int) -> None:
         env=environment(),
         cwd=REPO,
     ) as terminal:
-        assert terminal.stdin is not None and terminal.stdout is not None
+        assert terminal.stdin is not None and isinstance(terminal.stdout, io.BufferedReader)
         shown = b""
         while not shown.endswith(b"\n> "):
             shown += terminal.stdout.read1()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from loraplex.client.publishing import local_files
 from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest
 from loraplex.model_layout import layout_files
-from loraplex.publishing import local_files
 
 
 def _blob(folder: Path, digest: str) -> Path:

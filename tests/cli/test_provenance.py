@@ -124,7 +124,7 @@ def test_a_signature_over_other_files_is_not_kept(
 ) -> None:
     import asyncio
 
-    from loraplex.registry_client import RegistryClient
+    from loraplex.client.registry_client import RegistryClient
 
     registry.json("upload", str(adapter), "--name", "mismatched")
     raw, _ = sign("x", FILES, Path(_keys(tmp_path)["private"]))

@@ -1,5 +1,6 @@
 """The table of variables: every default is legal, bad values and unknown names are named."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,43 @@ def test_service_links_are_ignored(name: str) -> None:
 
 def test_known_names_are_not_reported() -> None:
     assert variables.unknown_variables(dict.fromkeys(variables.known_names(), "x")) == []
+
+
+@pytest.mark.parametrize("name", variables.GONE)
+def test_a_variable_that_is_no_longer_read_is_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        variables.refuse_unreadable({name: "1"})
+    assert caught.value.violations[0].field == name
+    assert variables.GONE[name] in caught.value.message
+    assert name not in variables.known_names()
+    for switch in re.findall(r"LORAPLEX_DEBUG=([a-z-]+)", variables.GONE[name]):
+        assert switch in {known.name for known in env.ALL_SWITCHES}
+    for variable in re.findall(r"LORAPLEX_\w+", variables.GONE[name]):
+        assert variable in variables.known_names()
+
+
+def test_switches_are_read_from_one_list() -> None:
+    environ = {"LORAPLEX_DEBUG": "overlap=on, replace-bases ,step-timeout-s=500ms"}
+    variables.refuse_unreadable(environ)
+    assert env.REPLACE_BASES.read(environ) is True
+    assert env.STEP_TIMEOUT_S.read(environ) == 0.5
+    assert env.OVERLAP.read(environ) == "on"
+    assert env.PREFIX_CACHE.read(environ) == env.PREFIX_CACHE.default
+
+
+def test_of_a_repeated_switch_the_last_one_counts() -> None:
+    environ = {"LORAPLEX_DEBUG": "overlap=on,overlap=off"}
+    assert env.OVERLAP.read(environ) == "off"
+
+
+def test_an_unknown_switch_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"over_lap.*overlap") as caught:
+        variables.refuse_unreadable({"LORAPLEX_DEBUG": "over_lap=on"})
+    assert caught.value.violations[0].field == "LORAPLEX_DEBUG"
+
+
+def test_a_bad_value_of_a_switch_names_the_switch() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        env.OVERLAP.read({"LORAPLEX_DEBUG": "overlap=mmx"})
+    violation = caught.value.violations[0]
+    assert (violation.field, violation.value) == ("LORAPLEX_DEBUG", "overlap=mmx")

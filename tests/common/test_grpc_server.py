@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import (
     InvalidAdapter,
     InvalidRequest,
@@ -24,7 +25,6 @@ from loraplex.errors import (
 )
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.callers import Caller, current_caller
 from loraplex_services.common.grpc_server import RunningServer, serve, start
 
@@ -78,7 +78,7 @@ async def _running(servicer: RegistryLookup, **options: Any) -> RunningServer:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[tuple[RegistryLookup, registry_pb2_grpc.RegistryServiceStub]]:
+async def lookup() -> AsyncIterator[tuple[RegistryLookup, registry_pb2_grpc.RegistryServiceStub]]:
     servicer = RegistryLookup()
     running = await _running(servicer)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
@@ -109,8 +109,8 @@ async def _failures(stub: Any) -> list[LoraplexError]:
     return failures
 
 
-async def test_error_crosses_with_class_violations_values_and_retry_hint(door: Any) -> None:
-    servicer, stub = door
+async def test_error_crosses_with_class_violations_values_and_retry_hint(lookup: Any) -> None:
+    servicer, stub = lookup
     sent = InvalidAdapter.of(
         [
             Violation.of("adapter_config.json:r", 512, "above the limit of 256"),
@@ -128,8 +128,8 @@ async def test_error_crosses_with_class_violations_values_and_retry_hint(door: A
         assert (got.reason, got.retry_after_s) == ("TENANT_BYTES", 1.25)
 
 
-async def test_huge_list_of_violations_still_arrives_as_the_right_error(door: Any) -> None:
-    servicer, stub = door
+async def test_huge_list_of_violations_still_arrives_as_the_right_error(lookup: Any) -> None:
+    servicer, stub = lookup
     violations = [Violation.of(f"field{i}", "x" * 5000, "y" * 300) for i in range(500)]
     servicer.error = InvalidAdapter.of(violations)
     for got in await _failures(stub):
@@ -138,9 +138,9 @@ async def test_huge_list_of_violations_still_arrives_as_the_right_error(door: An
 
 
 async def test_unknown_exception_is_internal_and_does_not_leak(
-    door: Any, caplog: pytest.LogCaptureFixture
+    lookup: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servicer, stub = door
+    servicer, stub = lookup
     servicer.error = RuntimeError("secret path")
     with caplog.at_level(logging.ERROR):
         for got in await _failures(stub):
@@ -149,8 +149,8 @@ async def test_unknown_exception_is_internal_and_does_not_leak(
     assert "secret path" in caplog.text
 
 
-async def test_method_without_a_handler_is_unsupported_by_name(door: Any) -> None:
-    _, stub = door
+async def test_method_without_a_handler_is_unsupported_by_name(lookup: Any) -> None:
+    _, stub = lookup
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Reindex(pb.ReindexRequest())
     got = from_rpc_error(caught.value)
@@ -175,7 +175,7 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
 async def test_health_is_live_at_once_and_ready_when_told() -> None:
     running = await _running(RegistryLookup())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
 
         async def statuses() -> list[int]:
             names = ("liveness", "readiness", "", NAME)
@@ -200,7 +200,7 @@ async def test_taken_port_is_refused_naming_port_and_setting() -> None:
 
 
 async def test_unix_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "door.sock"
+    path = tmp_path / "server.sock"
     path.write_text("left by a dead server")
     service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, RegistryLookup(), NAME)
     running = await start([service], [f"unix:{path}"])

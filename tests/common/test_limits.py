@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common import limits
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc_server import start

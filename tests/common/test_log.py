@@ -1,7 +1,9 @@
 """Lines carry event and fields, as JSON or as text."""
 
+import ast
 import json
 import logging
+from pathlib import Path
 
 from loraplex_services.common.log import JsonFormatter, TextFormatter
 
@@ -17,6 +19,25 @@ def _record() -> logging.LogRecord:
         None,
         extra={"slot": 3},
     )
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for top in ("loraplex", "services") for path in (ROOT / top).rglob("*.py"))
+RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+
+
+def _fields(path: Path) -> set[str]:
+    """The fields that a module's log lines name."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    given = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "extra"]
+    keys = [key for extra in given if isinstance(extra, ast.Dict) for key in extra.keys]
+    return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+
+
+def test_no_line_has_a_field_that_logging_refuses() -> None:
+    """`extra={"name": ...}` raises a KeyError in the place of logging."""
+    refused = {str(path): RESERVED & _fields(path) for path in SOURCES}
+    assert {path: fields for path, fields in refused.items() if fields} == {}
 
 
 def test_json_line_has_event_and_fields() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.exceptions import TimeoutError as TimedOut
@@ -24,7 +25,7 @@ def test_plain_tls_and_socket_urls_are_understood() -> None:
 
 def test_sentinel_urls_name_nodes_service_and_database() -> None:
     client = connect_redis("redis+sentinel://me:pa%20ss@a:1,b,[::1]:3/mymaster/2")
-    pool = client.connection_pool
+    pool: Any = client.connection_pool
     kwargs = pool.connection_kwargs
     assert pool.service_name == "mymaster"
     nodes = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]

@@ -1,4 +1,4 @@
-"""Certificates that are replaced while doors are open."""
+"""Certificates that are replaced while servers run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def house(tmp_path: Path) -> Authority:
 
 
 async def _serial(house: Authority, port: int, name: str = "localhost") -> str:
-    """The serial number of the certificate that a door shows."""
+    """The serial number of the certificate that a server shows."""
 
     def shake_hands() -> str:
         context = ssl.create_default_context(cafile=house.ca)
@@ -40,7 +40,7 @@ async def _serial(house: Authority, port: int, name: str = "localhost") -> str:
 
 
 def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: Authority) -> None:
-    pair = house.issue("door")
+    pair = house.issue("server")
     rotation = Rotation(pair=(pair.cert, pair.key))
     assert not rotation.is_renewed()
     other = house.issue("other")
@@ -54,11 +54,11 @@ def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: 
 
 
 async def test_a_grpc_door_shows_the_certificate_that_lies_there_now(house: Authority) -> None:
-    pair = house.issue("door")
+    pair = house.issue("server")
     server = TlsFiles(cert=pair.cert, key=pair.key).server()
     running = await grpc_server.start([], ["127.0.0.1:0"], tls=server)
     first = await _serial(house, running.port)
-    house.issue("door")
+    house.issue("server")
     second = await _serial(house, running.port)
     pair.key.write_text("half of it")
     third = await _serial(house, running.port)
@@ -75,12 +75,12 @@ async def test_the_http_door_shows_the_certificate_that_lies_there_now(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("nobody asks")
 
-    pair = house.issue("door")
+    pair = house.issue("server")
     tls = TlsFiles(cert=pair.cert, key=pair.key)
     server = HttpServer(app, "127.0.0.1:0", setting="--listen", tls=tls)
     await server.start()
     first = await _serial(house, server.port, name)
-    house.issue("door")
+    house.issue("server")
     seen = [await _serial(house, server.port, name) for _ in range(2)]
     pair.key.write_text("half of it")
     seen.append(await _serial(house, server.port, name))

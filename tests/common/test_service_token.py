@@ -1,4 +1,4 @@
-"""The door that only services may enter."""
+"""Methods that only services may call."""
 
 from __future__ import annotations
 

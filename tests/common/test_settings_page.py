@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loraplex_services.common.variables import markdown_table
+from loraplex_services.common.variables import settings_markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path("docs/reference/settings.md")
@@ -12,7 +12,7 @@ def test_the_table_of_settings_is_the_one_in_the_code() -> None:
     text = (ROOT / PAGE).read_text()
     begin = "<!-- settings: written from services/common/env.py -->\n"
     table = text.split(begin)[1].split("<!-- end of settings -->")[0]
-    assert table.strip() == markdown_table().strip()
+    assert table.strip() == settings_markdown().strip()
 
 
 def test_the_readme_names_the_page_of_settings() -> None:

@@ -81,7 +81,7 @@ def _set_image(documents: list[Document], image: dict[str, str]) -> None:
 
 def containers(document: Document) -> list[dict[str, Any]]:
     """Every container of a workload, init containers too."""
-    if document["kind"] not in {"Deployment", "StatefulSet"}:
+    if document["kind"] not in {"Deployment", "StatefulSet", "Job"}:
         return []
     pod = document["spec"]["template"]["spec"]
     return [*pod.get("initContainers", []), *pod["containers"]]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.deploy.kustomize import containers, render
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
@@ -41,3 +45,17 @@ def test_the_health_check_asks_a_port_that_is_open_by_default(lines: list[str]) 
     (check,) = [line for line in lines if line.startswith("HEALTHCHECK ")]
     listen = environment.partition("LORAPLEX_METRICS_LISTEN=")[2].split()[0]
     assert f"http://{listen}/healthz" in check
+
+
+def test_every_image_of_ours_in_a_manifest_is_built() -> None:
+    listed = subprocess.run(
+        [ROOT / "scripts" / "images.sh", "list"], check=True, capture_output=True, text=True
+    )
+    folder = ROOT / "deploy" / "k8s"
+    documents = [doc for path in (folder / "overlays").iterdir() for doc in render(path)]
+    documents += yaml.safe_load_all((folder / "jobs" / "fill-models.yaml").read_text())
+    named = {container["image"] for doc in documents for container in containers(doc)}
+    composed = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    named |= {service["image"] for service in composed.values()}
+    ours = {image for image in named if image.startswith("loraplex-")}
+    assert ours == set(listed.stdout.split())

@@ -52,6 +52,31 @@ def test_every_document_is_valid_under_strict_validation(overlay: Path) -> None:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 
+def test_the_job_that_fills_the_models_is_valid_and_locked_down() -> None:
+    documents = list(yaml.safe_load_all((K8S / "jobs" / "fill-models.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    claim, _, job = documents
+    _assert_locked_down(job)
+    filled = job["spec"]["template"]["spec"]["volumes"]
+    worker = _deployment(render(K8S / "overlays" / "prod-cpu"), "worker")
+    read = worker["spec"]["template"]["spec"]["volumes"]
+    assert _claims(filled) == _claims(read) == {claim["metadata"]["name"]}
+
+
+def _claims(volumes: list[dict[str, Any]]) -> set[str]:
+    kind = "persistentVolumeClaim"
+    return {volume[kind]["claimName"] for volume in volumes if kind in volume}
+
+
+def test_compose_sets_variables_that_its_services_read() -> None:
+    composed = yaml.safe_load((K8S.parent / "compose.yaml").read_text())
+    for name in SERVICES:
+        own = set(composed["services"][name]["environment"]) - set(composed["x-environment"])
+        read = {knob.name for knob in variables.read_by(name)}
+        assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
+
+
 def test_a_wrong_document_would_be_refused(overlay: Path) -> None:
     deployment = workloads(render(overlay))[0]
     deployment["spec"]["replicas"] = "two"
@@ -68,15 +93,7 @@ def test_rendering_equals_kubectl(overlay: Path) -> None:
 
 def test_pods_are_locked_down(overlay: Path) -> None:
     for workload in workloads(render(overlay)):
-        pod = workload["spec"]["template"]["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True, identity(workload)
-        assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
-        assert pod["automountServiceAccountToken"] is False, identity(workload)
-        for container in containers(workload):
-            security = container["securityContext"]
-            assert security["readOnlyRootFilesystem"] is True, container["name"]
-            assert security["allowPrivilegeEscalation"] is False, container["name"]
-            assert security["capabilities"] == {"drop": ["ALL"]}, container["name"]
+        _assert_locked_down(workload)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -127,7 +144,7 @@ def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
         "worker": ["loraplex-objects-read"],
     }
     for name in ("gateway", "worker"):
-        deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+        deployment = _deployment(documents, name)
         volumes = deployment["spec"]["template"]["spec"]["volumes"]
         auth = next(volume for volume in volumes if volume["name"] == "auth")
         assert [item["key"] for item in auth["secret"]["items"]] == ["service-token"]
@@ -172,9 +189,26 @@ def test_grace_period_covers_the_drain(overlay: Path) -> None:
             assert pod["terminationGracePeriodSeconds"] > drain_s + pre_stop_s
 
 
+def _assert_locked_down(workload: dict[str, Any]) -> None:
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True, identity(workload)
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert pod["automountServiceAccountToken"] is False, identity(workload)
+    assert pod["enableServiceLinks"] is False, identity(workload)
+    for container in containers(workload):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True, container["name"]
+        assert security["allowPrivilegeEscalation"] is False, container["name"]
+        assert security["capabilities"] == {"drop": ["ALL"]}, container["name"]
+
+
+def _deployment(documents: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(doc for doc in documents if identity(doc) == ("Deployment", name))
+
+
 def _container(documents: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """The container of a service."""
-    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
+    deployment = _deployment(documents, name)
     container: dict[str, Any] = deployment["spec"]["template"]["spec"]["containers"][0]
     return container
 
@@ -189,8 +223,7 @@ def _environment(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
 
 def _mounted(documents: list[dict[str, Any]], name: str) -> dict[str, str]:
     """Where a service's container has which Secret."""
-    deployment = next(doc for doc in documents if identity(doc) == ("Deployment", name))
-    pod = deployment["spec"]["template"]["spec"]
+    pod = _deployment(documents, name)["spec"]["template"]["spec"]
     secrets = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
     mounts = pod["containers"][0]["volumeMounts"]
     return {m["mountPath"]: secrets[m["name"]] for m in mounts if m["name"] in secrets}
@@ -217,14 +250,14 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
     assert config.tls.server(for_services=True) is not None
 
 
-def test_with_mtls_the_gateway_dials_the_door_that_demands_certificates() -> None:
+def test_with_mtls_the_gateway_dials_the_port_that_demands_certificates() -> None:
     documents = render(K8S / "overlays" / MTLS)
     registry = _environment(documents, "registry")
     listen = registry["LORAPLEX_REGISTRY_SERVICE_LISTEN"].rpartition(":")[2]
     gateway = _environment(documents, "gateway")
     assert gateway["LORAPLEX_REGISTRY_ADDRESS"] == f"registry:{listen}"
     assert set(registry["LORAPLEX_SERVICE_NAMES"].split(",")) == set(SERVICES)
-    assert gateway["LORAPLEX_TLS_SERVER_NAME"] == "worker"
+    assert gateway["LORAPLEX_WORKERS"].startswith("dns:worker:"), "as in the workers' certificates"
     service = next(doc for doc in documents if identity(doc) == ("Service", "registry"))
     assert int(listen) in {port["port"] for port in service["spec"]["ports"]}
     policies = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "NetworkPolicy"}

@@ -1,4 +1,4 @@
-"""Several adapters in one request: what does not add up is refused by name, at both doors."""
+"""Several adapters in one request: what does not add up is refused by name, over HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constrained output through every door, on the demo base, whose tokens are bytes.
+"""Constrained output over HTTP and gRPC, on the demo base, whose tokens are bytes.
 
 The base knows nothing of JSON: whatever it writes here is held by the grammar alone.
 """

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -101,7 +101,7 @@ def offer_kernels(installation: Installation) -> str:
     return isa
 
 
-def up(installation: Installation) -> Iterator[str]:
+def up(installation: Installation) -> Generator[str]:
     """The lines that `loraplex up` prints."""
     ports = [word for name in ("http", "grpc", "registry") for word in (f"--{name}-port", "0")]
     state = ["--state-dir", "state", "--kv-memory", "16MiB", "--dtype", "float32"]

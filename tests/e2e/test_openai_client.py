@@ -55,7 +55,7 @@ def test_a_chat_stream_ends_with_a_finish_reason(client: openai.OpenAI) -> None:
         temperature=0,
         stream=True,
     )
-    chunks = list(stream)
+    chunks: list[Any] = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == want
     assert chunks[-1].choices[0].finish_reason == "stop"

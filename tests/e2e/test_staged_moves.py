@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.adapter_variants import write_variant
+from loraplex.workload.adapter_variants import write_variant
 from tests.e2e.stack import ADAPTERS, Stack, eventually
 
 NAME = "staged"

@@ -117,13 +117,13 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Root of the HTTP door."""
+        """Root of the HTTP API."""
         scheme = "https" if self.http_tls.cert else "http"
         return f"{scheme}://127.0.0.1:{self.running.http_port}"
 
     @property
     def grpc_address(self) -> str:
-        """The gRPC door."""
+        """Address of the gRPC API."""
         return f"unix:{self.folder}/gateway.sock"
 
     async def status(self) -> admin_pb2.GetStatusResponse:

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.error_wire import to_status
 from loraplex.errors import AdapterNotFound, Conflict, LoraplexError, Unauthenticated
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
-from loraplex.wire_errors import to_status
 
 Watch = asyncio.Queue[registry_pb2.WatchAdaptersResponse]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.error_wire import to_status
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import to_status
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
 Script = Callable[[worker_pb2.WorkerRequest], list[int]]
@@ -272,11 +272,16 @@ def _logprob(token_id: int, num_top: int) -> common_pb2.TokenLogprob:
     return entry
 
 
-async def start_worker(worker: ScriptedWorker, listen: str) -> grpc.aio.Server:
-    """Serve it at an address."""
+async def start_worker(
+    worker: ScriptedWorker, listen: str, credentials: grpc.ServerCredentials | None = None
+) -> grpc.aio.Server:
+    """Serve it at an address, over TLS with `credentials`."""
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-    server.add_insecure_port(listen)
+    if credentials is None:
+        server.add_insecure_port(listen)
+    else:
+        server.add_secure_port(listen, credentials)
     await server.start()
     return server
 

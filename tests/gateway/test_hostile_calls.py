@@ -9,9 +9,10 @@ import grpc
 import openai
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.sampling import Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_QUEUED_JOB_BYTES_PER_TENANT,
@@ -20,7 +21,7 @@ from loraplex_services.common.limits import (
 )
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.registry.tenants import TenantLimits
-from loraplex_services.gateway.request import AskedSampling, Sampling, ServedModel, WorkerJob
+from loraplex_services.gateway.request import ServedModel, WorkerJob
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from loraplex_services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
 from loraplex_services.gateway.workers.token_stream import WakeupPacer
@@ -51,7 +52,7 @@ def _job(tenant: str, salt_bytes: int) -> WorkerJob:
         base_id="base",
         prompt_ids=(1, 2),
         adapters=(),
-        sampling=Sampling(max_tokens=1, seed=0),
+        sampling=SamplingParams(max_tokens=1, seed=0),
         sample_index=0,
         deadline_s=1e9,
         cache_salt="x" * salt_bytes,
@@ -122,7 +123,7 @@ def test_repeated_token_ids_reach_workers_once_and_many_are_refused(field: str) 
     base = ServedModel("base", vocab_size=100_000, max_model_len=64)
 
     def resolved(ids: tuple[int, ...]) -> tuple[int, ...]:
-        asked = AskedSampling(**{field: ids})  # type: ignore[arg-type]
+        asked = Sampling(**{field: ids})  # type: ignore[arg-type]
         sampling = resolve(asked, base, 4, fills_context=False, draw_seed=lambda: 0).sampling
         return getattr(sampling, field)  # type: ignore[no-any-return]
 

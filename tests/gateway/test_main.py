@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from loraplex.errors import AlreadyExists
+from loraplex_services.gateway.workers.fleet import Fleet
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import start_registry
 from tests.gateway.scripted_worker import endless
@@ -100,3 +101,16 @@ async def test_base_whose_id_is_taken_ends_the_start_with_the_way_out(neighbours
 def _answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_gateway_of_which_a_part_fails_gives_up(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor restarts it; one without its workers would wait without end and say nothing."""
+
+    async def fail(self: Fleet) -> None:
+        raise RuntimeError("the fleet failed")
+
+    monkeypatch.setattr(Fleet, "run", fail)
+    await stack.start(ready=False)
+    await eventually(lambda: "the fleet failed" in str(stack.running.error))

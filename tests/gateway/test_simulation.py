@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
+from loraplex.api.sampling import Sampling
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall, TokenPrompt
 from loraplex_services.gateway.workers.link import SILENT_CHECKS
 from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
@@ -55,7 +56,7 @@ def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
                 "t",
                 BASE_ID,
                 TokenPrompt((n,)),
-                AskedSampling(max_tokens=40, ignore_eos=True),
+                Sampling(max_tokens=40, ignore_eos=True),
             )
             for n in range(6)
         ]
@@ -80,7 +81,7 @@ def test_requests_for_a_cold_adapter_share_one_load() -> None:
     async def main() -> list[int]:
         house = House(1, workers=["w0", "w1", "w2", "w3"], adapters=["a"])
         await house.start(1, AdmissionLimits())
-        sampling = AskedSampling(max_tokens=3, ignore_eos=True)
+        sampling = Sampling(max_tokens=3, ignore_eos=True)
         calls = [GenerateCall(f"r{n}", "t", "a", TokenPrompt((n,)), sampling) for n in range(6)]
         await asyncio.gather(*[house.ask(house.gateways[0], call) for call in calls])
         await house.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
@@ -57,7 +57,7 @@ async def registry(objects_url: str, metadata_url: str) -> AsyncIterator[Registr
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ServedRegistry:
     """A served registry and a client of it."""
 
     registry: Registry
@@ -66,10 +66,10 @@ class Door:
 
 
 @pytest.fixture
-async def door(registry: Registry) -> AsyncIterator[Door]:
+async def served(registry: Registry) -> AsyncIterator[ServedRegistry]:
     running = await grpc_server.start([server.service(registry)], ["127.0.0.1:0"])
     await running.set_ready(True)
     address = f"127.0.0.1:{running.port}"
     async with RegistryClient(address, Credentials()) as client:
-        yield Door(registry, client, address)
+        yield ServedRegistry(registry, client, address)
     await running.stop(0)

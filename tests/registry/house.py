@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.adapter_format import File
-from loraplex.convert import geometry_to_proto
-from loraplex.publishing import Publication
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.registry import Published
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
 from loraplex.refs import LATEST, parse_name
-from loraplex.registry_client import RegistryClient
-from loraplex.types import Published
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.redis_url import connect_redis
@@ -128,7 +128,7 @@ async def publish(
 async def upload(
     client: RegistryClient, tmp_path: Path, name: str, seed: int, **options: object
 ) -> Published:
-    """Send the adapter of a seed through the door."""
+    """Send the adapter of a seed to the server."""
     folder = write_folder(tmp_path / f"adapter-{seed}", adapter_files(seed))
     return await client.upload(folder, Publication(name, **options))  # type: ignore[arg-type]
 

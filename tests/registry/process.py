@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -55,7 +56,7 @@ class RegistryProcess:
     async def is_ready(self) -> bool:
         """Ask once."""
         async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
                 request = health_pb2.HealthCheckRequest(service="readiness")
                 answer = await stub.Check(request, timeout=2)

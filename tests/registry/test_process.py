@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess

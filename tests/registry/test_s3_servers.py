@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex_services.common.objects import open_store
 from loraplex_services.common.objects.probe import probe
 from loraplex_services.registry.maintenance.gc import Collector

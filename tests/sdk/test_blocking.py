@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
 
-from loraplex.blocking import BlockingInference, BlockingRegistry
+from loraplex.client.blocking import BlockingInference, BlockingRegistry
+from loraplex.client.settings import Credentials
 from loraplex.errors import Unavailable
-from loraplex.settings import Credentials
 from loraplex.v1 import common_pb2
 from loraplex.v1 import inference_pb2 as pb
 from tests.sdk.servers import ScriptedGateway, serving
@@ -29,7 +29,7 @@ def address() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def addresses() -> AsyncIterator[str]:
+    async def addresses() -> AsyncGenerator[str]:
         async with serving(ScriptedGateway(RESPONSES)) as found:
             yield found
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from tests.sdk.servers import ScriptedDownload, serving
 

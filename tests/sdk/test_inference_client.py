@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.sampling import Sampling
+from loraplex.client.generation import Message, Prompt
+from loraplex.client.generation_wire import generate_request
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unavailable
-from loraplex.generation import Message, Prompt, Sampling
-from loraplex.generation_wire import generate_request
-from loraplex.inference_client import InferenceClient
-from loraplex.settings import Credentials
 from loraplex.v1 import common_pb2
 from loraplex.v1 import inference_pb2 as pb
 from tests.sdk.servers import ScriptedGateway, serving

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex import settings
-from loraplex.channel import Channel
+from loraplex.client import settings
+from loraplex.client.channel import Channel
+from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest
-from loraplex.settings import Credentials
 from loraplex_services.common import env
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from loraplex.channel import CHUNK_BYTES, Channel
+from loraplex.client.channel import CHUNK_BYTES, Channel
+from loraplex.client.progress import ignore_progress
+from loraplex.client.settings import Credentials
+from loraplex.client.uploading import PAUSES_S, LocalFile, hash_files, upload
 from loraplex.errors import InvalidAdapter, LoraplexError, Unavailable
-from loraplex.progress import ignore_progress
-from loraplex.settings import Credentials
-from loraplex.uploading import PAUSES_S, LocalFile, hash_files, upload
 from loraplex.v1 import registry_pb2 as pb
 from tests.sdk.servers import FlakyRegistry, serving
 

@@ -6,14 +6,15 @@ import json
 
 import pytest
 
+from loraplex.api.sampling import Grammar, Sampling
+from loraplex.client.generation import Message
+from loraplex.client.generation_wire import generate_request
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.settings import Credentials
+from loraplex.client.vectors import Score, embed_request, score_request
 from loraplex.errors import InvalidRequest
-from loraplex.generation import Grammar, Message, Sampling
-from loraplex.generation_wire import generate_request
-from loraplex.inference_client import InferenceClient
-from loraplex.settings import Credentials
 from loraplex.v1 import common_pb2, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
-from loraplex.vectors import Score, embed_request, score_request
 from tests.sdk.servers import serving
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from loraplex.adapter_format.folder import read_files
+from loraplex.client.publishing import local_files, read_adapter
 from loraplex.errors import DataLoss, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from loraplex.model_layout import MANIFEST_TYPE
-from loraplex.publishing import local_files, read_adapter
 from loraplex.sources import fetch
 from tests.servers import free_port
 from tests.sources.servers import TokenRegistry, served

@@ -1,4 +1,4 @@
-"""Children start again, stop when told, are given up when hopeless, and die with their parent."""
+"""Children restart, stop on request, are given up after failures, and die with their parent."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ BASE = str(Path(__file__).parents[2] / "demo" / "base")
 MODEL = ["--model", BASE]
 
 
-def test_defaults_are_those_of_the_contract() -> None:
+def test_defaults_are_loopback_one_worker_and_the_documented_ports() -> None:
     config = parse(MODEL, {"XDG_STATE_HOME": "/x"})
     assert list(config.listeners.values()) == [
         Listener("127.0.0.1", p) for p in (8080, 50051, 50052)

@@ -71,7 +71,7 @@ def _up(state: Path, *flags: str) -> Iterator[Up]:
         assert process.stdout is not None
         match = READY.fullmatch(process.stdout.readline())
         assert match, log.read_text()
-        yield Up(process, *match.groups(), state)
+        yield Up(process, match[1], match[2], match[3], state)
     finally:
         if process.poll() is None:
             process.kill()

@@ -78,7 +78,7 @@ def test_other_stores_and_credentials_pass_through(state: StateDir) -> None:
     given = {"LORAPLEX_OBJECTS": "s3://b/p", "AWS_ACCESS_KEY_ID": "k", "PYTHONPATH": "/mine"}
     for spec in _specs(state, [], given).values():
         assert spec.environ["LORAPLEX_OBJECTS"] == "s3://b/p"
-        assert spec.environ.get("LORAPLEX_REPLACE_BASES", "false") == "false"
+        assert not env.REPLACE_BASES.read(spec.environ)
         assert spec.environ["AWS_ACCESS_KEY_ID"] == "k"
         assert spec.environ["PYTHONPATH"].endswith(":/mine")
 

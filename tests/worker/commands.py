@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.types.messages import EngineConfig, Submit
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 
 
 def make_submit(

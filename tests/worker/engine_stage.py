@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
@@ -19,7 +20,6 @@ from loraplex_services.worker.types.messages import (
     TokenOutput,
     Unload,
 )
-from loraplex_services.worker.types.request import SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

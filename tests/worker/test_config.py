@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.addresses import is_local
-from loraplex_services.worker.config import base_id_of, from_env
+from loraplex_services.worker.config import MAX_RESIDENT, base_id_of, from_env
 
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
 
@@ -62,4 +62,4 @@ def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) ->
 
 def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
     assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
-    assert from_env({**GOOD, "LORAPLEX_MAX_RESIDENT": "8"}).max_request_adapters == 4
+    assert from_env(GOOD).max_request_adapters == MAX_RESIDENT // 2

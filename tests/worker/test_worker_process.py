@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import DataLoss, InvalidRequest, NotFound
 from loraplex.v1 import common_pb2, worker_pb2
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.objects.store import blob_key
 from loraplex_services.worker.server.engine_client import MAX_FAILED_STARTS
 from tests.worker import tiny
@@ -41,7 +41,7 @@ def worker() -> Iterator[WorkerProcess]:
         asyncio.run(publish_adapters(worker, ["one", "two", "three", "four", "damaged"]))
         damaged = worker.root / "objects" / blob_key(_tensor_sha256(worker, "damaged"))
         damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
-        worker.start(LORAPLEX_STEP_TIMEOUT_S="4", LORAPLEX_OVERLAP="on")
+        worker.start(LORAPLEX_DEBUG="step-timeout-s=4,overlap=on")
         yield worker
 
 

@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.api.error_wire import from_detail
 from loraplex.errors import LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import from_detail
 from loraplex_services.common.objects.opening import open_store
 from tests.worker import tiny
 
@@ -97,7 +98,7 @@ class WorkerProcess:
 
 async def until_health(channel: grpc.aio.Channel, service: str, wanted: int) -> list[int]:
     """Ask until the answer is `wanted`; all different answers in order."""
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     seen: list[int] = []
     async with asyncio.timeout(PATIENCE_S):
         while True:

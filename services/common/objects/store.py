@@ -142,7 +142,7 @@ class ObjectStore(Protocol):
         """Remove an object unless it was written after `modified_s`; say whether it is gone."""
 
     async def clock_s(self) -> float:
-        """The store's own clock, as unix time: the one that `modified_s` is told by."""
+        """The store's own clock, as unix time: the one that sets `modified_s`."""
 
     async def close(self) -> None:
         """Let go of connections."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.gateway import metrics
 from loraplex_services.gateway.registry.snapshot import Listing, Side
 from loraplex_services.gateway.request import ServedModel
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""

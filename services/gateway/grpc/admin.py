@@ -9,8 +9,10 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.residency import Tier
+from loraplex.api.wire import load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
-from loraplex.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.admission.controller import AdmissionController
@@ -21,7 +23,7 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.routing.router import rendezvous_order
 from loraplex_services.gateway.workers.fleet import Fleet
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
@@ -108,7 +110,6 @@ class ShownLabels:
 
 def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
     """State of one worker; with `labels` also the adapters that it holds and the caller may see."""
-    load = view.load
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",
         address=view.address,
@@ -116,39 +117,15 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         connected=view.connected,
         ready=view.ready,
         draining=view.draining,
-        load=worker_pb2.WorkerLoad(
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            queued_tokens=load.queued_tokens,
-            free_blocks=load.free_blocks,
-            total_blocks=load.total_blocks,
-            step_s=load.step_s,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            max_distinct_adapters=load.max_distinct_adapters,
-            steps=load.steps,
-            max_running_requests=load.max_running_requests,
-            full=load.is_full,
-        ),
+        load=load_to_proto(view.load),
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
     )
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]
-        state.adapters.extend(_resident(r, labels.names.get(r.digest, "")) for r in held)
+        for residency in held:
+            ref = labels.names.get(residency.digest, "")
+            state.adapters.add(ref=ref, residency=residency_to_proto(residency))
     return state
-
-
-def _resident(residency: AdapterResidency, label: str) -> admin_pb2.ResidentAdapter:
-    return admin_pb2.ResidentAdapter(
-        ref=label,
-        residency=worker_pb2.AdapterResidency(
-            digest=residency.digest,
-            tier=worker_pb2.AdapterTier.Name(residency.tier),
-            max_rank=residency.max_rank,
-            device_bytes=residency.device_bytes,
-            pinned=residency.pinned,
-            running_requests=residency.running_requests,
-        ),
-    )
 
 
 def service(servicer: AdminServicer) -> grpc_server.Service:

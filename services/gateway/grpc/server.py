@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
+from loraplex.api.wire import (
+    finish_reason_to_proto,
+    logprob_to_proto,
+    sampling_from_proto,
+    served_by_to_proto,
+    timings_to_proto,
+    usage_to_proto,
+)
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from loraplex.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.grpc.convert import (
-    FINISH_TO_WIRE,
-    grammar_from_wire,
-    logprob_to_wire,
     prompt_from_wire,
 )
 from loraplex_services.gateway.grpc.vectors import (
@@ -35,7 +40,6 @@ from loraplex_services.gateway.registry.resolve import Resolver, model_id
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.request import (
     AskedAdapter,
-    AskedSampling,
     GenerateCall,
     ServedModel,
     TextDelta,
@@ -144,7 +148,7 @@ class ResponseWriter:
             index=text_delta.index,
             text=text_delta.text,
             token_ids=text_delta.token_ids,
-            logprobs=[logprob_to_wire(entry) for entry in text_delta.logprobs],
+            logprobs=[logprob_to_proto(entry) for entry in text_delta.logprobs],
         )
         if is_first:
             self._begin(message, text_delta)
@@ -156,35 +160,23 @@ class ResponseWriter:
         """Mutates: message."""
         prepared = self._prepared
         self._begun.add(text_delta.index)
-        message.served_by.adapters.extend(a.label for a in prepared.target.adapters)
-        message.served_by.digests.extend(a.digest for a in prepared.target.adapters)
-        message.served_by.worker_id = text_delta.worker_id
-        message.served_by.base_id = prepared.base.base_id
+        message.served_by.CopyFrom(served_by_to_proto(prepared.served_by(text_delta.worker_id)))
         if prepared.resolved.echo:
             message.text = prepared.prompt_text() + message.text
         if text_delta.index == 0:
             message.prompt_token_ids.extend(prepared.prompt_ids)
-            message.prompt_logprobs.extend(logprob_to_wire(e) for e in text_delta.prompt_logprobs)
+            message.prompt_logprobs.extend(logprob_to_proto(e) for e in text_delta.prompt_logprobs)
 
     def _finish(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
         """Mutates: message."""
-        assert text_delta.finish_reason is not None
-        message.finish_reason = FINISH_TO_WIRE[text_delta.finish_reason]
+        message.finish_reason = finish_reason_to_proto(text_delta.finish_reason)
         if text_delta.stop_reason is not None:
             message.stop_reason = str(text_delta.stop_reason)
         if text_delta.timings is not None:
-            timings = text_delta.timings
-            message.timings.CopyFrom(
-                common_pb2.Timings(
-                    queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
-                )
-            )
+            message.timings.CopyFrom(timings_to_proto(text_delta.timings))
         self._num_finished += 1
         if self._num_finished == self._prepared.resolved.num_choices:
-            usage = self._prepared.usage
-            message.usage.prompt_tokens = usage.prompt_tokens
-            message.usage.completion_tokens = usage.completion_tokens
-            message.usage.cached_tokens = usage.cached_tokens
+            message.usage.CopyFrom(usage_to_proto(self._prepared.usage))
 
 
 def call_from_wire(
@@ -197,7 +189,7 @@ def call_from_wire(
         tenant=current_caller.get().tenant,
         model=request.model,
         prompt=prompt,
-        sampling=_sampling(request.sampling),
+        sampling=sampling_from_proto(request.sampling),
         adapters=tuple(
             AskedAdapter(a.ref, a.weight if a.HasField("weight") else None)
             for a in request.adapters
@@ -209,26 +201,6 @@ def call_from_wire(
         first_token_s=request.first_token_s or None,
         trace=trace,
     )
-
-
-def _sampling(wire: inference_pb2.SamplingParams) -> AskedSampling:
-    """Fields that are set; a number without presence means its default if it is 0."""
-    given: dict[str, Any] = {}
-    for field, value in wire.ListFields():
-        take = _TAKEN.get(field.name)
-        given[field.name] = take(value) if take is not None else value
-    return AskedSampling(**given)
-
-
-_TAKEN: dict[str, Callable[[Any], Any]] = {
-    "stop": tuple,
-    "stop_token_ids": tuple,
-    "logit_bias": lambda biases: tuple(biases.items()),
-    "grammar": grammar_from_wire,
-    "allowed_token_ids": tuple,
-    "bad_token_ids": tuple,
-}
-"""Conversions of the fields that are not plain values."""
 
 
 def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:

@@ -5,27 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
+from loraplex.api.pooling import Pooling
+from loraplex.api.wire import pooling_from_proto, served_by_to_proto, usage_to_proto
 from loraplex.errors import InvalidRequest
-from loraplex.v1 import common_pb2, inference_pb2
+from loraplex.v1 import inference_pb2
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.grpc.convert import prompt_from_wire
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from loraplex_services.gateway.pipeline.pooling import labels_of
 from loraplex_services.gateway.pipeline.scoring import PromptScore
-from loraplex_services.gateway.request import (
-    GenerateCall,
-    Pooling,
-    Prompt,
-    TextPrompt,
-    beginning_hash,
-)
+from loraplex_services.gateway.request import GenerateCall, Prompt, TextPrompt, beginning_hash
 
 MAX_INPUTS = 1024
-_POOLINGS = {
-    common_pb2.POOLING_UNSPECIFIED: Pooling.DEFAULT,
-    common_pb2.POOLING_LAST: Pooling.LAST,
-    common_pb2.POOLING_MEAN: Pooling.MEAN,
-}
 
 Request = inference_pb2.EmbedRequest | inference_pb2.ScoreRequest
 
@@ -39,13 +30,13 @@ def embed_calls(
     request: inference_pb2.EmbedRequest, timeout_s: float | None, trace: str
 ) -> tuple[list[GenerateCall], Finish]:
     """Calls of the current caller, one per input. Raises: InvalidRequest."""
-    pooling = _POOLINGS.get(request.pooling)
-    if pooling is None:
+    pooling = pooling_from_proto(request.pooling)
+    if pooling is None or pooling is Pooling.HEAD:
         why = "must be POOLING_LAST, POOLING_MEAN or unset; heads answer Score"
         raise InvalidRequest.field("pooling", request.pooling, why)
     normalize = request.normalize if request.HasField("normalize") else None
     finish = Finish(normalize, request.dimensions)
-    return _calls(request, pooling, timeout_s, trace), finish
+    return _calls(request, pooling or Pooling.DEFAULT, timeout_s, trace), finish
 
 
 def score_calls(
@@ -92,8 +83,8 @@ def embed_response(pooled: Pooled) -> inference_pb2.EmbedResponse:
     """Vectors in input order."""
     return inference_pb2.EmbedResponse(
         embeddings=[inference_pb2.Embedding(values=vector) for vector in pooled.vectors],
-        usage=common_pb2.Usage(prompt_tokens=pooled.num_prompt_tokens),
-        served_by=_served_by(pooled),
+        usage=usage_to_proto(pooled.usage),
+        served_by=served_by_to_proto(pooled.served_by),
     )
 
 
@@ -106,17 +97,7 @@ def score_response(pooled: Pooled, scores: Sequence[PromptScore]) -> inference_p
             )
             for score in scores
         ],
-        usage=common_pb2.Usage(prompt_tokens=pooled.num_prompt_tokens),
+        usage=usage_to_proto(pooled.usage),
         labels=labels_of(pooled.prepared[0].target.adapters[0]),
-        served_by=_served_by(pooled),
-    )
-
-
-def _served_by(pooled: Pooled) -> inference_pb2.ServedBy:
-    first = pooled.prepared[0]
-    return inference_pb2.ServedBy(
-        adapters=[adapter.label for adapter in first.target.adapters],
-        digests=[adapter.digest for adapter in first.target.adapters],
-        worker_id=pooled.worker_id,
-        base_id=first.base.base_id,
+        served_by=served_by_to_proto(pooled.served_by),
     )

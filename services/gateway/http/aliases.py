@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, PermissionDenied
-from loraplex.publishing import Publication
 from loraplex.refs import check_name
-from loraplex.registry_client import RegistryClient
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.guard import read_json

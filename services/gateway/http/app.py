@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
-from loraplex_services.gateway.http.chat import ChatFormatter
+from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
 from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
@@ -180,7 +180,7 @@ class OpenAIEndpoints:
         return await _complete_response(request, text_deltas, info, formatter)
 
     def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
-        """Apply the settings for tool calls and reasoning; constrain strict calls to schemas.
+        """Apply the settings for tool calls and reasoning; constrain calls to their schemas.
 
         If marks of tool calls are special tokens, the text keeps them. Raises: InvalidRequest.
         """
@@ -190,10 +190,15 @@ class OpenAIEndpoints:
             text = replace(resolved.text, skip_special=False)
             resolved = replace(resolved, text=text)
         prepared = replace(prepared, style=style, resolved=resolved)
-        if not call.tool_use.tools or call.tool_use.grammar is not None:
+        if not call.tool_use.tools:
             return prepared
-        answer, find_token = call.grammar, prepared.tokens.added_id
-        grammar = call_grammar(style.tool_format, call.tool_use, answer, find_token)
+        grammar = call_grammar(
+            style,
+            call.tool_use,
+            call.grammar,
+            prepared.tokens.added_id,
+            is_thinking=style.thinks and ends_in_thought(prepared),
+        )
         return prepared.kept_to(grammar)
 
     def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:

@@ -124,12 +124,15 @@ class Body:
             raise bad_type(self._prefix + name, value, "a string or a list of strings")
         return tuple(items)
 
-    def bias(self, name: str) -> tuple[tuple[int, float], ...]:
+    def bias(self, name: str) -> dict[int, float]:
         """An object from token id to number."""
         value = self._left.pop(name, {})
         if not isinstance(value, dict) or not all(_is_integer_text(key) for key in value):
             raise bad_type(self._prefix + name, value, "an object from token id to number")
-        return tuple((int(key), _float(self._prefix + name, bias)) for key, bias in value.items())
+        biases = {int(key): _float(self._prefix + name, bias) for key, bias in value.items()}
+        if len(biases) < len(value):
+            raise InvalidRequest.field(self._prefix + name, "", "names a token twice")
+        return biases
 
     def raw(self, name: str) -> Any:
         """A field of any type; None if absent."""

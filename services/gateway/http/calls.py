@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
-from loraplex_services.gateway.http.body import Body, bad_type, is_id
+from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guided import read_grammar
-from loraplex_services.gateway.http.tool_choice import read_tools, template_messages
+from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
+from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.request import (
     AskedAdapter,
-    AskedSampling,
     ChatPrompt,
     GenerateCall,
-    Grammar,
     Prompt,
-    TextPrompt,
-    TokenPrompt,
     beginning_hash,
 )
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
-MAX_PROMPTS = 1024
 COMPLETION_FIELDS = {"scale": "lora_scale"}
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
 """Names that callers use for our fields."""
@@ -49,11 +46,13 @@ class OpenAICall:
     is_chat: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Chunks of a stream contain the usage so far."""
     return_token_ids: bool
     field_names: dict[str, str]
     tool_use: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None
-    """The grammar for the complete answer, apart from tool calls."""
+    """The response format; answers that are calls need not match it."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
 
@@ -89,8 +88,7 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     )
     if asked.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
-    asked = replace(asked, grammar=tool_use.grammar)
-    call = _call(body, fields, origin, [prompt], asked, is_chat=True)
+    call = _call(body, fields, origin, [prompt], asked, is_chat=True, must_call=tool_use.must_call)
     call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
     if limit is not None:
         call.field_names["max_tokens"] = "max_completion_tokens"
@@ -102,31 +100,25 @@ def _call(
     fields: dict[str, Any],
     origin: Origin,
     prompts: list[Prompt],
-    asked: AskedSampling,
+    asked: Sampling,
     *,
     is_chat: bool,
+    must_call: bool = False,
 ) -> OpenAICall:
     model = body.text("model")
     if not model:
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
-    include_usage = _include_usage(body.raw("stream_options"), stream)
+    include_usage, continuous_usage = _stream_options(body.raw("stream_options"), stream)
     return_token_ids = body.flag("return_token_ids")
     adapters = _adapters(body.raw("adapters"))
     cache_salt, priority = body.text("cache_salt") or "", body.integer("priority") or 0
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     first_token_s = body.number("first_token_s")
-    grammar, grammar_field = read_grammar(body)
-    if grammar is not None and _offers_tools(prompts[0]) and grammar_field != "response_format":
-        raise Unsupported.field(
-            grammar_field, "", "with tools, use response_format to constrain answers to a schema"
-        )
-    if grammar is not None and asked.grammar is None:
-        asked = replace(asked, grammar=grammar)
-    elif _offers_tools(prompts[0]):
-        grammar_field = "tools"
+    grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
+    asked = replace(asked, grammar=grammar)
     body.finish()
     calls = tuple(
         GenerateCall(
@@ -152,14 +144,28 @@ def _call(
         is_chat,
         stream,
         include_usage,
+        continuous_usage,
         return_token_ids,
         names,
-        grammar=asked.grammar,
+        grammar=grammar,
     )
 
 
-def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
-    return AskedSampling(
+def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Grammar | None, str]:
+    """The response format of answers that are no calls, and the field that constrains output."""
+    grammar, name = read_grammar(body)
+    offers_tools = isinstance(prompt, ChatPrompt) and bool(prompt.tools)
+    if not offers_tools:
+        return grammar, name
+    if grammar is not None and name != "response_format":
+        raise Unsupported.field(
+            name, "", "with tools, use response_format to constrain answers to a schema"
+        )
+    return (None, "tools") if grammar is None or must_call else (grammar, name)
+
+
+def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    return Sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens"),
         temperature=body.number("temperature"),
@@ -183,79 +189,6 @@ def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> As
         skip_special_tokens=body.flag("skip_special_tokens", default=True),
         scale=body.number("lora_scale"),
     )
-
-
-def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
-    """Text, a list of texts, token ids, or a list of those; ids are taken as they are."""
-    if isinstance(value, str):
-        return [TextPrompt(value, add_special_tokens)]
-    if value is None or value == []:
-        raise InvalidRequest.field(field, "", f"the {field} is missing or empty")
-    if not isinstance(value, list):
-        raise _bad_prompt(field, value)
-    if all(is_id(item) for item in value):
-        return [TokenPrompt(tuple(value))]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest.field(field, len(value), f"at most {MAX_PROMPTS} prompts at once")
-    return [_listed_prompt(field, item, add_special_tokens) for item in value]
-
-
-def _listed_prompt(field: str, item: Any, add_special_tokens: bool) -> Prompt:
-    if isinstance(item, str):
-        return TextPrompt(item, add_special_tokens)
-    if isinstance(item, list) and all(is_id(token_id) for token_id in item):
-        return TokenPrompt(tuple(item))
-    raise _bad_prompt(field, item)
-
-
-def _bad_prompt(field: str, value: object) -> InvalidRequest:
-    return bad_type(field, value, "text, a list of texts, token ids or a list of token id lists")
-
-
-def parse_conversation(body: Body, tool_use: ToolUse) -> ChatPrompt:
-    """A conversation and the options of its template. Raises: InvalidRequest."""
-    options = body.raw("chat_template_kwargs")
-    if options is not None and not isinstance(options, dict):
-        raise bad_type("chat_template_kwargs", options, "an object")
-    effort = body.text("reasoning_effort")
-    return ChatPrompt(
-        template_messages(_messages(body.raw("messages"))),
-        body.flag("add_special_tokens"),
-        tool_use.tools,
-        {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
-    )
-
-
-def _offers_tools(prompt: Prompt) -> bool:
-    return isinstance(prompt, ChatPrompt) and bool(prompt.tools)
-
-
-def _messages(value: Any) -> tuple[dict[str, object], ...]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest.field("messages", "", "must be a list of at least one message")
-    return tuple(_message(message, index) for index, message in enumerate(value))
-
-
-def _message(message: Any, index: int) -> dict[str, object]:
-    field = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise bad_type(field, message, "an object with role and content")
-    if not isinstance(message.get("role"), str):
-        raise bad_type(f"{field}.role", message.get("role"), "a string")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text_part(part, f"{field}.content") for part in content)
-    if content is not None and not isinstance(content, str):
-        raise bad_type(f"{field}.content", content, "a string or a list of text parts")
-    if content is None and not message.get("tool_calls"):
-        raise InvalidRequest.field(f"{field}.content", "", "the message needs content")
-    return {**message, "content": content}
-
-
-def _text_part(part: Any, field: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise Unsupported.field(field, "", "only parts of type text are served")
 
 
 def _adapters(value: Any) -> tuple[AskedAdapter, ...]:
@@ -287,19 +220,24 @@ def _check_sequences(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def _include_usage(options: Any, stream: bool) -> bool:
+def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each chunk contains it."""
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise bad_type("stream_options", options, "an object")
     if not stream:
         raise InvalidRequest.field("stream_options", "", "needs stream: true")
-    body = Body(options)
-    include_usage = body.flag("include_usage")
+    body = Body(options, "stream_options.")
+    is_continuous = body.flag("continuous_usage_stats")
+    include_usage = body.flag("include_usage", default=is_continuous)
+    if is_continuous and not include_usage:
+        raise InvalidRequest.field(
+            "stream_options.continuous_usage_stats", "true", "needs include_usage: true"
+        )
     body.flag("include_obfuscation")
-    body.flag("continuous_usage_stats")
     body.finish()
-    return include_usage
+    return include_usage, is_continuous
 
 
 def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:

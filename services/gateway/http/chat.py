@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loraplex.api.output import FinishReason
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
@@ -13,11 +14,10 @@ from loraplex_services.gateway.http.formatting import (
 )
 from loraplex_services.gateway.http.logprobs import chat_logprobs
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import FinishReason, TextDelta
-from loraplex_services.gateway.text.chat_style import ChatStyle
+from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.tools.answer import AnswerParser
-from loraplex_services.gateway.tools.reader import CallDelta, Delta
+from loraplex_services.gateway.tools.reader import Delta, ToolCall
 from loraplex_services.gateway.tools.readers import reader_of
 
 _CHUNK = "chat.completion.chunk"
@@ -33,11 +33,13 @@ class ChatFormatter:
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
         self._answers: dict[int, AnswerParser] = {}
+        self._offsets: dict[int, list[int]] = {}
+        """Where the tokens of each choice begin, up to the end of its thought."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if text_delta.index not in self._begun:
-            chunks.append(self._opening(text_delta.index))
+            chunks.append(self._opening(text_delta))
             self._begun.add(text_delta.index)
         delta = _formatted(self._read(text_delta), self._info.call.include_reasoning)
         shows_ids = self._info.call.return_token_ids or self._wants_logprobs(text_delta.index)
@@ -48,7 +50,7 @@ class ChatFormatter:
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._info.object(_CHUNK, []) | {"usage": self._info.usage()}
+        return self._info.object(_CHUNK, []) | {"usage": self._usage()}
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         formatted = [
@@ -57,7 +59,7 @@ class ChatFormatter:
             )
             for text_delta in choices
         ]
-        body = self._info.object("chat.completion", formatted) | {"usage": self._info.usage()}
+        body = self._info.object("chat.completion", formatted) | {"usage": self._usage()}
         return body | prompt_id_fields(self._info)
 
     def _read(self, text_delta: TextDelta) -> Delta:
@@ -66,6 +68,8 @@ class ChatFormatter:
             prepared = self._info.of_choice(text_delta.index)
             self._answers[text_delta.index] = answer_parser(prepared, self._info.call)
         reply = self._answers[text_delta.index]
+        if reply.may_think:
+            self._offsets.setdefault(text_delta.index, []).extend(text_delta.offsets)
         delta = reply.feed(text_delta.text)
         if text_delta.finish_reason is not None:
             rest = reply.finish()
@@ -74,6 +78,14 @@ class ChatFormatter:
             delta.calls += rest.calls
         return delta
 
+    def _usage(self) -> dict[str, Any]:
+        num_reasoning = 0
+        for index, offsets in self._offsets.items():
+            begin, end = self._answers[index].thought_chars
+            num_reasoning += sum(begin <= offset < end for offset in offsets)
+        details = {"reasoning_tokens": num_reasoning}
+        return self._info.usage() | {"completion_tokens_details": details}
+
     def _message(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
@@ -81,12 +93,13 @@ class ChatFormatter:
             "refusal": None,
         }
         if delta.reasoning and self._info.call.include_reasoning:
-            message["reasoning_content"] = delta.reasoning
+            message |= _thought(delta.reasoning)
         if delta.calls:
-            message["tool_calls"] = _whole_calls(delta.calls)
+            message["tool_calls"] = [_call(call) for call in delta.calls]
         return message
 
-    def _opening(self, index: int) -> dict[str, Any]:
+    def _opening(self, text_delta: TextDelta) -> dict[str, Any]:
+        index = text_delta.index
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -95,7 +108,7 @@ class ChatFormatter:
         }
         if self._info.call.return_token_ids:
             choice["prompt_token_ids"] = list(self._info.of_choice(index).prompt_ids)
-        chunk = self._chunk([choice])
+        chunk = self._chunk([choice], num_unsent=len(text_delta.token_ids))
         return chunk if self._begun else chunk | prompt_id_fields(self._info)
 
     def _choice(
@@ -116,15 +129,14 @@ class ChatFormatter:
         }
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:
-        """`tool_calls` if the answer contains calls, unless the caller chose the function."""
+        """`tool_calls` if the answer contains calls, unless the caller named the function."""
         reason = text_delta.finish_reason
         if reason is FinishReason.STOP and not self._info.call.tool_use.named:
             return "tool_calls" if self._answers[text_delta.index].num_calls else reason
         return reason
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._info.object(_CHUNK, choices)
-        return chunk | {"usage": None} if self._info.call.include_usage else chunk
+    def _chunk(self, choices: list[dict[str, Any]], num_unsent: int = 0) -> dict[str, Any]:
+        return self._info.object(_CHUNK, choices) | self._info.chunk_usage(num_unsent)
 
     def _wants_logprobs(self, index: int) -> bool:
         return self._info.of_choice(index).call.sampling.logprobs is not None
@@ -136,48 +148,40 @@ class ChatFormatter:
 
 
 def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
-    """The parser of one answer. Under a grammar all of it is content or calls, never a thought,
-    unless it is a grammar of calls within free text."""
+    """The parser of one answer. In a response format all of it is content or calls, and never a
+    thought."""
     style = prepared.style
-    if call.grammar is not None:
-        style = ChatStyle(style.tool_format, thinks=False)
-    is_thinking = False
-    if style.thinks:
-        tail = prepared.prompt_ids[-_TAIL_TOKENS:]
-        end = decode_all(prepared.tokens, tail, skip_special=False)
-        is_thinking = end.rstrip().endswith("<think>")
-    tools = reader_of(style.tool_format, call.tool_use)
-    return AnswerParser(thinks=style.thinks, is_thinking=is_thinking, tools=tools)
+    thinks = style.thinks and call.grammar is None
+    return AnswerParser(
+        thinks=thinks,
+        is_thinking=thinks and ends_in_thought(prepared),
+        tools=reader_of(style.tool_format, call.tool_use),
+    )
+
+
+def ends_in_thought(prepared: PreparedRequest) -> bool:
+    """Whether the prompt opened a thought, which the answer continues."""
+    tail = prepared.prompt_ids[-_TAIL_TOKENS:]
+    return decode_all(prepared.tokens, tail, skip_special=False).rstrip().endswith("<think>")
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
     """The delta object of a stream; empty if there is nothing new."""
     formatted: dict[str, Any] = {}
     if delta.reasoning and include_reasoning:
-        formatted["reasoning_content"] = delta.reasoning
+        formatted |= _thought(delta.reasoning)
     if delta.content:
         formatted["content"] = delta.content
     if delta.calls:
-        formatted["tool_calls"] = [_call_delta(call) for call in delta.calls]
+        formatted["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return formatted
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    if not call.call_id:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": call.call_id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+def _thought(text: str) -> dict[str, Any]:
+    """A thought under the name that vLLM gives it today and the one that it had before."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
-def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        if delta.call_id:
-            function = {"name": delta.name, "arguments": ""}
-            calls.append({"id": delta.call_id, "type": "function", "function": function})
-        calls[delta.index]["function"]["arguments"] += delta.arguments
-    return calls
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}

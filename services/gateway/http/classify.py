@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import Origin, parse_conversation, parse_prompts
+from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
+from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.pipeline.embedding import Pooled
 from loraplex_services.gateway.pipeline.scoring import PromptScore
-from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.request import GenerateCall, Prompt
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 

@@ -34,9 +34,7 @@ class CompletionFormatter:
             return []
         extra = {} if self._begun else prompt_id_fields(self._info)
         self._begun.add(text_delta.index)
-        chunk = self._info.object(_KIND, [choice])
-        if self._info.call.include_usage:
-            chunk["usage"] = None
+        chunk = self._info.object(_KIND, [choice]) | self._info.chunk_usage()
         return [chunk | extra]
 
     def usage_chunk(self) -> dict[str, Any]:

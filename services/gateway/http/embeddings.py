@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import Origin, parse_prompts, split_key_of
+from loraplex_services.gateway.http.calls import Origin, split_key_of
+from loraplex_services.gateway.http.prompts import parse_prompts
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
-from loraplex_services.gateway.request import GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.request import GenerateCall, Prompt
 
 FIELD_NAMES = {"prompt": "input"}
 """Names that callers use for our fields."""
@@ -96,7 +98,7 @@ def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
 
 def usage_of(pooled: Pooled) -> dict[str, int]:
     """The `usage` of calls for vectors."""
-    count = pooled.num_prompt_tokens
+    count = pooled.usage.prompt_tokens
     return {"prompt_tokens": count, "total_tokens": count}
 
 

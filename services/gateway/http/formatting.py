@@ -53,6 +53,22 @@ class ResponseInfo:
             },
         }
 
+    def chunk_usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """The `usage` of one chunk of a stream, if it has one: the counts so far with
+        continuous_usage_stats, otherwise null.
+
+        Args:
+            num_unsent: generated tokens that later chunks contain.
+        """
+        if not self.call.include_usage:
+            return {}
+        if not self.call.continuous_usage:
+            return {"usage": None}
+        prompt = sum(p.usage.prompt_tokens for p in self.prepared)
+        completion = sum(p.usage.completion_tokens for p in self.prepared) - num_unsent
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return {"usage": {**usage, "total_tokens": prompt + completion}}
+
     def headers(self) -> dict[str, str]:
         """Of the whole call."""
         return headers_of(self.prepared[0].target)

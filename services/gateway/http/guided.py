@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
-from loraplex_services.gateway.request import Grammar
 
-ANY_OBJECT = Grammar("json_schema", ('{"type":"object"}',))
+ANY_OBJECT = Grammar(json_schema='{"type":"object"}')
 
 Reader = Callable[[str, Any], Grammar | None]
 
@@ -50,7 +49,7 @@ def _response_format(name: str, value: Any) -> Grammar | None:
     schema = wrapped.get("schema")
     if not isinstance(schema, dict):
         raise bad_type(f"{field}.schema", schema, "a JSON Schema")
-    return Grammar("json_schema", (json.dumps(schema),))
+    return Grammar(json_schema=schema)
 
 
 def _json(name: str, value: Any) -> Grammar | None:
@@ -59,7 +58,7 @@ def _json(name: str, value: Any) -> Grammar | None:
         return None
     if not isinstance(value, dict | str):
         raise bad_type(name, value, "a JSON Schema")
-    return Grammar("json_schema", (value if isinstance(value, str) else json.dumps(value),))
+    return Grammar(json_schema=value)
 
 
 def _json_object(name: str, value: Any) -> Grammar | None:
@@ -70,13 +69,13 @@ def _json_object(name: str, value: Any) -> Grammar | None:
     return ANY_OBJECT
 
 
-def _text_of(form: str) -> Reader:
+def _text_of(grammar_of: Callable[[str], Grammar]) -> Reader:
     def read(name: str, value: Any) -> Grammar | None:
         if value is None:
             return None
         if not isinstance(value, str):
             raise bad_type(name, value, "a string")
-        return Grammar(form, (value,))
+        return grammar_of(value)
 
     return read
 
@@ -88,7 +87,7 @@ def _choice(name: str, value: Any) -> Grammar | None:
         raise bad_type(name, value, "a list of strings")
     if not value:
         raise InvalidRequest.field(name, "[]", "must hold at least one option")
-    return Grammar("choice", tuple(value))
+    return Grammar(choice=value)
 
 
 def _structured_outputs(name: str, value: Any) -> Grammar | None:
@@ -112,16 +111,16 @@ def _structured_outputs(name: str, value: Any) -> Grammar | None:
 _KINDS: Mapping[str, Reader] = {
     "json": _json,
     "json_object": _json_object,
-    "regex": _text_of("regex"),
-    "grammar": _text_of("ebnf"),
+    "regex": _text_of(lambda text: Grammar(regex=text)),
+    "grammar": _text_of(lambda text: Grammar(ebnf=text)),
     "choice": _choice,
 }
 _FIELDS: Mapping[str, Reader] = {
     "response_format": _response_format,
     "guided_json": _json,
     "guided_json_object": _json_object,
-    "guided_regex": _text_of("regex"),
-    "guided_grammar": _text_of("ebnf"),
+    "guided_regex": _text_of(lambda text: Grammar(regex=text)),
+    "guided_grammar": _text_of(lambda text: Grammar(ebnf=text)),
     "guided_choice": _choice,
     "structured_outputs": _structured_outputs,
 }

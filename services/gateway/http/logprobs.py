@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex_services.gateway.request import TextDelta, TokenLogprob
+from loraplex.api.output import TokenLogprob
+from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
 
 LEAST_LOGPROB = -9999.0

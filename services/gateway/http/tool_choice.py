@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
-from loraplex_services.gateway.request import Grammar
-from loraplex_services.gateway.tools.call_schemas import SPACING, list_of_calls
-from loraplex_services.gateway.tools.tool_use import ToolUse, parameters_of
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -35,9 +32,7 @@ def read_tools(body: Body) -> ToolUse:
         is_strict = any(tool["function"].get("strict") for tool in tools)
         return ToolUse(tools, is_strict=is_strict, is_parallel=is_parallel)
     if choice == "required":
-        use = ToolUse(tools, must_call=True)
-        schema = json.dumps(list_of_calls(use.schemas, "parameters", is_parallel=is_parallel))
-        return replace(use, grammar=Grammar("json_schema", (schema,)))
+        return ToolUse(tools, must_call=True, is_parallel=is_parallel)
     return _named(tools, choice)
 
 
@@ -50,11 +45,8 @@ def _named(tools: tuple[dict[str, Any], ...], choice: Any) -> ToolUse:
             "",
             'must be none, auto, required or {"type": "function", "function": {"name": ...}}',
         )
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            schema = json.dumps(parameters_of(tool) | SPACING)
-            grammar = Grammar("json_schema", (schema,))
-            return ToolUse(tools, named=name, grammar=grammar)
+    if any(tool["function"]["name"] == name for tool in tools):
+        return ToolUse(tools, must_call=True, named=name, is_parallel=False)
     raise InvalidRequest.field("tool_choice", name, "no tool of this name is offered")
 
 
@@ -94,8 +86,8 @@ def _check_tool(tool: Any, field: str) -> None:
 def template_messages(messages: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
     """Messages in the form that chat templates expect.
 
-    Arguments of past calls become objects, null fields are removed, and results get the name of
-    their function, which OpenAI's clients leave out.
+    Arguments of past calls become objects, null fields are removed, past thoughts get both of their
+    names, and results get the name of their function, which OpenAI's clients leave out.
 
     Raises: InvalidRequest for arguments that are not JSON.
     """
@@ -115,6 +107,9 @@ def template_messages(messages: Sequence[dict[str, object]]) -> tuple[dict[str, 
 def _template_message(message: dict[str, object], field: str) -> dict[str, object]:
     message = {name: value for name, value in message.items() if value is not None}
     message.setdefault("content", None)
+    if "reasoning" in message or "reasoning_content" in message:
+        thought = message.get("reasoning", message.get("reasoning_content"))
+        message = {"reasoning": thought, "reasoning_content": thought, **message}
     calls = message.get("tool_calls")
     if not calls:
         return message

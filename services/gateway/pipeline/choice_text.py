@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex_services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
+from loraplex.api.output import FinishReason
+from loraplex_services.gateway.request import TextDelta, TextRules, Tokens
 from loraplex_services.gateway.text.detokenize import TokenBytes
 
 

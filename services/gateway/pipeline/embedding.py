@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from loraplex.api.output import ServedBy, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.pooling import normalizes
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import AskedSampling, GenerateCall, Pooling, Prompt
+from loraplex_services.gateway.request import GenerateCall, Prompt
 
-NO_OUTPUT = AskedSampling(max_tokens=0, echo=True)
+NO_OUTPUT = Sampling(max_tokens=0, echo=True)
 """Only a request with echo may generate no tokens; the echo itself is not used."""
 
 
@@ -38,9 +41,14 @@ class Pooled:
     """Of the first."""
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Over all calls."""
-        return sum(len(each.prompt_ids) for each in self.prepared)
+    def usage(self) -> Usage:
+        """Prompt tokens over all calls."""
+        return Usage(prompt_tokens=sum(len(each.prompt_ids) for each in self.prepared))
+
+    @property
+    def served_by(self) -> ServedBy:
+        """What ran, with the worker of the first call."""
+        return self.prepared[0].served_by(self.worker_id)
 
 
 def vector_call(

@@ -10,6 +10,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
+from loraplex.api.output import FinishReason, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
@@ -32,14 +35,10 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from loraplex_services.gateway.request import (
     ChatPrompt,
-    FinishReason,
     GenerateCall,
-    GrammarTokens,
-    Pooling,
     RunningAdapter,
     Target,
     TextDelta,
-    Usage,
 )
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
@@ -199,7 +198,9 @@ class Generation:
             enter = stack.enter_async_context
             try:
                 self._check_deadline(prepared)
-                await enter(self._rates.charged(limits, prepared.max_tokens, lambda: usage.total))
+                await enter(
+                    self._rates.charged(limits, prepared.max_tokens, lambda: usage.total_tokens)
+                )
                 request = self._admission_request(prepared)
                 await enter(self._concurrency.held(limits, request.cost))
                 permit = await enter(self._controller.admit(request))
@@ -305,4 +306,5 @@ def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTok
     """How the adapter's tokens differ from the base's, which constrained output depends on."""
     if len(target.adapters) != 1:
         return GrammarTokens()
-    return GrammarTokens(added, target.adapters[0].eos_token_ids)
+    texts = tuple((token.token_id, token.content) for token in added if not token.special)
+    return GrammarTokens(texts, target.adapters[0].eos_token_ids)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format.pooling_fields import REGRESSION
 from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
+from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
-from loraplex_services.gateway.request import GenerateCall, Pooling, RunningAdapter, ServedModel
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel
 
 _OTHER_CALLS = {
     SEQ_CLS: "it was trained to score (task_type SEQ_CLS): ask Score, or POST /classify",

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from loraplex.api.output import ServedBy, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import (
     GenerateCall,
-    Grammar,
-    GrammarTokens,
-    Pooling,
     ServedModel,
     Target,
     TextPrompt,
-    Usage,
     WorkerJob,
 )
 from loraplex_services.gateway.text.chat_style import ChatStyle
@@ -77,6 +76,16 @@ class PreparedRequest:
             pooling=self.pooling,
             fairness_weight=self.limits.fairness_weight,
             first_token_due_s=self.first_token_due_s,
+        )
+
+    def served_by(self, worker_id: str) -> ServedBy:
+        """What runs the request, on this worker."""
+        adapters = self.target.adapters
+        return ServedBy(
+            adapters=tuple(adapter.label for adapter in adapters),
+            digests=tuple(adapter.digest for adapter in adapters),
+            worker_id=worker_id,
+            base_id=self.base.base_id,
         )
 
     def admission_request(self, run_s: float, *, awaits_adapter: bool) -> AdmissionRequest:

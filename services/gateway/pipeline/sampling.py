@@ -5,19 +5,14 @@ Every refusal names the field, shows the value and explains what to send instead
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+from loraplex.api.sampling import RANGES, Grammar, Range, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_TOKEN_IDS_PER_FIELD
-from loraplex_services.gateway.request import (
-    AskedSampling,
-    Grammar,
-    Sampling,
-    ServedModel,
-    TextRules,
-)
+from loraplex_services.gateway.request import ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
@@ -27,13 +22,19 @@ MAX_STOP_BYTES = 256
 MAX_GRAMMAR_CHARS = 128 << 10
 _SEED_MASK = (1 << 64) - 1
 _INT32_MAX = (1 << 31) - 1
+_SCALES = Range(-1000.0, 1000.0)
+_BIASES = Range(-100.0, 100.0)
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {
+    "temperature": 1.0
+}
+"""Where neither the request nor the base's generation_config.json has a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
     """All parameters of one prompt, resolved."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     text: TextRules
     num_choices: int
     echo: bool
@@ -43,7 +44,7 @@ class ResolvedSampling:
 
 
 def resolve(
-    asked: AskedSampling,
+    asked: Sampling,
     base: ServedModel,
     num_prompt_tokens: int,
     *,
@@ -68,12 +69,12 @@ def resolve(
         text=TextRules(
             _stops(asked.stop),
             asked.include_stop_str_in_output,
-            asked.skip_special_tokens,
+            asked.skip_special_tokens is not False,
             sampling.min_tokens,
         ),
         num_choices=_whole("n", asked.n, 1, 1, MAX_CHOICES),
         echo=asked.echo,
-        scale=_number("scale", asked.scale, 1.0, -1000.0, 1000.0),
+        scale=_within(_SCALES, "scale", 1.0 if asked.scale is None else asked.scale),
         emits_tokens=max_tokens > 0,
     )
 
@@ -95,38 +96,47 @@ def check_grammar(grammar: Grammar | None) -> None:
 
 
 def _sampling(
-    asked: AskedSampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
-) -> Sampling:
+    asked: Sampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
+) -> SamplingParams:
     defaults = base.default_sampling
     vocab_size = base.vocab_size
     prompt_logprobs = asked.prompt_logprobs
     if asked.echo and asked.logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = asked.logprobs
-    return Sampling(
+    return SamplingParams(
         max_tokens=max(max_tokens, 1),
         seed=_seed(asked.seed, draw_seed),
         min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
-        temperature=_number(
-            "temperature", asked.temperature, defaults.get("temperature", 1.0), 0.0, 100.0
-        ),
-        top_p=_share("top_p", asked.top_p, defaults),
         top_k=_top_k(asked.top_k, defaults),
-        min_p=_number("min_p", asked.min_p, defaults.get("min_p", 0.0), 0.0, 1.0),
         stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
         ignore_eos=asked.ignore_eos,
-        repetition_penalty=_positive("repetition_penalty", asked.repetition_penalty, defaults),
-        presence_penalty=_number("presence_penalty", asked.presence_penalty, 0.0, -2.0, 2.0),
-        frequency_penalty=_number("frequency_penalty", asked.frequency_penalty, 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(asked.logit_bias, vocab_size),
         logprobs=_logprobs("logprobs", asked.logprobs),
         prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
         allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size),
         bad_token_ids=_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
+        **_numbers(asked, base.default_sampling),
     )
 
 
+def _numbers(asked: Sampling, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The parameters that have a range."""
+    values: dict[str, Any] = {}
+    for name, limits in RANGES.items():
+        given = getattr(asked, name)
+        value = defaults.get(name, _DEFAULTS[name]) if given is None else given
+        values[name] = _within(limits, name, value)
+    return values
+
+
+def _within(limits: Range, field: str, value: float) -> float:
+    if fault := limits.fault(value):
+        raise _bad(field, value, fault)
+    return value
+
+
 def _max_tokens(
-    asked: AskedSampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
+    asked: Sampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
 ) -> int:
     space_left = base.max_model_len - num_prompt_tokens
     given = asked.max_tokens
@@ -158,7 +168,7 @@ def _too_long(field: str, value: object, description: str) -> InvalidRequest:
     return error
 
 
-def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise _bad("stop", len(stops), f"at most {MAX_STOPS} stop strings")
     for index, stop in enumerate(stops):
@@ -167,7 +177,7 @@ def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
             raise _bad(
                 "stop", "", f"string {index} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
             )
-    return stops
+    return tuple(stops)
 
 
 def _seed(seed: int | None, draw: Callable[[], int]) -> int:
@@ -184,32 +194,15 @@ def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
     return _whole("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
 
 
-def _share(field: str, value: float | None, defaults: Mapping[str, float]) -> float:
-    number = _number(field, value, defaults.get(field, 1.0), 0.0, 1.0)
-    if number == 0.0:
-        raise _bad(field, number, "must be above 0 and at most 1")
-    return number
-
-
-def _positive(field: str, value: float | None, defaults: Mapping[str, float]) -> float:
-    number = _number(field, value, defaults.get(field, 1.0), 0.0, 1000.0)
-    if number == 0.0:
-        raise _bad(field, number, "must be above 0")
-    return number
-
-
 def _logprobs(field: str, value: int | None) -> int | None:
     return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
 
 
-def _logit_bias(
-    biases: tuple[tuple[int, float], ...], vocab_size: int
-) -> tuple[tuple[int, float], ...]:
-    if len(_ids("logit_bias", (token_id for token_id, _ in biases), vocab_size)) < len(biases):
-        raise _bad("logit_bias", "", "names a token twice")
-    for _, bias in biases:
-        _number("logit_bias", bias, 0.0, -100.0, 100.0)
-    return biases
+def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    _ids("logit_bias", biases, vocab_size)
+    for bias in biases.values():
+        _within(_BIASES, "logit_bias", bias)
+    return tuple(biases.items())
 
 
 def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
@@ -227,13 +220,6 @@ def _whole(field: str, value: int | None, default: int, least: int, most: int) -
     number = default if value is None else value
     if not least <= number <= most:
         raise _bad(field, number, f"must be a whole number from {least} to {most}")
-    return number
-
-
-def _number(field: str, value: float | None, default: float, least: float, most: float) -> float:
-    number = default if value is None else value
-    if not (math.isfinite(number) and least <= number <= most):
-        raise _bad(field, number, f"must be a number from {least:g} to {most:g}")
     return number
 
 

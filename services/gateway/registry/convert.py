@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.adapter_format.rope_scaling import RopeScaling, parse
-from loraplex.convert import pooling_from_proto
+from loraplex.api.format_wire import adapter_pooling_from_proto
 from loraplex.errors import InvalidAdapter
 from loraplex.v1 import registry_pb2
 from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
@@ -16,7 +16,7 @@ from loraplex_services.gateway.registry.tenants import TenantLimits
 
 def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
     """A registry's version record."""
-    task, pooling = pooling_from_proto(message.pooling)
+    task, pooling = adapter_pooling_from_proto(message.pooling)
     return Version(
         tenant=message.tenant,
         name=message.name,

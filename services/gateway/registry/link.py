@@ -11,10 +11,10 @@ from contextlib import aclosing
 import grpc
 
 from loraplex.adapter_format import File
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.grpc_channels import OpenChannel, open_channel
 from loraplex_services.gateway.registry.convert import (

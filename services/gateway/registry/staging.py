@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from loraplex.api.residency import Tier
 from loraplex.errors import (
     Conflict,
     DeadlineExceeded,
@@ -22,7 +23,7 @@ from loraplex.errors import (
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import TagState, Version
 from loraplex_services.gateway.routing.router import rendezvous_order
-from loraplex_services.gateway.workers.view import Tier, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from loraplex.api.output import FinishReason
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
-from loraplex_services.gateway.request import FinishReason, Tokens, WorkerJob
+from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
 from loraplex_services.gateway.workers.token_stream import TokenStream
 from loraplex_services.gateway.workers.view import WorkerView

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from loraplex_services.gateway.workers.view import Tier, WorkerView
+from loraplex.api.residency import Tier
+from loraplex_services.gateway.workers.view import WorkerView
 
 LOAD_BOUND = 1.25
 """No worker gets more than this multiple of the mean number of requests, rounded up."""

@@ -36,17 +36,32 @@ class AnswerParser:
         self._buffer = ""
         self._has_thought = False
         """True if the thought contains more than white space."""
+        self._num_chars = 0
+        """Characters fed so far, until the content begins."""
+        self._thought_chars = (0, 0)
 
     @property
     def num_calls(self) -> int:
         """Calls found so far."""
         return self._tools.num_calls if self._tools is not None else 0
 
+    @property
+    def thought_chars(self) -> tuple[int, int]:
+        """Begin and end of the thought between its marks, as character offsets in the answer."""
+        begin, end = self._thought_chars
+        return (begin, self._num_chars) if self._state is _State.THINKING else (begin, end)
+
+    @property
+    def may_think(self) -> bool:
+        """False once the thought is over."""
+        return self._state in (_State.START, _State.THINKING)
+
     def feed(self, text: str) -> Delta:
         """Text that follows."""
         if self._state is _State.CONTENT:
             return self._content(text)
         self._buffer += text
+        self._num_chars += len(text)
         if self._state is _State.START and not self._begin():
             return Delta()
         reasoning = self._thought() if self._state is _State.THINKING else ""
@@ -83,6 +98,8 @@ class AnswerParser:
         if shown.startswith(_OPENS) or self._is_thinking:
             self._buffer = shown.removeprefix(_OPENS)
             self._state = _State.THINKING
+            begin = self._num_chars - len(self._buffer)
+            self._thought_chars = (begin, begin)
         else:
             self._state = _State.CONTENT
         return True
@@ -95,6 +112,8 @@ class AnswerParser:
         thought, mark, after = self._buffer.partition(_CLOSES)
         if mark:
             self._state, self._buffer = _State.THOUGHT, after
+            end = self._num_chars - len(after) - len(mark)
+            self._thought_chars = (self._thought_chars[0], end)
             return thought.rstrip()
         end = settled(self._buffer, _CLOSES)
         thought, self._buffer = self._buffer[:end], self._buffer[end:]

@@ -1,6 +1,7 @@
 """Grammars that constrain calls within answers to the schemas, in the notation of the base.
 
-Text outside calls is free, or follows a schema of its own: then an answer is either calls or that.
+Optional calls stand in free text, or beside answers that follow a schema of their own: then an
+answer is either calls or that. Required calls stand alone, after the thought if there is one.
 The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
 which only a call matches. A mark may be a single token, which that library excludes from plain
 text, so that the grammar accepts it both as a token and as characters.
@@ -14,8 +15,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from loraplex_services.gateway.request import Grammar
-from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex.api.sampling import Grammar
+from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
 from loraplex_services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
 from loraplex_services.gateway.tools.tool_use import ToolUse
@@ -33,20 +34,29 @@ _TEXT_TOKENS = ("<think>", "</think>")
 
 
 def call_grammar(
-    tool_format: ToolFormat, use: ToolUse, answer: Grammar | None, find_token: FindToken
+    style: ChatStyle,
+    use: ToolUse,
+    answer: Grammar | None,
+    find_token: FindToken,
+    *,
+    is_thinking: bool = False,
 ) -> Grammar | None:
-    """The grammar of an answer in which calls are optional; None if anything is allowed.
+    """The grammar of an answer; None if anything is allowed.
 
     Args:
         answer: JSON Schema of answers that are no calls; None = free text.
+        is_thinking: the prompt ended inside a thought.
     """
-    if tool_format is ToolFormat.NONE or not use.tools:
+    if not use.tools:
         return answer
-    if answer is None and not use.is_strict:
-        return None
-    writer = _Writer(tool_format, use, find_token)
-    start = writer.free() if answer is None else writer.or_answer(answer)
-    return Grammar("ebnf", (start + _RULES + "\n".join(writer.rules) + "\n",))
+    writer = _Writer(style.tool_format, use, find_token)
+    if use.must_call:
+        start = writer.required(thinks=style.thinks, is_thinking=is_thinking)
+    elif style.tool_format is ToolFormat.NONE or (answer is None and not use.is_strict):
+        return answer
+    else:
+        start = writer.free() if answer is None else writer.or_answer(answer)
+    return Grammar(ebnf=start + _RULES + "\n".join(writer.rules) + "\n")
 
 
 class _Writer:
@@ -81,8 +91,23 @@ class _Writer:
         """Calls, or JSON of a schema."""
         schema = json.loads(answer.texts[0])
         self._rule("answer", f"%json {json.dumps(schema | SPACING)}")
-        if self._format in _WHOLE_ANSWER:
-            return f"start: answer | calls\ncalls: {self._whole_answer()}\n"
+        return f"start: answer | calls\ncalls: {self._only_calls()}\n"
+
+    def required(self, *, thinks: bool, is_thinking: bool) -> str:
+        """Calls, after a thought if the base thinks."""
+        thought = ""
+        if thinks or is_thinking:
+            closes = self._tokens("</think>")
+            self._rule("thought[lazy]", 'TEXT "</think>"')
+            thought = f"(thought | TEXT ({closes})) SPACE " if closes else "thought SPACE "
+        if thought and not is_thinking:
+            thought = f"(SPACE {self._either('<think>')} {thought})? "
+        return f"start: {thought}SPACE calls SPACE\ncalls: {self._only_calls()}\n"
+
+    def _only_calls(self) -> str:
+        """Calls and nothing else."""
+        if self._format in _WHOLE_ANSWER or self._format is ToolFormat.NONE:
+            return self._whole_answer()
         marks = " | ".join(self._either(mark) for mark in self._marks())
         if self._format is ToolFormat.QWEN3_CODER:
             outer, closing = (self._either(mark) for mark in self._outer_marks())
@@ -90,7 +115,8 @@ class _Writer:
         else:
             body = self._body()
         more = " (SPACE call)*" if self._use.is_parallel else ""
-        return f"start: answer | call{more}\ncall: ({marks}) {body}\n"
+        self._rule("call", f"({marks}) {body}")
+        return f"call{more}"
 
     def _marks(self) -> tuple[str, ...]:
         return {
@@ -150,6 +176,8 @@ class _Writer:
 
     def _whole_answer(self) -> str:
         """Calls that need no mark."""
+        if self._format is ToolFormat.NONE:
+            return self._own_notation()
         if self._format is ToolFormat.LLAMA3_JSON:
             self._json("object", one_call(self._use.schemas, "parameters"))
             tag = self._tokens("<|python_tag|>")
@@ -162,6 +190,15 @@ class _Writer:
         self._rule("python", " | ".join(calls))
         more = ' (", " python)*' if self._use.is_parallel else ""
         return f'"[" python{more} "]"'
+
+    def _own_notation(self) -> str:
+        """A list of calls, or the arguments of the one function that must be called."""
+        if self._use.named:
+            self._json("object", self._use.schemas[self._use.named])
+            return "object"
+        is_parallel = self._use.is_parallel
+        self._json("list", list_of_calls(self._use.schemas, "parameters", is_parallel=is_parallel))
+        return "list"
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:
         """Arguments by name: required ones first, then optional ones, in the order of the

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex_services.gateway.tools.reader import CallDelta, Delta, cut_at_mark, new_call_id
+from loraplex_services.gateway.tools.reader import Delta, ToolCall, cut_at_mark, new_call_id
 from loraplex_services.gateway.tools.schema_values import json_value
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
@@ -77,6 +77,6 @@ class GlmReader:
             f"{json.dumps(key, ensure_ascii=False)}: {json_value(value, key, schema)}"
             for key, value in pairs
         )
-        delta.calls.append(CallDelta(self.num_calls, new_call_id(), name[1], "{" + arguments + "}"))
+        delta.calls.append(ToolCall(self.num_calls, new_call_id(), name[1], "{" + arguments + "}"))
         self.num_calls += 1
         return True

@@ -110,7 +110,7 @@ CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 class CallReader:
     """Reads `{"name": ..., "arguments": {...}}` in any order of keys.
 
-    Arguments are handed out as the model wrote them; those written as a text of JSON are decoded.
+    Arguments are kept as the model wrote them; those written as a text of JSON are decoded.
     """
 
     def __init__(self, accepts: Callable[[str], bool], *, only_call_keys: bool) -> None:
@@ -144,13 +144,10 @@ class CallReader:
             self._end()
         return True
 
-    def new_arguments(self) -> str:
-        """What was added to the arguments since the last call; "" while the name is unknown."""
-        if not self.name:
-            return ""
-        grown = "".join(self._grown)
-        self._grown.clear()
-        return grown
+    @property
+    def arguments(self) -> str:
+        """The arguments so far."""
+        return "".join(self._grown)
 
     def _take(self, fragment: Fragment) -> None:
         if fragment.key == "name" and not self.name:
@@ -212,11 +209,10 @@ class BareCall:
         self._grown.append(char)
         return True
 
-    def new_arguments(self) -> str:
-        """What was added since the last time."""
-        grown = "".join(self._grown)
-        self._grown.clear()
-        return grown
+    @property
+    def arguments(self) -> str:
+        """The arguments so far."""
+        return "".join(self._grown)
 
 
 def _decoded(raw: str) -> str:

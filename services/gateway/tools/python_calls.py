@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Set
 from typing import Any
 
-from loraplex_services.gateway.tools.reader import CallDelta, Delta, new_call_id
+from loraplex_services.gateway.tools.reader import Delta, ToolCall, new_call_id
 
 MAX_CHARS = 1 << 16
 _BEGIN = re.compile(r"\[\s*(?:[\w.-]*|[\w.-]+\s*\(.*)", re.DOTALL)
@@ -77,7 +77,7 @@ class PythonReader:
         self._buffer = self._buffer[self._num_read :]
         delta = self._let_go()
         for name, arguments in calls:
-            delta.calls.append(CallDelta(self.num_calls, new_call_id(), name, arguments))
+            delta.calls.append(ToolCall(self.num_calls, new_call_id(), name, arguments))
             self.num_calls += 1
         return delta
 

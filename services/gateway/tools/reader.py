@@ -1,12 +1,13 @@
 """Finds tool calls in the growing text of an answer.
 
 The result does not depend on how the text was split, so that a stream adds up to the complete
-answer.
+answer. A call is emitted when it is complete: an answer that was cut never ends in half a call.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 import secrets
 from collections.abc import Sequence, Set
@@ -22,13 +23,14 @@ _SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class CallDelta:
-    """New output of one call; `call_id` and `name` are in its first delta only."""
+class ToolCall:
+    """One complete call."""
 
     index: int
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
+    call_id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,7 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
 
 class AnswerReader(Protocol):
@@ -79,7 +81,7 @@ NOTATIONS = {
     ToolFormat.PHI4_MINI: Notation(("<|tool_call|>", "functools"), "<|/tool_call|>", ","),
 }
 LIST = Notation(separators=",")
-"""The notation that our own grammar for required calls enforces."""
+"""What a grammar makes of required calls if the base has no notation of its own."""
 
 
 class _State(enum.Enum):
@@ -94,8 +96,8 @@ class _State(enum.Enum):
 class ToolReader:
     """Splits one answer into text and calls.
 
-    A mark without a call and an object that names no function remain text. White space around
-    calls belongs to neither.
+    A mark without a complete call and an object that names no function remain text. White space
+    around calls belongs to neither.
     """
 
     def __init__(self, notation: Notation, names: Set[str]) -> None:
@@ -204,23 +206,24 @@ class ToolReader:
             if call.is_done or call.is_broken:
                 break
         self._leave(num_read)
-        if call.is_broken:
+        if call.is_broken or (call.is_done and not self._report(call)):
             self._give_up()
             return True
-        self._report(call)
         if call.is_done:
             self._call = None
             self._state = _State.TEXT if isinstance(call, BareCall) else _State.EXPECT
         return call.is_done
 
-    def _report(self, call: CallReader | BareCall) -> None:
-        if call.name and self._is_doubtful:
-            call_id = new_call_id(self._notation.id_chars)
-            self._delta.calls.append(CallDelta(self.num_calls, call_id, call.name))
-            self.num_calls += 1
-            self._is_doubtful, self._opening, self._unsure = False, "", ""
-        if arguments := call.new_arguments():
-            self._delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments))
+    def _report(self, call: CallReader | BareCall) -> bool:
+        """Emit a complete call; False if its arguments are not JSON."""
+        arguments = valid_json(call.arguments)
+        if arguments is None:
+            return False
+        call_id = new_call_id(self._notation.id_chars)
+        self._delta.calls.append(ToolCall(self.num_calls, call_id, call.name, arguments))
+        self.num_calls += 1
+        self._is_doubtful, self._opening, self._unsure = False, "", ""
+        return True
 
     @property
     def _goes_by_shape(self) -> bool:
@@ -243,6 +246,20 @@ class ToolReader:
         self._opening = self._unsure = ""
         self._call, self._in_list = None, False
         self._state = _State.TEXT
+
+
+def valid_json(text: str) -> str | None:
+    """The text if it is JSON, with unescaped line breaks in strings escaped; otherwise None."""
+    try:
+        json.loads(text)
+    except ValueError:
+        try:
+            return json.dumps(json.loads(text, strict=False), ensure_ascii=False)
+        except ValueError:
+            return None
+    except RecursionError:
+        return None
+    return text
 
 
 def settled(text: str, mark: str) -> int:

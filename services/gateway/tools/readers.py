@@ -11,32 +11,53 @@ from loraplex_services.gateway.tools.reader import (
     LIST,
     NOTATIONS,
     AnswerReader,
-    CallDelta,
     Delta,
     Notation,
+    ToolCall,
     ToolReader,
     new_call_id,
+    valid_json,
 )
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.gateway.tools.xml_calls import XmlReader
 
 
-class NamedReader:
-    """Reads an answer that is, by its grammar, the arguments of one given function."""
+class ArgumentsReader:
+    """Reads an answer that consists of the arguments of one given function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._text = ""
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
-        calls = [CallDelta(0, arguments=text)] if text else []
-        if text and self.num_calls == 0:
-            self.num_calls = 1
-            calls.insert(0, CallDelta(0, new_call_id(), self._name))
-        return Delta(calls=calls)
+        self._text += text
+        return Delta()
 
     def finish(self) -> Delta:
-        return Delta()
+        arguments = valid_json(self._text)
+        if arguments is None:
+            return Delta()
+        self.num_calls = 1
+        return Delta(calls=[ToolCall(0, new_call_id(), self._name, arguments)])
+
+
+class OnlyCallsReader:
+    """Drops what is no call: if calls are required, it is the rest of one that was cut."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
+
+    @property
+    def num_calls(self) -> int:
+        """Calls found so far."""
+        return self._reader.num_calls
+
+    def feed(self, text: str) -> Delta:
+        return Delta(calls=self._reader.feed(text).calls)
+
+    def finish(self) -> Delta:
+        return Delta(calls=self._reader.finish().calls)
 
 
 class FirstCallReader:
@@ -79,13 +100,15 @@ _READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
 def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
     """A reader for one answer; None without tools, or if the base writes no known calls.
 
-    Required calls are read in the notation of our own grammar, whatever the base.
+    Required calls of a base without a notation are read in that of our own grammar.
     """
-    if use.named:
-        return NamedReader(use.named)
-    if use.must_call:
-        return ToolReader(LIST, frozenset())
-    if not use.tools or tool_format not in _READERS:
+    if not use.tools:
         return None
-    reader = _READERS[tool_format](use)
-    return reader if use.is_parallel else FirstCallReader(reader)
+    if tool_format in _READERS:
+        reader = _READERS[tool_format](use)
+        if use.must_call:
+            return OnlyCallsReader(reader)
+        return reader if use.is_parallel else FirstCallReader(reader)
+    if use.named:
+        return ArgumentsReader(use.named)
+    return OnlyCallsReader(ToolReader(LIST, frozenset())) if use.must_call else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_services.gateway.request import Grammar
-
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -17,15 +15,13 @@ class ToolUse:
     tools: tuple[dict[str, Any], ...] = ()
     """As the caller wrote them; the chat template gets them unchanged."""
     must_call: bool = False
-    """The answer is a list of calls."""
+    """The answer consists of calls, after its thought."""
     named: str = ""
-    """The answer is the arguments of this function."""
+    """The one function that the answer must call."""
     is_strict: bool = False
     """Optional calls are constrained to the schemas."""
     is_parallel: bool = True
     """The model may make several calls."""
-    grammar: Grammar | None = None
-    """The grammar that enforces `must_call` or `named`."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -34,10 +30,10 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of the arguments of each."""
-        return {tool["function"]["name"]: parameters_of(tool) for tool in self.tools}
-
-
-def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema of a function's arguments; by default it takes none."""
-    return tool["function"].get("parameters") or _NO_PARAMETERS
+        """JSON Schema of the arguments of each function that may be called."""
+        functions = [tool["function"] for tool in self.tools]
+        return {
+            function["name"]: function.get("parameters") or _NO_PARAMETERS
+            for function in functions
+            if self.named in ("", function["name"])
+        }

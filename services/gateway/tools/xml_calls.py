@@ -8,8 +8,7 @@
     </function>
     </tool_call>
 
-A model may omit the outer tags. Arguments are emitted one complete argument at a time, because only
-its end and the schema of the function determine what a value is.
+A model may omit the outer tags. A call is emitted when its function is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex_services.gateway.tools.reader import CallDelta, Delta, cut_at_mark, new_call_id
+from loraplex_services.gateway.tools.reader import Delta, ToolCall, cut_at_mark, new_call_id
 from loraplex_services.gateway.tools.schema_values import json_value
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
@@ -53,10 +52,11 @@ class XmlReader:
         self._state = _State.TEXT
         self._buffer = ""
         self._doubtful = ""
-        """The start of a call without a name yet, which is text if no name follows."""
+        """The start of a call, which is text unless the call is completed."""
         self._is_marked = False
         self._name = self._key = ""
-        self._has_arguments = False
+        self._arguments: list[str] = []
+        """Members of a JSON object."""
         self._delta = Delta()
         self.num_calls = 0
 
@@ -77,8 +77,8 @@ class XmlReader:
         return self._taken()
 
     def finish(self) -> Delta:
-        """End the text and return what was held back; an incomplete call stays incomplete."""
-        if self._state in (_State.TEXT, _State.OPENED, _State.NAME):
+        """End the text and return what was held back; an incomplete call was text."""
+        if self._state is not _State.CLOSED:
             self._delta.content += self._doubtful + self._buffer
         return self._taken()
 
@@ -111,11 +111,8 @@ class XmlReader:
         """A call without the outer mark must name a function that is offered."""
         match = _NAME.match(self._buffer)
         if match and (self._is_marked or match[1] in self._schemas):
-            self._name, self._buffer = match[1], self._buffer[match.end() :]
-            self._doubtful, self._has_arguments = "", False
-            self._delta.calls.append(CallDelta(self.num_calls, new_call_id(), self._name))
-            self.num_calls += 1
-            self._state = _State.BODY
+            self._leave(match.end())
+            self._name, self._arguments, self._state = match[1], [], _State.BODY
         elif match or ">" in self._buffer or len(self._buffer) > _MAX_NAME_CHARS:
             self._give_up()
         else:
@@ -124,41 +121,45 @@ class XmlReader:
 
     def _body(self) -> bool:
         """Read arguments; other text between them is ignored."""
-        _, mark, after = self._buffer.partition("<")
-        if not mark:
-            self._buffer = ""
-            return False
-        tag = self._buffer = mark + after
-        if tag.startswith(_PARAMETER):
-            self._buffer, self._state = tag[len(_PARAMETER) :], _State.KEY
-        elif tag.startswith(_END_FUNCTION):
-            self._argue("}" if self._has_arguments else "{}")
-            self._buffer, self._state = tag[len(_END_FUNCTION) :], _State.CLOSED
-        elif _PARAMETER.startswith(tag) or _END_FUNCTION.startswith(tag):
+        begin = self._buffer.find("<")
+        self._leave(len(self._buffer) if begin < 0 else begin)
+        if self._buffer.startswith(_PARAMETER):
+            self._leave(len(_PARAMETER))
+            self._state = _State.KEY
+        elif self._buffer.startswith(_END_FUNCTION):
+            self._leave(len(_END_FUNCTION))
+            self._complete()
+        elif _PARAMETER.startswith(self._buffer) or _END_FUNCTION.startswith(self._buffer):
             return False
         else:
-            self._buffer = after
+            self._leave(1)
         return True
 
     def _keyed(self) -> bool:
-        key, mark, after = self._buffer.partition(">")
+        key, mark, _ = self._buffer.partition(">")
         if not mark:
             return False
-        self._key, self._buffer, self._state = key.strip(), after, _State.VALUE
+        self._leave(len(key) + len(mark))
+        self._key, self._state = key.strip(), _State.VALUE
         return True
 
     def _value(self) -> bool:
         """One line break on either side belongs to the tags."""
-        value, mark, after = self._buffer.partition(_END_PARAMETER)
+        text, mark, _ = self._buffer.partition(_END_PARAMETER)
         if not mark:
             return False
-        value = value.removeprefix("\n").removesuffix("\n")
+        self._leave(len(text) + len(mark))
+        value = text.removeprefix("\n").removesuffix("\n")
         json_text = json_value(value, self._key, self._schemas.get(self._name, {}))
-        begin = ", " if self._has_arguments else "{"
-        self._argue(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {json_text}")
-        self._has_arguments = True
-        self._buffer, self._state = after, _State.BODY
+        self._arguments.append(f"{json.dumps(self._key, ensure_ascii=False)}: {json_text}")
+        self._state = _State.BODY
         return True
+
+    def _complete(self) -> None:
+        arguments = "{" + ", ".join(self._arguments) + "}"
+        self._delta.calls.append(ToolCall(self.num_calls, new_call_id(), self._name, arguments))
+        self.num_calls += 1
+        self._doubtful, self._state = "", _State.CLOSED
 
     def _closed(self) -> bool:
         """Another call may follow inside the same outer mark."""
@@ -170,9 +171,6 @@ class XmlReader:
         else:
             self._state = _State.TEXT
         return True
-
-    def _argue(self, text: str) -> None:
-        self._delta.calls.append(CallDelta(self.num_calls - 1, arguments=text))
 
     def _skip_space(self) -> None:
         self._leave(len(self._buffer) - len(self._buffer.lstrip()))

@@ -41,12 +41,15 @@ class Fleet:
     ) -> None:
         """
         Args:
-            workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name.
+            workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name; with
+                TLS, the certificates of these workers contain NAME.
             base_seen: called when a base appears or comes back with another model.
             channel: opens the way to an address.
         """
         self._static = [w for w in workers if not w.startswith("dns:")]
         self._names = [w.removeprefix("dns:").lstrip("/") for w in workers if w.startswith("dns:")]
+        self._name_of: dict[str, str] = {}
+        """Address -> the DNS name that it was found under."""
         self._gateway_id = gateway_id
         self._pool = pool
         self._base_seen = base_seen
@@ -103,13 +106,14 @@ class Fleet:
         """Open missing links, close those no longer wanted."""
         for address in addresses:
             if address not in self._links:
+                name = self._name_of.get(address)
                 link = WorkerLink(
                     address,
                     self._gateway_id,
                     model_seen=self._model_seen,
                     changed=self._announce,
                     metadata=self._metadata,
-                    channel=self._channel,
+                    channel=self._channel.to_name(name) if name else self._channel,
                     pacer=self._pacer,
                 )
                 self._links[address] = (link, asyncio.create_task(link.run()))
@@ -132,9 +136,11 @@ class Fleet:
                 host, int(port), type=socket.SOCK_STREAM
             )
         except OSError as error:
-            logger.warning("DNS look-up failed", extra={"name": name, "error": str(error)})
+            logger.warning("DNS look-up failed", extra={"host": name, "error": str(error)})
             return [address for address in self._links if address not in self._static]
-        return sorted({_address(info[4][0], int(port)) for info in infos})
+        addresses = sorted({_address(info[4][0], int(port)) for info in infos})
+        self._name_of |= dict.fromkeys(addresses, host)
+        return addresses
 
     async def _model_seen(self, message: worker_pb2.GetModelResponse) -> bool:
         """Record a base; returns False if its tokenizer files are needed too."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.wire import load_from_proto, residency_from_proto
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import from_rpc_error
 from loraplex_services.common.grpc_channels import OpenChannel, open_channel
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob
-from loraplex_services.gateway.workers.convert import load_from_wire, residency_from_wire
 from loraplex_services.gateway.workers.session import WorkerSession
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
@@ -229,13 +229,13 @@ def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> Worker
         if entry.tier == worker_pb2.ADAPTER_TIER_UNSPECIFIED:
             adapters.pop(entry.digest, None)
         else:
-            adapters[entry.digest] = residency_from_wire(entry)
+            adapters[entry.digest] = residency_from_proto(entry)
     return replace(
         view,
         epoch=message.epoch,
         ready=message.ready,
         draining=message.draining,
-        load=load_from_wire(message.load) if message.HasField("load") else view.load,
+        load=load_from_proto(message.load) if message.HasField("load") else view.load,
         adapters=adapters,
     )
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
+from loraplex.api.error_wire import from_detail, from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex.wire_errors import from_detail, from_rpc_error
 from loraplex_services.common.limits import MAX_QUEUED_JOB_BYTES_PER_TENANT, limits_of
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob, with_names

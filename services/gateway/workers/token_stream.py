@@ -125,7 +125,7 @@ class TokenStream:
         return batch[0] if len(batch) == 1 else merged(batch)
 
     def cancel(self) -> None:
-        """Stop reading: the worker is told to cancel the request."""
+        """Stop reading, and cancel the request at the worker."""
         self._cancel()
 
     def wake(self) -> None:

@@ -2,49 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-class Tier(enum.IntEnum):
-    """The nearest tier at which a worker holds an adapter."""
-
-    NONE = 0
-    DISK = 1
-    LOADING = 2
-    DEVICE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """Load as reported by the worker."""
-
-    running_requests: int = 0
-    waiting_requests: int = 0
-    queued_tokens: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    step_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    max_distinct_adapters: int = 0
-    steps: int = 0
-    max_running_requests: int = 0
-    """Size of its batch; 0 = not reported."""
-    is_full: bool = False
-    """Requests wait for memory or for the token budget of its steps, not for batch slots."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterResidency:
-    """One adapter on one worker."""
-
-    digest: str
-    tier: Tier
-    max_rank: int = 0
-    device_bytes: int = 0
-    pinned: bool = False
-    running_requests: int = 0
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +22,7 @@ class WorkerView:
     draining: bool = False
     stale: bool = False
     """It has not reported for several intervals."""
-    load: WorkerLoad = WorkerLoad()
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
     numerics: str = ""
     in_flight: int = 0

@@ -11,10 +11,10 @@ from loraplex.adapter_format import rope_scaling
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.adapter_format.tasks import CAUSAL_LM
-from loraplex.convert import (
+from loraplex.api.format_wire import (
+    adapter_pooling_to_proto,
     geometry_from_proto,
     geometry_to_proto,
-    pooling_to_proto,
     violation_to_proto,
 )
 from loraplex.errors import InvalidAdapter, InvalidRequest
@@ -149,7 +149,7 @@ def version_to_proto(
     if record.eos_token_ids:
         message.eos_token_ids.extend(record.eos_token_ids)
     if record.task != CAUSAL_LM or record.pooling != PoolingFields():
-        message.pooling.CopyFrom(pooling_to_proto(record.task, record.pooling))
+        message.pooling.CopyFrom(adapter_pooling_to_proto(record.task, record.pooling))
     for tag in tags:
         if any(target.version == record.version for target in tag.targets):
             message.tags.append(tag.tag)

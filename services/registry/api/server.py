@@ -9,7 +9,7 @@ from typing import Any
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
-from loraplex.convert import files_from_proto, violation_to_proto
+from loraplex.api.format_wire import files_from_proto, violation_to_proto
 from loraplex.errors import InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb

@@ -135,7 +135,7 @@ def _socket_path(state_dir: Path) -> Path:
 def _launcher() -> list[str]:
     """A command prefix that ends the server with this process, however that ends.
 
-    Linux only. A separate program does it: running Python between fork and exec is not safe beside
+    Linux only. A separate program does it: running Python between fork and exec is not safe next to
     the threads of gRPC.
     """
     if sys.platform != "linux":

@@ -2,7 +2,7 @@
 
 A store that lists entity tags tells by its listing which document is the one that was copied: the
 same key with the same tag. Tags never come back (every document carries a random `write_id`), so
-whoever wrote a snapshot, however long ago and beside whatever changes, what is taken from it equals
+whoever wrote a snapshot, however long ago and during whatever changes, what is taken from it equals
 the object, and everything else is read.
 
 A snapshot is a gzip stream of the documents in the order of their keys, each after a line

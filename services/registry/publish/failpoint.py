@@ -1,6 +1,6 @@
 """Named steps at which a test can kill the process, as if power were lost.
 
-`LORAPLEX_FAILPOINTS=publish.version` arms a step for the first time it is reached;
+`LORAPLEX_DEBUG=failpoint=publish.version` arms a step for the first time it is reached;
 `publish.version:2` for the second. Unarmed steps cost one dictionary look-up.
 """
 
@@ -14,9 +14,9 @@ _armed: dict[str, int] = {}
 
 
 def arm(text: str) -> None:
-    """Arm a comma-separated list of `step` or `step:count`."""
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, count = item.partition(":")
+    """Arm `step` or `step:count`; "" arms nothing."""
+    name, _, count = text.partition(":")
+    if name:
         _armed[name] = int(count or 1)
 
 

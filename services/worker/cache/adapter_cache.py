@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from loraplex.api.residency import Tier
 from loraplex.errors import LoraplexError, ResourceExhausted
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.backoff import Backoff
 from loraplex_services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
 from loraplex_services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-from loraplex_services.worker.types.residency import CachedAdapter, Evict, Load, Tier, adapter_owner
+from loraplex_services.worker.types.residency import CachedAdapter, Evict, Load, adapter_owner
 
 
 class AdapterCache:
@@ -78,7 +79,7 @@ class AdapterCache:
     def tier(self, digest: str) -> Tier:
         """How far an adapter has come; GONE = not even on disk."""
         adapter = self._adapters.get(digest)
-        return Tier.GONE if adapter is None else adapter.tier
+        return Tier.NONE if adapter is None else adapter.tier
 
     def residency_of(self, digest: str) -> tuple[Tier, bool]:
         """The tier of an adapter, and whether running requests use it."""

@@ -44,7 +44,7 @@ class KvLayout:
         )
 
     def most_blocks(self, num_tokens: int, num_sequences: int) -> int:
-        """No fewer than so many sequences of together so many tokens can ever hold."""
+        """Upper bound on the blocks of `num_sequences` sequences with `num_tokens` in total."""
         return self.num_groups * (num_tokens // self.tokens_per_block + num_sequences)
 
     def first_live_block(self, window: int | None, start: int) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
+from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-from loraplex_services.worker.types.request import OwnRope, Pooling, Request
+from loraplex_services.worker.types.request import OwnRope, Request
 
 NEVER = sys.maxsize
 """Position from which on an adapter acts that is never invoked."""

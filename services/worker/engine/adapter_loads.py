@@ -195,7 +195,7 @@ def _result(pending: Pending[T]) -> T | Exception:
 
 
 def _load_error(failure: Exception, digest: str) -> LoraplexError:
-    """What requests are told when an adapter cannot be packed or copied."""
+    """The error of requests whose adapter cannot be packed or copied."""
     if isinstance(failure, LoraplexError):
         return failure
     logger.error("adapter load failed", exc_info=failure, extra={"digest": digest})

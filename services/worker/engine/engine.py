@@ -24,7 +24,7 @@ from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.engine.adapter_checks import BaseFacts
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
 from loraplex_services.worker.engine.output_processor import OutputProcessor
-from loraplex_services.worker.engine.outputs import residency, to_request
+from loraplex_services.worker.engine.outputs import residency_change, to_request
 from loraplex_services.worker.engine.stats import EngineStats
 from loraplex_services.worker.grammars.opening import Grammars
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
@@ -45,7 +45,7 @@ from loraplex_services.worker.types.messages import (
     FetchFailed,
     Gone,
     Prefetch,
-    Residency,
+    ResidencyChange,
     StepOutput,
     Submit,
     TokenOutput,
@@ -111,7 +111,6 @@ class Engine:
             config.max_running,
             config.max_loras,
             rope_switch_len=self._info.rope_switch_len,
-            first_token_s=config.first_token_s,
             max_step_s=config.max_step_s,
         )
         layout = KvLayout(
@@ -173,7 +172,7 @@ class Engine:
 
     @property
     def awaits_grammars(self) -> bool:
-        """True while a grammar is compiled or followed beside the loop."""
+        """True while another thread compiles or follows a grammar."""
         return bool(self._grammars.num_opening) or self._grammars.has_held
 
     def step(self, commands: Iterable[Command]) -> StepOutput:
@@ -207,10 +206,10 @@ class Engine:
             tokens=tokens,
             failures=self._outputs.take_failures(),
             residency=self._take_residency(),
-            load=self._stats.load(
-                self.scheduler, self._reclaimer, self._arena, self._runner.stall_s
-            ),
+            load=self._stats.load(self.scheduler, self._reclaimer, self._arena),
             copies_s=self._loads.take_copies_s(),
+            preemptions=self.scheduler.num_preemptions,
+            layer_stall_s=self._runner.stall_s,
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -330,7 +329,7 @@ class Engine:
         for request in self.scheduler.waiting_for(digest):
             self._outputs.fail(request, error, now)
 
-    def _take_residency(self) -> list[Residency]:
+    def _take_residency(self) -> list[ResidencyChange]:
         errors = {**self._loads.refused, **self._residency_errors}
         self._residency_errors.clear()
         self._loads.refused.clear()
@@ -339,7 +338,7 @@ class Engine:
             changes.setdefault(digest, self.cache.get(digest))
         block_bytes = self._runner.block_bytes
         return [
-            residency(digest, adapter, block_bytes, errors.get(digest))
+            residency_change(digest, adapter, block_bytes, errors.get(digest))
             for digest, adapter in changes.items()
         ]
 

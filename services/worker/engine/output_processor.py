@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.output import TokenLogprob
+from loraplex.api.pooling import Pooling
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
 from loraplex_services.worker.grammars.opening import Grammars, no_allowed_token
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
-from loraplex_services.worker.types.request import Pooling, Request
-from loraplex_services.worker.types.step_plan import Logprobs, PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
 
 
 class OutputProcessor:
@@ -22,7 +24,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
-        self._prompt_logprobs: dict[str, list[Logprobs]] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._sums: dict[str, list[float]] = {}
         """Of the hidden states of prompts whose mean is wanted, as far as they are computed."""
         self._failures: list[Failure] = []
@@ -115,7 +117,6 @@ class OutputProcessor:
         vector = self._vector(request, sampled)
         if reason:
             self.drop(request.request_id, now)
-        queue_s, load_s, prefill_s = timings(request) if reason else (0.0, 0.0, 0.0)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -125,8 +126,6 @@ class OutputProcessor:
             logprobs=[sampled.logprobs] if sampled.logprobs and token_ids else [],
             prompt_logprobs=prompt_logprobs,
             cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
-            queue_s=queue_s,
-            load_s=load_s,
-            prefill_s=prefill_s,
+            timings=timings(request) if reason else None,
             pooled=vector,
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.output import FinishReason, Timings
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
-from loraplex_services.worker.types.messages import Residency, Submit, WireError
-from loraplex_services.worker.types.request import FinishReason, Request
-from loraplex_services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.residency import CachedAdapter
 
 
 def to_request(command: Submit, now: float) -> Request:
@@ -33,8 +35,8 @@ def to_request(command: Submit, now: float) -> Request:
     )
 
 
-def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
-    """Why the request ends after its last output token; 0 = it goes on."""
+def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
+    """Why the request ends after its last output token; None = it goes on."""
     sampling, num_output = request.sampling, len(request.output_ids)
     if request.constraint is not None and request.constraint.is_finished:
         return FinishReason.STOP
@@ -43,39 +45,42 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> int:
         is_eos = last in request.eos_ids(eos_token_ids)
         if last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos):
             return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= sampling.max_tokens else 0
+    return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
 
-def stop_token(request: Request, reason: int, eos_token_ids: Sequence[int]) -> int | None:
+def stop_token(
+    request: Request, reason: FinishReason | None, eos_token_ids: Sequence[int]
+) -> int | None:
     """The token that ended the request; None where a finished grammar or a length did."""
-    if reason != FinishReason.STOP or not request.output_ids:
+    if reason is not FinishReason.STOP or not request.output_ids:
         return None
     last = request.output_ids[-1]
     is_end = last in request.eos_ids(eos_token_ids) or last in request.sampling.stop_token_ids
     return last if is_end else None
 
 
-def timings(request: Request) -> tuple[float, float, float]:
-    """Seconds queued, of these waiting for adapters, and from first step to first token."""
+def timings(request: Request) -> Timings:
+    """Where the time to the first token went."""
     started_s = request.first_scheduled_s or request.arrival_s
     ready_s = request.adapters_ready_s or request.arrival_s
     load_s = ready_s - request.arrival_s if request.adapters.adapters else 0.0
     prefill_s = (request.first_token_s or started_s) - started_s
-    return started_s - request.arrival_s, load_s, prefill_s
+    return Timings(started_s - request.arrival_s, load_s, prefill_s)
 
 
-def residency(
+def residency_change(
     digest: str, adapter: CachedAdapter | None, block_bytes: int, error: LoraplexError | None
-) -> Residency:
+) -> ResidencyChange:
+    """How the engine reports where an adapter is; None = nowhere."""
     wire_error = WireError.of(error) if error else None
     if adapter is None:
-        return Residency(digest, Tier.GONE, error=wire_error)
-    return Residency(
+        return ResidencyChange(AdapterResidency(digest, Tier.NONE), wire_error)
+    residency = AdapterResidency(
         digest=digest,
         tier=adapter.tier,
         max_rank=adapter.max_rank,
         device_bytes=len(adapter.blocks) * block_bytes,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
-        error=wire_error,
     )
+    return ResidencyChange(residency, wire_error)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loraplex.api.residency import WorkerLoad
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.scheduler import Scheduler
-from loraplex_services.worker.types.messages import EngineLoad
 from loraplex_services.worker.types.step_plan import StepPlan
 
 _NEW_SHARE = 0.1
@@ -42,13 +42,11 @@ class EngineStats:
         """Mean seconds to compute a prompt token; 0 = not known yet."""
         return 1.0 / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
 
-    def load(
-        self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena, stall_s: float
-    ) -> EngineLoad:
-        """The load now; `stall_s` = the runner's."""
-        return EngineLoad(
+    def load(self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena) -> WorkerLoad:
+        """The load now."""
+        return WorkerLoad(
             running_requests=scheduler.num_running,
-            max_running=self._max_running,
+            max_running_requests=self._max_running,
             is_full=scheduler.is_full,
             waiting_requests=scheduler.num_waiting,
             queued_tokens=scheduler.queued_tokens,
@@ -58,8 +56,6 @@ class EngineStats:
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             max_distinct_adapters=self._max_distinct_adapters,
             steps=self._steps,
-            preemptions=scheduler.num_preemptions,
-            layer_stall_s=stall_s,
         )
 
 

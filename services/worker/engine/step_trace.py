@@ -90,7 +90,7 @@ class TracedRunner:
         self._runner.await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
-        """Let the runner enter what it copied, beside the step."""
+        """Let the runner enter what it copied, concurrently with steps."""
         self._runner.enter_adapter(slot, copied)
         self._slot_bytes[slot] = num_bytes = copied.num_blocks * self.block_bytes
         rank = json.loads((copied.path / CONFIG_FILE).read_bytes()).get("r", 0)

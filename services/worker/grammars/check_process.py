@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.types.messages import WireError
-from loraplex_services.worker.types.request import Grammar
 
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 2 << 20

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.piped_process import ask_line, start_module
 from loraplex_services.worker.grammars.check_process import Setup
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
 from loraplex_services.worker.types.messages import WireError
-from loraplex_services.worker.types.request import Grammar
 
 MAX_VERDICTS = 1024
 START_TIMEOUT_S = 60.0

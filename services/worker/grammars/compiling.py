@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.types.request import Grammar
 
 FORMS = ("json_schema", "regex", "ebnf", "choice")
 MAX_GRAMMAR_BYTES = 128 << 10

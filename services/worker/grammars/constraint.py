@@ -1,4 +1,4 @@
-"""One request's place in its grammar, kept beside the engine's loop.
+"""One request's state in its grammar, computed outside the engine's loop.
 
 A place is a pure function of the output: a request that was preempted keeps it, one that comes
 from another worker finds it again by following the tokens already emitted.
@@ -15,9 +15,9 @@ from concurrent.futures import Executor, Future
 
 from llguidance import LLMatcher, LLTokenizer
 
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import bad_grammar
-from loraplex_services.worker.types.request import Grammar, GrammarTokens
 
 QUICK_MASK_S = 0.001
 """Steps on GPUs take several times as long: a mask that is computed while one runs is there before

@@ -1,4 +1,4 @@
-"""The engine's grammars: compiled in a thread beside the loop, once per grammar, while the request
+"""The engine's grammars: compiled in a thread of their own, once per grammar, while the request
 waits. Nothing here runs longer than the library's limits allow, and no step waits for it."""
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from loraplex_services.worker.types.request import Grammar, GrammarTokens, Request
+from loraplex_services.worker.types.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,15 @@ class SelfAttention:
         sizes: tuple[int, int, int],
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
+        query_scales: Tensor | None = None,
     ) -> None:
-        """`sizes` = widths of all query heads, of all key heads, and of one head."""
+        """See `forward`.
+
+        Args:
+            sizes: widths of all query heads, of all key heads, and of one head.
+            query_scales: float32 `[positions, 1]`: factors of queries, where they depend on the
+                position.
+        """
         self._qkv = qkv
         self._o = o
         self._backend = backend
@@ -32,6 +39,7 @@ class SelfAttention:
         self._q_size, self._kv_size, self._head_dim = sizes
         self._head_norms = head_norms
         self._rotate = rotate
+        self._query_scales = query_scales
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
@@ -41,6 +49,9 @@ class SelfAttention:
         if self._head_norms is not None:
             parts = zip(qk.split(sizes, dim=-1), self._head_norms, strict=True)
             qk = torch.cat([self._normed(x, norm, batch) for x, norm in parts], dim=-1)
+        if self._query_scales is not None:
+            q, k = qk.split(sizes, dim=-1)
+            qk = torch.cat((q * self._query_scales[batch.positions].to(q.dtype), k), dim=-1)
         if self._rotating is not None:
             q, k = qk.split(sizes, dim=-1)
             attended = self._rotating.rotate_and_forward(q, k, v, cos_sin, batch.attention)

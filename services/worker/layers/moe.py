@@ -1,4 +1,4 @@
-"""Sparse MLP: a router sends each token to a few experts, beside an optional shared one."""
+"""Sparse MLP: a router sends each token to a few experts and to an optional shared one."""
 
 from __future__ import annotations
 

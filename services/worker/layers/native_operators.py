@@ -14,6 +14,7 @@ from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
 from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -69,16 +70,7 @@ class NativeOperators:
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        return NativeAttention(
-            self.native,
-            layer,
-            config.num_heads,
-            config.head_dim,
-            config.num_kv_heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            window=config.windows[layer],
-        )
+        return NativeAttention(self.native, layer, HeadShape.of(config, layer))
 
 
 def as_published(weight: Tensor) -> Tensor:
@@ -116,7 +108,7 @@ class PackedLinear:
 
 
 class TiledLinear:
-    """A bfloat16 base weight in the order that AMX reads."""
+    """A bfloat16 base weight in tiles, as bfloat16 dot products read it."""
 
     def __init__(self, native: Native, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape

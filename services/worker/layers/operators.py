@@ -10,6 +10,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.mlp import ACTIVATIONS, Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
@@ -115,12 +116,4 @@ class TorchOperators:
 
     def attention(self, config: ModelConfig, layer: int) -> AttentionBackend:
         """See Operators."""
-        return VanillaAttention(
-            layer,
-            config.num_heads,
-            config.head_dim,
-            config.num_kv_heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            window=config.windows[layer],
-        )
+        return VanillaAttention(layer, HeadShape.of(config, layer))

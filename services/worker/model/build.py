@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
@@ -57,6 +58,7 @@ class Builder:
     sites: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, BaseLinear] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
+    _query_scales: Tensor | None = None
 
     def build(self, make_mlp: Callable[[Builder, int], Mlp] | None = None) -> Decoder:
         """The whole model. Every tensor of the files must be used."""
@@ -64,6 +66,7 @@ class Builder:
         shape = (config.vocab_size, config.hidden_size)
         table = weights.take("model.embed_tokens.weight", shape)
         embedding = LoraEmbedding(self._embedding_site(table), table)
+        self._query_scales = query_scales(config, table.device)
         layers = [self._layer(i, make_mlp or dense_mlp) for i in range(config.num_layers)]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
@@ -144,6 +147,7 @@ class Builder:
             sizes=(q, kv, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
+            query_scales=self._query_scales,
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:
@@ -156,6 +160,16 @@ class Builder:
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
         return self._site(-1, LM_HEAD, [("lm_head", shape[0])], weight, None)
+
+
+def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """The factor of the queries at each position, float32 `[positions, 1]`."""
+    scale = config.query_scale
+    if scale is None:
+        return None
+    positions = torch.arange(config.max_position_embeddings, device=device)
+    num_contexts = (positions // scale.context_len).float()
+    return (1 + scale.beta * torch.log1p(num_contexts))[:, None]
 
 
 def dense_mlp(builder: Builder, layer: int) -> GatedMlp:

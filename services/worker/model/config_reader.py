@@ -29,7 +29,8 @@ HARMLESS_KEYS = frozenset(
 class ConfigReader:
     """Reads keys of one JSON object, remembers which, and refuses what is left over."""
 
-    def __init__(self, raw: dict[str, Any], source: str = "config.json") -> None:
+    def __init__(self, raw: dict[str, Any], source: str = "config.json:") -> None:
+        """`source` begins the names of keys in errors."""
         self._raw = raw
         self._source = source
         self._seen: set[str] = set()
@@ -72,6 +73,12 @@ class ConfigReader:
         other._seen = self._seen
         return other
 
+    def replaced(self, key: str, value: Any) -> ConfigReader:
+        """A reader with another value of one key; what it reads counts here, too."""
+        other = ConfigReader({**self._raw, key: value}, self._source)
+        other._seen = self._seen
+        return other
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self.get(key, default)
@@ -97,7 +104,7 @@ class ConfigReader:
 
     def refuse(self, key: str, value: object, description: str) -> Unsupported:
         """The error for one key."""
-        return Unsupported.field(f"{self._source}:{key}", value, description)
+        return Unsupported.field(f"{self._source}{key}", value, description)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -120,6 +127,10 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
-            value = read_json_object(folder / name).get("eos_token_id")
+            config = read_json_object(folder / name)
+            inner = config.get("text_config")
+            value = config.get("eos_token_id")
+            if value is None and isinstance(inner, dict):
+                value = inner.get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(ids))

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapter_format.text_model import WRAPPERS, is_wrapper, plain_names, text_config
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model import (
     gemma2,
     gemma3,
     llama,
+    ministral3,
     mistral,
     mixtral,
     phi3,
@@ -25,7 +27,7 @@ from loraplex_services.worker.model.config_reader import (
     read_json_object,
 )
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.load import Weights, tensor_names
 from loraplex_services.worker.types.model_config import ModelConfig
 
 
@@ -41,6 +43,7 @@ FAMILIES = {
     "gemma2": Family(gemma2.read_config, gemma2.build),
     "gemma3_text": Family(gemma3.read_config, gemma3.build),
     "llama": Family(llama.read_config, llama.build),
+    "ministral3": Family(ministral3.read_config, ministral3.build),
     "mistral": Family(mistral.read_config, mistral.build),
     "mixtral": Family(mixtral.read_config, mixtral.build),
     "phi3": Family(phi3.read_config, phi3.build),
@@ -58,14 +61,17 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
         Unsupported: naming the family or field that this build does not serve.
         InvalidRequest: when the file is damaged.
     """
-    raw = read_json_object(folder / "config.json")
+    raw, field = read_json_object(folder / "config.json"), "config.json:"
+    if is_wrapper(raw):
+        names = tensor_names(folder)
+        raw, field = text_config(raw, plain_names(names) if names else ()), f"{field}text_config."
     model_type = raw.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         description = f"is not served by this build; known: {known}"
-        raise Unsupported.field("config.json:model_type", model_type, description)
-    reader = ConfigReader({k: v for k, v in raw.items() if k != "model_type"})
+        raise Unsupported.field(f"{field}model_type", model_type, description)
+    reader = ConfigReader({k: v for k, v in raw.items() if k != "model_type"}, field)
     config = family.read_config(reader, eos_token_ids(folder))
     reader.finish()
     return family, config

@@ -50,7 +50,7 @@ def read_gemma(
     reader: ConfigReader, model_type: str, eos_token_ids: tuple[int, ...], defaults: Defaults
 ) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
-    reader.get("hidden_act")  # written beside hidden_activation, which is the one in use
+    reader.get("hidden_act")  # written next to hidden_activation, which is the one in use
     config = read_plain(reader, model_type, eos_token_ids, defaults)
     has_bias = reader.flag("attention_bias", False)
     return replace(

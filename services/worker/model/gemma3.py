@@ -51,7 +51,7 @@ def _read_ropes(reader: ConfigReader) -> dict[str, RopeConfig]:
 
 
 def _used(params: dict[str, Any] | None) -> dict[str, Any]:
-    """transformers looks for `truncate` (of yarn) beside the two, not in them, so it has no effect
+    """transformers looks for `truncate` (of yarn) next to the two, not in them, so it has no effect
     there."""
     return {key: value for key, value in (params or {}).items() if key != "truncate"}
 

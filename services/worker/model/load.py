@@ -7,20 +7,24 @@ shape or left over is refused by name.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
+from loraplex.adapter_format.text_model import is_wrapper, plain_names
+from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest
-from loraplex.progress import Progress, ignore_progress
 from loraplex_services.worker.model.config_reader import read_json_object
+
+logger = logging.getLogger(__name__)
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
@@ -65,7 +69,9 @@ class Checkpoint:
         self._files = {path: self._open(path) for path in _weight_files(folder)}
         self._total_bytes = sum(path.stat().st_size for path in self._files)
         self._taken_bytes = 0
-        self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        stored = {name: path for path, file in self._files.items() for name in file.keys()}
+        names = _names_in(folder, stored)
+        self._file_of = {name: (stored[inner], inner) for name, inner in names.items()}
         self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
 
     def _open(self, path: Path) -> safe_open:
@@ -85,18 +91,18 @@ class Checkpoint:
         Raises:
             InvalidRequest: when it is missing or its shape is another.
         """
-        path = self._file_of.get(name)
-        if path is None:
+        if name not in self._file_of:
             raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
-        tensor: Tensor = self._files[path].get_tensor(name)
+        path, inner = self._file_of[name]
+        tensor: Tensor = self._files[path].get_tensor(inner)
         if tensor.shape != torch.Size(shape):
             got, wanted = list(tensor.shape), list(shape)
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
         self._left.discard(name)
         self._taken_bytes += tensor.nbytes
         self._progress("load", self._taken_bytes, self._total_bytes)
-        # A copy: a view would keep the whole file mapped, and its pages resident, beside the packed
-        # weights.
+        # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
+        # packed weights.
         return tensor.to(self._device, self._dtype, copy=True)
 
     def finish(self) -> None:
@@ -112,6 +118,28 @@ class Checkpoint:
             raise InvalidRequest.field(name, "left over", description)
 
 
+def _names_in(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Name of a tensor -> its name in the files, which differ in a multimodal base."""
+    stored = list(stored)
+    config = folder / "config.json"
+    if not config.exists() or not is_wrapper(read_json_object(config)):
+        return {name: name for name in stored}
+    names = plain_names(stored)
+    logger.info(
+        "the base is multimodal: its text model is served, and the weights of its other parts are "
+        "ignored",
+        extra={"num_text_tensors": len(names), "num_ignored_tensors": len(stored) - len(names)},
+    )
+    return names
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names in the base's files; empty where there are none."""
+    if not any(folder.glob("*.safetensors")):
+        return set()
+    return {name for path in _weight_files(folder) for name in _header(path)}
+
+
 def published(folder: Path) -> tuple[int, bool]:
     """Bytes of a base's weights, and whether matrices are in half precision; reads headers only.
 
@@ -120,15 +148,19 @@ def published(folder: Path) -> tuple[int, bool]:
     """
     num_bytes, dtypes = 0, set()
     for path in _weight_files(folder):
-        try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        except (OSError, ValueError, OverflowError) as error:
-            raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
         num_bytes += path.stat().st_size
-        tensors = (entry for name, entry in header.items() if name != "__metadata__")
-        dtypes |= {entry["dtype"] for entry in tensors if len(entry["shape"]) > 1}
+        dtypes |= {entry["dtype"] for entry in _header(path).values() if len(entry["shape"]) > 1}
     return num_bytes, dtypes <= {"BF16", "F16"}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The tensors that a file describes, by name."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _weight_files(folder: Path) -> list[Path]:

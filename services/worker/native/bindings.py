@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 TILE_ROWS, TILE_INPUTS = 16, 32
-"""Outputs and inputs of one tile of a packed weight (`native/src/amx.cpp`)."""
+"""Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
@@ -70,7 +70,7 @@ class Native:
         self.task_queries: int = self._library.lpx_task_queries()
         """Queries of one attention task."""
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
-        """Whether bfloat16 products on AMX tiles are compiled in."""
+        """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
 
     def set_threads(self, num_threads: int) -> None:
         """Threads of every later call, the caller included."""

@@ -19,7 +19,17 @@ TOLERANCE = 1e-4
 class Kernels(Protocol):
     """What is checked of a library."""
 
+    has_tiles: bool
+
     def pack(self, weight: Tensor) -> Tensor:
+        """See Native."""
+        ...
+
+    def pack_tiles(self, weight: Tensor) -> Tensor:
+        """See Native."""
+        ...
+
+    def linear_tiles(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
         """See Native."""
         ...
 
@@ -55,6 +65,10 @@ def computes_right(kernels: Kernels) -> bool:
     half = x.bfloat16()
     product = kernels.linear(half, kernels.pack(weight), len(weight)).float()
     pairs.append((product, F.linear(half.float(), weight).bfloat16().float()))
+    if kernels.has_tiles:
+        tiled = kernels.linear_tiles(half, kernels.pack_tiles(weight.bfloat16()), len(weight))
+        expected = F.linear(half.float(), weight.bfloat16().float())
+        pairs.append((tiled.float(), expected.bfloat16().float()))
     scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
     gated = torch.cat((product, product), dim=1)

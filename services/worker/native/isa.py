@@ -6,18 +6,39 @@ import ctypes
 import platform
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from loraplex.errors import InvalidRequest
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-ISA_FLAGS = {
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "generic": ("-O1",),
+_BF16 = (*_AVX512, "-mavx512bf16")
+
+
+class Level(NamedTuple):
+    """One instruction set: how its library is compiled, and what computes what there."""
+
+    flags: tuple[str, ...]
+    half_wins: bool
+    """Whether whole steps are faster in bfloat16 than in float32 over half-precision weights."""
+    products: str
+    """The base's products in bfloat16; in float32, every level uses vectors of float32."""
+    updates: str
+    """Low-rank updates of bfloat16 rows."""
+    attention: str
+    """Of bfloat16 queries, keys and values."""
+
+
+_FLOAT32 = (False, "float32 vectors", "float32 vectors", "float32 vectors")
+LEVELS = {
+    "amx": Level((*_BF16, "-mamx-tile", "-mamx-bf16"), True, "tiles", "dot products", "tiles"),
+    "avx512_bf16": Level(_BF16, True, "dot products", "dot products", "dot products"),
+    "avx512": Level(_AVX512, *_FLOAT32),
+    "avx2": Level(("-mavx2", "-mfma", "-mf16c"), *_FLOAT32),
+    "generic": Level(("-O1",), *_FLOAT32),
 }
 """Libraries that can be built, best first; `generic` is portable C++, slow unless the compiler is
 good at it, and only used when asked for."""
+ISA_FLAGS = {isa: level.flags for isa, level in LEVELS.items()}
 
 _X86_64 = ("x86_64", "AMD64")
 _LINUX_NAMES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
@@ -73,6 +94,20 @@ def may_use_tiles() -> bool:
 def has_amx() -> bool:
     """Whether bfloat16 products run on AMX tiles."""
     return AMX in host_isas()
+
+
+def half_is_fast(wanted: str) -> bool:
+    """Whether this processor computes steps faster in bfloat16 with the library for `wanted`.
+
+    Torch's own bfloat16 products are faster than its float32 products on AMX only.
+
+    Args:
+        wanted: see `choose_isa`; one that this machine lacks is not.
+    """
+    isa = next(iter(host_isas()), TORCH) if wanted == "auto" else wanted
+    if isa == TORCH:
+        return has_amx()
+    return isa in host_isas() and LEVELS[isa].half_wins
 
 
 def choose_isa(wanted: str) -> str:

@@ -16,7 +16,7 @@ _INTERPRETED_PROGRAMS = 3
 
 @functools.cache
 def num_programs(device: torch.device, per_processor: int) -> int:
-    """Size of a fixed grid: so many programs for each of the device's multiprocessors."""
+    """Size of a fixed grid: `per_processor` for each of the device's multiprocessors."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count

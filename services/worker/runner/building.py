@@ -12,8 +12,8 @@ import torch
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
+from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
-from loraplex.progress import Progress
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
@@ -158,7 +158,7 @@ def _stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
 def _kv_buffer(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
 ) -> KvBuffer:
-    """The arena of so many bytes, and the KV cache in it."""
+    """The arena, and the KV cache in it."""
     groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)

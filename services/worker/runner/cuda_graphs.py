@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,9 @@ class Graph(Protocol):
 class CapturedStep(Protocol):
     """A step that is captured, in one graph or in several."""
 
+    @property
+    def num_graphs(self) -> int: ...
+
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
     ) -> Tensor:
@@ -62,6 +66,31 @@ class GraphMemory:
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
 
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Launch on the stream that captures, between what was launched and what will be."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class Capturable(Protocol):
+    """A kind of steps: their sizes, and how one is captured."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Rows of captured steps, ascending."""
+        ...
+
+    def size_for(self, step: StepInputs) -> int | None:
+        """The smallest size that holds a step; None if there is none."""
+        ...
+
+    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> CapturedStep:
+        """Capture a step of `size` rows whose adapters touch `sites`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
@@ -73,6 +102,7 @@ class DecodeGraph:
     """Kept for its workspaces, whose addresses the graph holds."""
     hidden: Tensor
     """`[size, H]`."""
+    num_graphs: int = 1
 
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
@@ -86,64 +116,64 @@ class DecodeGraph:
         return self.hidden[: step.num_rows]
 
 
+@dataclass(frozen=True, slots=True)
 class DecodeGraphs:
-    """The captured pure-decode steps of a runner."""
+    """Pure-decode steps of a runner. Implements `Capturable`."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        inputs: DecodeInputs,
-        table: LoraBatch,
-        site_masks: Sequence[frozenset[int]],
-    ) -> None:
-        """
-        Args:
-            table: a batch without runs that names the adapters' tables.
-            site_masks: sets of sites that adapters of a step touch, ascending; each gets graphs.
-        """
-        self._model = model
-        self._inputs = inputs
-        self._table = table
+    model: Decoder
+    inputs: DecodeInputs
+    table: LoraBatch
+    """A batch without runs that names the adapters' tables."""
+    sizes: tuple[int, ...] = BATCH_SIZES
+
+    def size_for(self, step: StepInputs) -> int | None:
+        """None if the step computes prompts, too."""
+        return batch_size_for(step.num_rows) if step.is_decode else None
+
+    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
+        """Capture with padding rows only: what was in the cache stays as it is."""
+        self.inputs.buffer.clear()
+        batch = self.inputs.batch(size, sites, self.table)
+        # Warm up on the stream that captures: memory is cached by stream, and so are the
+        # libraries' workspaces, which would else be captured anew for every graph.
+        with memory.on_stream():
+            for _ in range(WARM_UP_RUNS):
+                forward_static(self.model, batch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
+            hidden = forward_static(self.model, batch)
+        return DecodeGraph(graph, self.inputs, batch, hidden)
+
+
+class CapturedSteps:
+    """The captured steps of one kind, by size and by the sites that adapters touch."""
+
+    def __init__(self, kind: Capturable, site_masks: Sequence[frozenset[int]]) -> None:
+        """`site_masks`: sets of sites that adapters of a step touch, ascending."""
+        self._kind = kind
         self._masks = site_masks
-        self._steps: dict[tuple[int, int], DecodeGraph] = {}
+        self._steps: dict[tuple[int, int], CapturedStep] = {}
 
     def capture(self, memory: GraphMemory) -> None:
-        """Capture every batch size, largest first, so that the others fit into its memory."""
-        began_s = time.monotonic()
-        for size in reversed(BATCH_SIZES):
+        """Capture every size, largest first, so that the others fit into its memory."""
+        kind, began_s = type(self._kind).__name__, time.monotonic()
+        for size in reversed(self._kind.sizes):
             for mask, sites in enumerate(self._masks):
-                self._steps[size, mask] = self._capture(size, sites, memory)
-            logger.info("captured the decode graphs of %d rows", size)
+                self._steps[size, mask] = self._kind.capture(size, sites, memory)
+            logger.info("%s: captured the steps of %d rows", kind, size)
+        num_graphs = sum(step.num_graphs for step in self._steps.values())
         elapsed_s = time.monotonic() - began_s
-        logger.info("captured %d decode graphs in %.1f s", len(self._steps), elapsed_s)
+        logger.info("%s: captured %d graphs in %.1f s", kind, num_graphs, elapsed_s)
 
-    def find(self, step: StepInputs, mask: int) -> DecodeGraph | None:
-        """The graph of a step, unless it computes prompts or is too large.
+    def find(self, step: StepInputs, mask: int) -> CapturedStep | None:
+        """The captured step that computes `step`, unless it is too large or of another kind.
 
         Args:
             mask: index of the sites that its adapters touch.
         """
-        if not step.is_decode:
-            return None
-        size = batch_size_for(step.num_rows)
+        size = self._kind.size_for(step)
         return None if size is None else self._steps[size, mask]
-
-    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
-        """Capture with padding rows only: what was in the cache stays as it is."""
-        self._inputs.buffer.clear()
-        batch = self._inputs.batch(size, sites, self._table)
-        # Warm up on the stream that captures: memory is cached by stream, and so are the
-        # libraries' workspaces, which would else be captured anew for every graph.
-        memory.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(memory.stream):
-            for _ in range(WARM_UP_RUNS):
-                forward_static(self._model, batch)
-        torch.cuda.current_stream().wait_stream(memory.stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
-            hidden = forward_static(self._model, batch)
-        return DecodeGraph(graph, self._inputs, batch, hidden)
 
 
 def forward_static(model: Decoder, batch: ForwardBatch) -> Tensor:

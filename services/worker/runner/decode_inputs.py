@@ -17,7 +17,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 def batch_size_for(num_rows: int) -> int | None:
-    """The smallest captured batch that holds so many rows."""
+    """The smallest captured batch that holds `num_rows` rows."""
     return next((size for size in BATCH_SIZES if size >= num_rows), None)
 
 

@@ -23,7 +23,12 @@ from loraplex_services.worker.ops.lora.step_work import fits_static_work
 from loraplex_services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.block_tables import BlockTables
-from loraplex_services.worker.runner.cuda_graphs import CapturedStep, DecodeGraphs, GraphMemory
+from loraplex_services.worker.runner.cuda_graphs import (
+    CapturedStep,
+    CapturedSteps,
+    DecodeGraphs,
+    GraphMemory,
+)
 from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
 from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
@@ -90,7 +95,7 @@ class GpuPath:
             kv.tokens_per_block,
             arena.data.device,
         )
-        self._graphs: list[DecodeGraphs | MixedGraphs] = []
+        self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
             sites_and_size = self._masks[-1], limits.max_num_tokens
             warm_up(model, kv, self.lora, self._attention, *sites_and_size)
@@ -99,11 +104,11 @@ class GpuPath:
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
         """Capture the graphs of all steps up to some sizes."""
         table = self.lora_batch(())
-        decode = DecodeGraphs(self._model, self.decode_inputs(), table, self._masks)
-        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table, self._masks)
-        for graphs in (mixed, decode):
+        decode = DecodeGraphs(self._model, self.decode_inputs(), table)
+        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table)
+        self._graphs = [CapturedSteps(kind, self._masks) for kind in (decode, mixed)]
+        for graphs in reversed(self._graphs):  # the largest first
             graphs.capture(memory)
-        self._graphs = [decode, mixed]
 
     def decode_inputs(self) -> DecodeInputs:
         """Static inputs of pure-decode steps."""

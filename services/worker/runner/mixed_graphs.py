@@ -5,7 +5,7 @@ looks at where one sequence ends and the next begins. Everything else sees token
 pass over a fixed number of token rows is captured in one graph more than it has layers, each from
 one layer's attention to the next one's. A step of up to that many token rows fills the first ones,
 and replays the pieces with its own attention in between: about 5 launches a layer instead of 20.
-(On an H200, an eager step of 256 prompt tokens beside 64 decoding rows took 16.7 ms with the base
+(On an H200, an eager step of 256 prompt tokens and 64 decoding rows took 16.7 ms with the base
 alone and 78 ms with 33 adapters, nearly all of it launches.)
 
 There is a set of pieces for each size in `MIXED_SIZES` and each set of sites that adapters touch:
@@ -17,8 +17,6 @@ more token rows takes the device longer than its launches take the host, and run
 from __future__ import annotations
 
 import gc
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,8 +40,6 @@ from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.cuda_graphs import Graph, GraphMemory, forward_static
 from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.step_inputs import StepInputs
-
-logger = logging.getLogger(__name__)
 
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
 """Token rows of captured steps. Padding costs nothing up to about 200 rows, which take as long as
@@ -100,7 +96,7 @@ class MixedInputs:
         )
 
     def qkv(self, size: int, widths: Sequence[int], like: Tensor) -> Tensor:
-        """`[size, sum of widths]`: queries, keys and values beside each other. All layers and all
+        """`[size, sum of widths]`: queries, keys and values side by side. All layers and all
         sizes share the memory."""
         if self._qkv is None:
             self._qkv = like.new_zeros(len(self.buffer.input_ids), sum(widths))
@@ -188,6 +184,11 @@ class MixedGraph:
     """`[size, H]`."""
     attended: Tensor
     """`[size, num_heads * head_dim]`."""
+
+    @property
+    def num_graphs(self) -> int:
+        """One for each piece."""
+        return len(self.pieces)
 
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
@@ -277,70 +278,43 @@ class CapturingRecorder(PieceRecorder):
         self.pieces[-1].graph = self._graph
 
 
+@dataclass(frozen=True, slots=True)
 class MixedGraphs:
-    """The captured steps of a runner that compute prompts."""
+    """Steps of a runner that compute prompts. Implements `cuda_graphs.Capturable`."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        inputs: MixedInputs,
-        table: LoraBatch,
-        site_masks: Sequence[frozenset[int]],
-    ) -> None:
-        """
-        Args:
-            table: a batch without runs that names the adapters' tables.
-            site_masks: sets of sites that adapters of a step touch, ascending; each gets graphs.
-        """
-        self._model = model
-        self._inputs = inputs
-        self._table = table
-        self._masks = site_masks
-        self._steps: dict[tuple[int, int], MixedGraph] = {}
+    model: Decoder
+    inputs: MixedInputs
+    table: LoraBatch
+    """A batch without runs that names the adapters' tables."""
 
-    def capture(self, memory: GraphMemory) -> None:
-        """Capture every size, largest first, so that the others fit into its memory."""
-        began_s = time.monotonic()
-        for size in reversed(self._inputs.sizes):
-            for mask, sites in enumerate(self._masks):
-                self._steps[size, mask] = self._capture(size, sites, memory)
-            logger.info("captured the graphs of mixed steps of %d token rows", size)
-        num_graphs = sum(len(step.pieces) for step in self._steps.values())
-        elapsed_s = time.monotonic() - began_s
-        logger.info("captured %d graphs of mixed steps in %.1f s", num_graphs, elapsed_s)
+    @property
+    def sizes(self) -> Sequence[int]:
+        """See `Capturable`; in token rows."""
+        return self.inputs.sizes
 
-    def find(self, step: StepInputs, mask: int) -> MixedGraph | None:
-        """The graphs of a step, unless it is too large.
+    def size_for(self, step: StepInputs) -> int | None:
+        """See `Capturable`."""
+        return next((size for size in self.sizes if size >= step.num_token_rows), None)
 
-        Args:
-            mask: index of the sites that its adapters touch.
-        """
-        sizes = (size for size in self._inputs.sizes if size >= step.num_token_rows)
-        size = next(sizes, None)
-        return None if size is None else self._steps[size, mask]
-
-    def _capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
+    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
         """Capture with padding rows only."""
-        self._inputs.buffer.clear()
-        memory.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(memory.stream):
-            self.record(PieceRecorder(self._inputs, size), sites)  # compiles and allocates
+        self.inputs.buffer.clear()
+        with memory.on_stream():
+            self.record(PieceRecorder(self.inputs, size), sites)  # compiles and allocates
             torch.cuda.synchronize()
             gc.collect()
             gc.disable()  # what is collected during a capture might free memory of the device
             try:
-                step = self.record(CapturingRecorder(self._inputs, size, memory), sites)
+                return self.record(CapturingRecorder(self.inputs, size, memory), sites)
             finally:
                 gc.enable()
-        torch.cuda.current_stream().wait_stream(memory.stream)
-        return step
 
     def record(self, recorder: PieceRecorder, sites: frozenset[int]) -> MixedGraph:
         """Run one forward pass that `recorder` cuts into pieces."""
-        inputs, size = self._inputs, recorder.size
-        batch = inputs.batch(size, sites, self._table, recorder.metadata(), recorder)
+        inputs, size = self.inputs, recorder.size
+        batch = inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
         recorder.begin_piece()
-        hidden = forward_static(self._model, batch)
+        hidden = forward_static(self.model, batch)
         recorder.end_piece()
         attention = recorder.pieces[0].attention
         assert attention is not None, "a model has layers"

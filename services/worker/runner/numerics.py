@@ -9,7 +9,7 @@ import torch
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.cores import usable_cores
-from loraplex_services.worker.native.isa import AMX, TORCH, has_amx
+from loraplex_services.worker.native.isa import half_is_fast
 
 _DTYPES = {
     "float32": torch.float32,
@@ -69,16 +69,16 @@ def choose_threads(weight_bytes: int, num_cores: int) -> int:
 def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
     """Whether whole steps on this CPU are faster in bfloat16, for this base, than in float32.
 
-    They are on AMX tiles. Elsewhere float32 arithmetic on half-precision weights reads the same
-    bytes. Below one thread's worth of weights a step is mostly overhead and float32 costs nothing.
+    They are where the kernels have bfloat16 dot products (`native/isa.py`). Elsewhere float32
+    arithmetic on half-precision weights reads the same bytes. Below one thread's worth of weights a
+    step is mostly overhead and float32 costs nothing.
 
     Args:
         weight_bytes: of the base's files.
         is_half: the base is published in half precision; float32 bases are not rounded unasked.
-        cpu_isa: the setting; kernels for other instruction sets compute in float32.
+        cpu_isa: the setting.
     """
-    may_use_tiles = has_amx() and cpu_isa in ("auto", AMX, TORCH)
-    return is_half and may_use_tiles and weight_bytes >= WEIGHT_BYTES_PER_THREAD
+    return is_half and weight_bytes >= WEIGHT_BYTES_PER_THREAD and half_is_fast(cpu_isa)
 
 
 def set_threads(weight_bytes: int) -> None:

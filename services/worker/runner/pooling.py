@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraplex.api.pooling import Pooling
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.transfers import to_device, to_host
-from loraplex_services.worker.types.request import Pooling
 from loraplex_services.worker.types.step_plan import PlannedRow
 
 Scores = Callable[[Tensor, LoraBatch], list[Tensor]]

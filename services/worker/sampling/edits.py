@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.masks import MINUS_INF
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.output_counts import output_counts
 from loraplex_services.worker.transfers import Upload
-from loraplex_services.worker.types.request import Constraint, SamplingParams
+from loraplex_services.worker.types.request import Constraint
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from loraplex.api.output import Candidate, TokenLogprob
 from loraplex_services.worker.transfers import to_device, to_host
-from loraplex_services.worker.types.step_plan import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class LogprobRows:
     tops: Sequence[int]
     """How many of the top ones each row wants."""
 
-    def read(self) -> list[Logprobs]:
+    def read(self) -> list[TokenLogprob]:
         """Plain values."""
         columns = (self.token_ids, self.values, self.top_ids, self.top_values)
         rows = zip(*(column.tolist() for column in columns), self.tops, strict=True)
         return [
-            Logprobs(token_id, value, tuple(zip(top_ids[:num], top_values[:num], strict=True)))
+            TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:num], top_values[:num])))
             for token_id, value, top_ids, top_values, num in rows
         ]
 

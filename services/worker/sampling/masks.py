@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.fixed_exp import MASS_BITS, masses
-from loraplex_services.worker.types.request import SamplingParams
 
 MINUS_INF = float("-inf")
 

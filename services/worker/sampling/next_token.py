@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
 

@@ -9,14 +9,13 @@ Recipe, integers until the last step so that every backend draws the same bits:
 4. g = 38 ln 2 - ln e = -ln(-ln u), in units of 2**-38.
 5. The noise is float32(g >> 14) * 2**-24: one rounding to nearest even, one exact product.
 
-It lies in [-3.14, 22.9]. `gumbel_scalar` is the truth in plain Python, `gumbel` the same in torch.
+It lies in [-3.14, 22.9]. `gumbel` computes it in torch; `ops/sampling/reference.py` is the truth in
+plain Python.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations
-
-import struct
 
 import torch
 from torch import Tensor
@@ -33,29 +32,6 @@ NUM_ROUNDS = 10
 GUMBEL_MIN = -3.14
 GUMBEL_MAX = 22.9
 NOISE_BITS = 24
-
-Counter = tuple[int, int, int, int]
-
-
-def philox_scalar(counter: Counter, key: tuple[int, int]) -> Counter:
-    """Philox4x32-10 of one counter: four 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(NUM_ROUNDS):
-        p0, p1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & WORD, (p0 >> 32) ^ c3 ^ k1, p0 & WORD
-        k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
-    return c0, c1, c2, c3
-
-
-def gumbel_scalar(seed: int, token_id: int, position: int, sample_index: int) -> float:
-    """The noise of one token, as a Python float that holds a float32 exactly."""
-    counter = (token_id, position, sample_index, 0)
-    word = philox_scalar(counter, (seed & WORD, seed >> 32 & WORD))[0]
-    exponential = 33 * fl.LN2 - fl.ln_fixed(2 * word + 1)
-    noise = fl.FRACTION_BITS * fl.LN2 - fl.ln_fixed(exponential)
-    rounded: float = struct.unpack("<f", struct.pack("<f", noise >> (38 - NOISE_BITS)))[0]
-    return rounded * 2.0**-NOISE_BITS
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ which draws from softmax(logits / T) exactly (the Gumbel trick). Temperature 0 i
 Ties go to the lowest id. The noise of a token depends on nothing but its request (see `philox`), so
 neighbours in the batch, preemption and migration change nothing.
 
-Logprobs are the model's own: log-softmax of the raw logits, before bias, penalties, masks and
+TokenLogprob are the model's own: log-softmax of the raw logits, before bias, penalties, masks and
 temperature.
 """
 
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from loraplex_services.worker.sampling.edits import edits_of
 from loraplex_services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.transfers import Upload, to_host
-from loraplex_services.worker.types.step_plan import Logprobs
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""
@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
 
     token_id: int | None
     """None where a grammar and the other masks leave no token."""
-    logprobs: Logprobs | None
+    logprobs: TokenLogprob | None
 
 
 @dataclass(frozen=True, slots=True)

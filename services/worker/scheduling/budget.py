@@ -1,8 +1,8 @@
 """How many tokens a step computes, and whose.
 
-Requests that decode come first, a token each. Prompts have the rest, but beside requests that
-decode only so much that these do not wait long for their next token: a prompt of thousands of
-tokens would hold up every stream of the worker for as long as it takes.
+Requests that decode come first, a token each. Prompts have the rest of the budget. While requests
+decode, prompts get less, so that these requests do not wait long for their next token: a prompt of
+thousands of tokens would hold up every stream of the worker for as long as it takes.
 
 Source: Agrawal et al., Sarathi-Serve (stall-free batching); the size of a part comes from the
 steps that were measured here instead of a profile.
@@ -18,7 +18,7 @@ from loraplex_services.worker.types.step_plan import StepPlan
 MIN_PROMPT_TOKENS = 64
 """Of prompts in a step, where they wait: fewer would hardly be faster."""
 MAX_STRETCH = 4.0
-"""Prompts may make a step so many times as long as without them, where that alone is long."""
+"""If a step without prompts is long already, prompts may make it this many times as long."""
 NUM_RECENT = 15
 """Steps of each kind of which the median counts."""
 

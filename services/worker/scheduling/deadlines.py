@@ -1,14 +1,14 @@
 """Which requests are given up: past their deadline, or without a chance of a first token in time.
 
-A request's first token is due at its own deadline, at the moment that it names for it or, where
-the worker promises first tokens within a time, that long after its arrival: whichever is soonest.
-See `early_abort` for the rule.
+A request's first token is due at the request's deadline, or at the moment that the request names
+for it if that is sooner. See `early_abort` for the rule.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from loraplex.api.residency import Tier
 from loraplex.errors import DeadlineExceeded, LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
@@ -21,7 +21,6 @@ from loraplex_services.worker.scheduling.early_abort import (
 from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.residency import Tier
 
 
 class Deadlines:
@@ -32,13 +31,10 @@ class Deadlines:
         cache: AdapterCache,
         prefixes: PrefixCache,
         queues: tuple[WaitingQueue, RunningBatch],
-        first_token_s: float | None,
     ) -> None:
-        """`first_token_s`: the longest that a first token may take; None = the deadline alone."""
         self._cache = cache
         self._prefixes = prefixes
         self._waiting, self._running = queues
-        self._first_token_s = first_token_s
         self._ends = Alarms()
         self._starts = Alarms()
         """The latest moments at which requests can start."""
@@ -78,12 +74,7 @@ class Deadlines:
 
     def _due_s(self, request: Request) -> float | None:
         """When the first token must be there."""
-        promised_s = self._first_token_s
-        moments = (
-            request.deadline_s,
-            request.first_token_due_s,
-            None if promised_s is None else request.arrival_s + promised_s,
-        )
+        moments = (request.deadline_s, request.first_token_due_s)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _latest_start_s(self, request: Request, now: float) -> float:
@@ -97,7 +88,7 @@ class Deadlines:
         outlook = Outlook(
             num_tokens=request.num_pending,
             num_copies=sum(tier < Tier.DEVICE for tier in tiers),
-            fetched_for_s=now - request.arrival_s if Tier.GONE in tiers else None,
+            fetched_for_s=now - request.arrival_s if Tier.NONE in tiers else None,
         )
         is_contended = len(self._running) + len(self._waiting) > 1
         latest_s = latest_start_s(due_s, outlook, self.times, is_contended)
@@ -114,7 +105,7 @@ def _is_fresh(request: Request) -> bool:
 
 def _infeasible() -> DeadlineExceeded:
     return DeadlineExceeded(
-        "the first token would come after the request's deadline or first_token_s, or later than "
-        "this worker lets first tokens take: allow more time or try later",
+        "the first token would come after the request's deadline or first_token_s: allow more "
+        "time or try later",
         reason="DEADLINE_INFEASIBLE",
     )

@@ -19,11 +19,8 @@ class SchedulerLimits:
     """A request that has waited this long is no longer overtaken by newer ones."""
     rope_switch_len: int | None = None
     """A request of more known tokens is computed anew; see `ModelInfo`."""
-    first_token_s: float | None = None
-    """A request whose first token would take longer from its arrival is given up; None = only
-    what cannot make its own deadline is."""
     max_step_s: float = 0.0
-    """Prompts are cut so that steps in which requests decode take no longer; 0 = as it comes."""
+    """Target time of steps in which requests decode: prompt chunks shrink to meet it. 0 = none."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

@@ -82,9 +82,9 @@ def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Po
 INPUT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 MAX_ABSENT = 1000
-"""Names without a request whose counters are remembered."""
+"""Idle tenants and adapters whose counters are kept."""
 EXPECTED_BACK_S = 10.0
-"""Who had a request within so many seconds will probably have another."""
+"""A tenant that had a request within this many seconds is assumed to return."""
 
 
 @dataclass(slots=True, eq=False)

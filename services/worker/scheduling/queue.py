@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from loraplex.api.residency import Tier
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
 from loraplex_services.worker.scheduling.rising_heap import LAST, RisingHeap
 from loraplex_services.worker.types.request import AdapterSet, Request
-from loraplex_services.worker.types.residency import Tier
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
@@ -186,7 +186,7 @@ class WaitingQueue:
         """Stand in the heaps, by a key that may have fallen."""
         adapters = [self._awaited[digest].where for digest in flow.adapters.digests]
         tier = min((tier for tier, _ in adapters), default=Tier.DEVICE)
-        if tier == Tier.GONE:
+        if tier == Tier.NONE:
             return
         side = all(in_use for _, in_use in adapters) if self._policy.clusters else flow.tenant
         flow.group = (tier == Tier.DEVICE, flow.priority, side)

@@ -1,7 +1,7 @@
 """What the next step computes. Owns the queue and the running batch; no torch, no clock, no I/O.
 
-Every step may add, drop and mix requests: chunks of prompts beside single decoded tokens, any
-adapters beside the bare base. Blocks are found in this order: free ones, idle adapters and
+Every step may add, drop and mix requests: chunks of prompts and single decoded tokens, any
+adapters and the bare base. Blocks are found in this order: free ones, idle adapters and
 prefixes, and as the last resort those of the request that arrived last, which is recomputed later.
 """
 
@@ -39,7 +39,7 @@ MAX_LOADS_PER_STEP = 16
 MAX_PASSED_OVER = 16
 """Long prompts that wait for another to end; short ones behind more of them are not looked for."""
 REWALK_S = 0.1
-"""A walk over the queue is repeated so often though nothing has changed: ages and forecasts do."""
+"""The queue is searched again at least this often, because ages and estimates change."""
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
         queues = self._waiting, self._running
-        self._deadlines = Deadlines(cache, prefixes, queues, limits.first_token_s)
+        self._deadlines = Deadlines(cache, prefixes, queues)
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
@@ -136,7 +136,7 @@ class Scheduler:
 
     def expired(self, now: float) -> list[tuple[Request, LoraplexError]]:
         """Requests to give up, each returned once: those past their deadline, those that wait and
-        cannot meet it, and those too large beside pinned adapters. The caller removes them."""
+        cannot meet it, and those too large next to pinned adapters. The caller removes them."""
         lost = {r: error for r, error in self._lost if self._deadlines.is_live(r)}
         self._lost.clear()
         return list({**self._deadlines.passed(now), **lost}.items())

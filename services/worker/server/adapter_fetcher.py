@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
 from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
@@ -18,12 +19,11 @@ from loraplex_services.worker.types.messages import (
     Fetched,
     FetchFailed,
     Prefetch,
-    Residency,
+    ResidencyChange,
     Unload,
     Unpin,
     WireError,
 )
-from loraplex_services.worker.types.residency import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class AdapterFetcher:
         for digest in digests:
             self._disk.release(digest)
 
-    async def load(self, digest: str, pin: bool) -> Residency:
+    async def load(self, digest: str, pin: bool) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
         self._disk.lease(digest)
         try:
@@ -98,11 +98,13 @@ class AdapterFetcher:
         for digest in self._pins:
             self._spawn(self._pin_again(digest))
 
-    def residency_changed(self, residency: Iterable[Residency]) -> None:
+    def residency_changed(self, changes: Iterable[ResidencyChange]) -> None:
         """Load again what the engine has dropped and requests still need."""
-        for entry in residency:
-            if entry.tier == Tier.GONE and not entry.error and self._disk.is_leased(entry.digest):
-                self.ensure_loaded(entry.digest)
+        for change in changes:
+            digest = change.residency.digest
+            is_dropped = change.residency.tier == Tier.NONE and change.error is None
+            if is_dropped and self._disk.is_leased(digest):
+                self.ensure_loaded(digest)
 
     async def _fetch(self, digest: str) -> None:
         try:

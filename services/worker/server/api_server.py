@@ -6,6 +6,7 @@ It knows neither gRPC nor torch. It lives on the event loop, so nothing here blo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from loraplex.api.residency import AdapterResidency
+from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
@@ -32,15 +35,7 @@ from loraplex_services.worker.server.sessions import (
 )
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.server.validation import IntakeLimits, check_submit
-from loraplex_services.worker.types.messages import (
-    Cancel,
-    EngineReady,
-    Gone,
-    Residency,
-    StepOutput,
-    Submit,
-)
-from loraplex_services.worker.types.request import Grammar
+from loraplex_services.worker.types.messages import Cancel, EngineReady, Gone, StepOutput, Submit
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -123,18 +118,18 @@ class ApiServer:
         if self._client.is_up:
             self._client.send(Cancel(key))
 
-    async def load(self, digest: str, pin: bool) -> Residency:
+    async def load(self, digest: str, pin: bool) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
         check_digest(digest, field="adapters.digest")
         self._running()
         return await self._fetcher.load(digest, pin)
 
-    def unpin(self, digest: str) -> Residency:
+    def unpin(self, digest: str) -> AdapterResidency:
         """Release a pin."""
         check_digest(digest, field="adapters.digest")
         self._running()
         self._fetcher.unpin(digest)
-        return msgspec.structs.replace(self.status.adapter(digest), pinned=False)
+        return dataclasses.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
@@ -162,7 +157,7 @@ class ApiServer:
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
         self.status.update(output.residency, output.load)
-        metrics.observe_load(output.load, output.copies_s, len(self._sessions))
+        metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
         now = time.monotonic()
         for token in output.tokens:

@@ -108,7 +108,10 @@ def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | 
     """The first that one of the files says."""
     for name in names:
         try:
-            value = json.loads(files.get(name, b"{}")).get(key)
+            config = json.loads(files.get(name, b"{}"))
+            value = config.get(key)
+            if value is None:  # A multimodal base may say it of its text model.
+                value = (config.get("text_config") or {}).get(key)
         except (ValueError, AttributeError) as error:
             raise InvalidRequest.field("LORAPLEX_MODEL", name, "must hold a JSON object") from error
         if type(value) is int and value >= 0:

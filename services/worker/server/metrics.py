@@ -9,11 +9,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.worker.server.sessions import LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
-from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from loraplex_services.worker.types.request import FinishReason
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.messages import StepOutput, TokenOutput
 
 MAX_ADAPTER_LABELS = 100
 """Adapters shown one by one; the others are counted together."""
@@ -57,9 +56,10 @@ _layer_stall_s = Gauge(
 _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
 
-def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int) -> None:
-    """Take over what the engine says of itself."""
-    for copy_s in copies_s:
+def observe_load(output: StepOutput, num_sessions: int) -> None:
+    """Take over what the engine reports about itself."""
+    load = output.load
+    for copy_s in output.copies_s:
         _adapter_load.observe(copy_s)
     _running.set(load.running_requests)
     _waiting.set(load.waiting_requests)
@@ -67,10 +67,10 @@ def observe_load(load: EngineLoad, copies_s: Iterable[float], num_sessions: int)
     _sessions.set(num_sessions)
     _steps.set(load.steps)
     _step_s.set(load.step_s)
-    _preemptions.set(load.preemptions)
+    _preemptions.set(output.preemptions)
     _max_distinct.set(load.max_distinct_adapters)
     _free_blocks.set(load.free_blocks)
-    _layer_stall_s.set(load.layer_stall_s)
+    _layer_stall_s.set(output.layer_stall_s)
 
 
 def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> None:
@@ -84,7 +84,7 @@ def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> Non
     _generation_tokens.inc(len(output.token_ids))
     if output.finish_reason:
         _whole.observe(now - request.arrival_s)
-        count_end(FinishReason(output.finish_reason).name.lower())
+        count_end(output.finish_reason)
 
 
 def count_end(reason: str) -> None:
@@ -141,7 +141,7 @@ class AdapterCollector(Collector):
         yield _gauge("vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras)
         yield self._requests_info(adapters)
 
-    def _requests_info(self, adapters: list[Residency]) -> GaugeMetricFamily:
+    def _requests_info(self, adapters: list[AdapterResidency]) -> GaugeMetricFamily:
         running = sorted(a.digest for a in adapters if a.running_requests)[:MAX_ADAPTER_LABELS]
         waiting = sorted(a.digest for a in adapters if a.tier == Tier.LOADING)
         info = GaugeMetricFamily(

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from loraplex.api.wire import residency_to_proto
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common import grpc_server
@@ -15,7 +16,6 @@ from loraplex_services.worker.server.api_server import ApiServer
 from loraplex_services.worker.server.convert import (
     events_to_wire,
     model_to_wire,
-    residency_to_wire,
     status_to_wire,
     submit_from_wire,
     token_to_wire,
@@ -116,7 +116,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.LoadAdapterResponse:
         """Returns when the adapter could be used in the next step."""
         residency = await self._api.load(request.digest, request.pin)
-        return worker_pb2.LoadAdapterResponse(residency=residency_to_wire(residency))
+        return worker_pb2.LoadAdapterResponse(residency=residency_to_proto(residency))
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
@@ -133,7 +133,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             residency = await self._api.load(request.digest, pin=True)
         else:
             residency = self._api.unpin(request.digest)
-        return worker_pb2.PinAdapterResponse(residency=residency_to_wire(residency))
+        return worker_pb2.PinAdapterResponse(residency=residency_to_proto(residency))
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Context

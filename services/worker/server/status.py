@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
-from loraplex_services.worker.types.messages import EngineLoad, Residency
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.messages import ResidencyChange, WireError
 
 MIN_INTERVAL_S = 0.02
 """Between two messages to one watcher: news in between travel together."""
@@ -26,12 +26,12 @@ class StatusNews:
     is_full: bool
     is_ready: bool
     is_draining: bool
-    load: EngineLoad
-    adapters: tuple[Residency, ...]
+    load: WorkerLoad
+    adapters: tuple[AdapterResidency, ...]
 
 
 class _Watcher:
-    """What one stream has not been told yet."""
+    """What one stream has not received yet."""
 
     def __init__(self) -> None:
         self.changed: set[str] = set()
@@ -46,39 +46,41 @@ class StatusBoard:
         self.epoch = 0
         self.is_ready = False
         self.is_draining = False
-        self.load = EngineLoad()
-        self._adapters: dict[str, Residency] = {}
+        self.load = WorkerLoad()
+        self._adapters: dict[str, AdapterResidency] = {}
         self._watchers: set[_Watcher] = set()
         self._is_closed = False
-        self._waiters: dict[str, list[asyncio.Future[Residency]]] = {}
+        self._waiters: dict[str, list[asyncio.Future[AdapterResidency]]] = {}
 
-    def adapter(self, digest: str) -> Residency:
+    def adapter(self, digest: str) -> AdapterResidency:
         """Where an adapter is."""
-        return self._adapters.get(digest) or Residency(digest, Tier.GONE)
+        return self._adapters.get(digest) or AdapterResidency(digest, Tier.NONE)
 
-    def adapters(self) -> Iterable[Residency]:
+    def adapters(self) -> Iterable[AdapterResidency]:
         """Everything on this worker."""
         return self._adapters.values()
 
     def new_epoch(self, epoch: int, on_disk: Iterable[DiskAdapter]) -> None:
         """An engine started: everything is on disk only."""
         self.epoch = epoch
-        self._adapters = {a.digest: Residency(a.digest, Tier.DISK, a.max_rank) for a in on_disk}
+        self._adapters = {
+            a.digest: AdapterResidency(a.digest, Tier.DISK, a.max_rank) for a in on_disk
+        }
         for watcher in self._watchers:
             watcher.needs_full = True
         self.touch()
 
-    def update(self, residency: Iterable[Residency], load: EngineLoad) -> None:
+    def update(self, changes: Iterable[ResidencyChange], load: WorkerLoad) -> None:
         """Take in what one step changed."""
         self.load = load
-        for entry in residency:
-            self._note(entry)
+        for change in changes:
+            self._note(change.residency, change.error)
         self.touch()
 
     def on_disk(self, adapter: DiskAdapter) -> None:
         """An adapter was fetched; the engine may know it already."""
         if adapter.digest not in self._adapters:
-            self._note(Residency(adapter.digest, Tier.DISK, adapter.max_rank))
+            self._note(AdapterResidency(adapter.digest, Tier.DISK, adapter.max_rank))
             self.touch()
 
     def touch(self) -> None:
@@ -89,13 +91,13 @@ class StatusBoard:
     def off_disk(self, digest: str) -> None:
         """An adapter's files are gone; one on the device stays until it is evicted."""
         if self.adapter(digest).tier == Tier.DISK:
-            self._note(Residency(digest, Tier.GONE))
+            self._note(AdapterResidency(digest, Tier.NONE))
             self.touch()
 
-    def arrival(self, digest: str) -> asyncio.Future[Residency]:
+    def arrival(self, digest: str) -> asyncio.Future[AdapterResidency]:
         """Resolves with the next news that an adapter is on the device, or with the error that
         kept it away."""
-        waiter: asyncio.Future[Residency] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[AdapterResidency] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(digest, []).append(waiter)
         return waiter
 
@@ -129,15 +131,15 @@ class StatusBoard:
         finally:
             self._watchers.discard(watcher)
 
-    def _note(self, entry: Residency) -> None:
-        if entry.tier == Tier.GONE:
+    def _note(self, entry: AdapterResidency, error: WireError | None = None) -> None:
+        if entry.tier == Tier.NONE:
             self._adapters.pop(entry.digest, None)
         else:
             self._adapters[entry.digest] = entry
         for watcher in self._watchers:
             watcher.changed.add(entry.digest)
-        if entry.error is not None:
-            _settle(self._waiters.pop(entry.digest, []), entry.error.to_error())
+        if error is not None:
+            _settle(self._waiters.pop(entry.digest, []), error.to_error())
         elif entry.tier == Tier.DEVICE:
             _settle(self._waiters.pop(entry.digest, []), entry)
 
@@ -157,7 +159,9 @@ class StatusBoard:
         return news
 
 
-def _settle(waiters: list[asyncio.Future[Residency]], result: Residency | LoraplexError) -> None:
+def _settle(
+    waiters: list[asyncio.Future[AdapterResidency]], result: AdapterResidency | LoraplexError
+) -> None:
     for waiter in waiters:
         if waiter.done():
             continue

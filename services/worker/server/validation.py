@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
 from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
 from loraplex_services.worker.types.messages import Submit
-from loraplex_services.worker.types.request import GrammarTokens, Pooling, SamplingParams
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
@@ -96,17 +97,10 @@ def _check_adapters(submit: Submit, limits: IntakeLimits) -> None:
 
 
 def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
-    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            _refuse(f"sampling.{name}", getattr(sampling, name), "must be a finite number")
-    if sampling.temperature < 0:
-        _refuse("sampling.temperature", sampling.temperature, "must be 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        _refuse("sampling.top_p", sampling.top_p, "must be above 0 and at most 1")
-    if not 0 <= sampling.min_p <= 1:
-        _refuse("sampling.min_p", sampling.min_p, "must be between 0 and 1")
-    if sampling.repetition_penalty <= 0:
-        _refuse("sampling.repetition_penalty", sampling.repetition_penalty, "must be above 0")
+    for name, allowed in RANGES.items():
+        value = getattr(sampling, name)
+        if fault := allowed.fault(value):
+            _refuse(f"sampling.{name}", value, fault)
     if sampling.min_tokens > sampling.max_tokens:
         _refuse(
             "sampling.min_tokens",

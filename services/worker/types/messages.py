@@ -14,17 +14,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, WorkerLoad
+from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import (
-    AdapterSet,
-    Grammar,
-    GrammarTokens,
-    Pooling,
-    SamplingParams,
-)
+from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-from loraplex_services.worker.types.step_plan import Logprobs
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -62,8 +59,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
-    first_token_s: float | None = None
-    """The longest that a first token may take; see `SchedulerLimits`."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -199,16 +194,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     output_position: int
     """Position in the output of the first of `token_ids`."""
-    finish_reason: int = 0
-    """A FinishReason; 0 = goes on."""
+    finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    logprobs: list[Logprobs] = []
-    prompt_logprobs: list[Logprobs] | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] | None = None
     """With the first output: one entry per prompt token from the second on."""
     cached_tokens: int = 0
-    queue_s: float = 0.0
-    load_s: float = 0.0
-    prefill_s: float = 0.0
+    timings: Timings | None = None
+    """With the last output."""
     pooled: list[float] = []
 
 
@@ -219,39 +212,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     error: WireError
 
 
-class Residency(msgspec.Struct, frozen=True, array_like=True):
+class ResidencyChange(msgspec.Struct, frozen=True, array_like=True):
     """Where one adapter is now."""
 
-    digest: str
-    tier: int
-    """A Tier; GONE = not known any more."""
-    max_rank: int = 0
-    device_bytes: int = 0
-    pinned: bool = False
-    running_requests: int = 0
+    residency: AdapterResidency
     error: WireError | None = None
-    """Why it cannot be had, after a failure."""
-
-
-class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is."""
-
-    running_requests: int = 0
-    max_running: int = 0
-    is_full: bool = False
-    """Memory or the token budget of a step, not places, keep requests waiting."""
-    waiting_requests: int = 0
-    queued_tokens: int = 0
-    free_blocks: int = 0
-    """Blocks free or held by idle adapters and prefixes."""
-    total_blocks: int = 0
-    step_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    max_distinct_adapters: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    layer_stall_s: float = 0.0
-    """For which steps have waited for adapters on their way to the device."""
+    """Why it cannot be loaded, after a failure."""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
@@ -266,10 +232,14 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     step: int
     tokens: list[TokenOutput]
     failures: list[Failure]
-    residency: list[Residency]
-    load: EngineLoad
+    residency: list[ResidencyChange]
+    load: WorkerLoad
     copies_s: list[float] = []
     """How long each copy of an adapter to the device took."""
+    preemptions: int = 0
+    """Requests that have been preempted since the engine started."""
+    layer_stall_s: float = 0.0
+    """For which steps have waited for adapters on their way to the device, since it started."""
 
 
 EngineMessage = EngineReady | EngineRefused | Entered | StepOutput

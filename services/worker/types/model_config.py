@@ -27,6 +27,14 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries grow with the position: by 1 + beta log(1 + floor(position / context_len))."""
+
+    beta: float
+    context_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Sparse MLP of a mixture of experts."""
 
@@ -74,6 +82,7 @@ class ModelConfig:
     post_norms: bool = False
     """Normalise what attention and MLP return, too."""
     embed_scale: float = 1.0
+    query_scale: QueryScale | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     moe: MoeConfig | None = None

@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import SamplingParams
+
 RELEASED_BLOCK = -1
 """Stands in a block table for a block behind the group's window: never to be read."""
-
-
-class FinishReason(enum.IntEnum):
-    """Why a request ended; numbers equal the wire enum."""
-
-    STOP = 1
-    LENGTH = 2
-    CANCELLED = 3
-
-
-class Pooling(enum.StrEnum):
-    """What a request ends with instead of output."""
-
-    NONE = ""
-    LAST = "last"
-    """The last prompt token's hidden state after the last norm."""
-    MEAN = "mean"
-    """The mean of these over the prompt."""
-    HEAD = "head"
-    """The logits of its adapter's head on the last token."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen, every default resolved. All counts are in tokens of the output."""
-
-    max_tokens: int
-    seed: int
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    """Alternatives per output token; None = no logprobs at all."""
-    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +45,6 @@ class OwnRope(NamedTuple):
     """Names it: KV of another cannot be used."""
     switch_len: int | None
     """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A language that the whole output must belong to."""
-
-    form: str
-    """`json_schema`, `regex`, `ebnf` (Lark's notation) or `choice`."""
-    texts: tuple[str, ...]
-    """The grammar's one text, or the options of a choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """How the output of a request's adapter differs from the base's, as far as grammars go."""
-
-    added: tuple[tuple[int, str], ...] = ()
-    """Tokens beyond the base's tokenizer and their text, special ones left out."""
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output; empty = the base's EOS ids."""
 
 
 class Constraint(Protocol):

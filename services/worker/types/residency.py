@@ -1,22 +1,13 @@
-"""What is known of an adapter on this worker, and what the engine is told to do about it."""
+"""What is known of an adapter on this worker, and what the engine does about it."""
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loraplex.api.residency import Tier
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-
-
-class Tier(enum.IntEnum):
-    """How far an adapter has come; numbers equal the wire enum."""
-
-    GONE = 0
-    DISK = 1
-    LOADING = 2
-    DEVICE = 3
 
 
 @dataclass(frozen=True, slots=True)

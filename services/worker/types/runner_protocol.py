@@ -39,7 +39,7 @@ class ModelInfo:
 
 
 class Pending(Protocol[T_co]):
-    """Work under way beside the step; `concurrent.futures.Future` is one."""
+    """Work that runs concurrently with steps; `concurrent.futures.Future` is one."""
 
     def done(self) -> bool:
         """True when `result` would not wait."""

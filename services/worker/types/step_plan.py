@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.types.request import Request
 
 
@@ -79,23 +80,14 @@ def batch_order(row: PlannedRow) -> tuple[bool, bool, int]:
     return (not row.is_context, not row.slots, first_slot)
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Logprob of one token and of the most likely ones, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class SampledRow(NamedTuple):
     """What the runner returns for one planned row."""
 
     request_id: str
     token_id: int | None
     """None when the row needed no logits."""
-    logprobs: Logprobs | None = None
-    prompt_logprobs: tuple[Logprobs, ...] = ()
+    logprobs: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One entry per prompt position computed in this step, when asked for."""
     pooled: tuple[float, ...] = ()
     """Where the request pools: its vector, or the sum over this step's tokens for a mean."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import AdapterNotFound, InvalidRequest, Unavailable
-from loraplex.inference_client import InferenceClient
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_worker import ScriptedWorker
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import fields
 
 import grpc
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
-from loraplex.wire_errors import from_rpc_error
-from loraplex_services.gateway.request import AskedSampling
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless
@@ -23,11 +21,6 @@ Stub = inference_pb2_grpc.InferenceServiceStub
 async def stub(stack: Stack) -> AsyncIterator[Stub]:
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         yield Stub(channel)
-
-
-def test_every_sampling_field_of_the_wire_is_one_of_ours() -> None:
-    wire = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert wire == {field.name for field in fields(AskedSampling)}
 
 
 async def _generate(stub: Stub, **given: object) -> list[inference_pb2.GenerateResponse]:

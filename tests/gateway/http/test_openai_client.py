@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from typing import Any
 
 import openai
 import pytest
@@ -53,6 +54,40 @@ async def test_stream_adds_up_to_the_text_of_the_whole_answer(stack: Stack) -> N
     assert [reason for reason in reasons if reason] == ["stop"]
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_continuous_usage_is_in_every_chunk_and_grows_with_it(
+    stack: Stack, is_chat: bool
+) -> None:
+    await stack.start()
+    client = stack.openai()
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    fields: dict[str, Any] = {"model": "base", "stream": True, "stream_options": options}
+    if is_chat:
+        messages = [{"role": "user", "content": "hi"}]
+        stream: Any = await client.chat.completions.create(messages=messages, **fields)
+    else:
+        stream = await client.completions.create(prompt="hi", max_tokens=64, **fields)
+    *chunks, last = [chunk async for chunk in stream]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] == (0 if is_chat else 1)
+    assert counts == sorted(set(counts)) and counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    assert all(
+        chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        for chunk in chunks
+    )
+
+
+async def test_continuous_usage_without_usage_is_refused(stack: Stack) -> None:
+    await stack.start()
+    options: Any = {"include_usage": False, "continuous_usage_stats": True}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stack.openai().completions.create(
+            model="base", prompt="hi", stream=True, stream_options=options
+        )
+    assert caught.value.param == "stream_options.continuous_usage_stats"
+
+
 async def test_max_tokens_defaults_to_16_and_ends_with_length(stack: Stack) -> None:
     stack.workers[0].script = endless
     await stack.start()
@@ -76,6 +111,26 @@ async def test_chat_renders_the_template_without_special_tokens(stack: Stack) ->
     assert answer.choices[0].message.content is not None
     assert answer.choices[0].message.content.endswith("😀")
     assert sent.sampling.max_tokens == 512 - len(sent.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    ],
+)
+async def test_image_and_audio_parts_are_refused_by_name(stack: Stack, part: Any) -> None:
+    await stack.start()
+    content = [{"type": "text", "text": "what is this?"}, part]
+    with pytest.raises(openai.BadRequestError) as error:
+        await stack.openai().chat.completions.create(
+            model="base", messages=[{"role": "user", "content": content}]
+        )
+    assert error.value.status_code == 400
+    assert error.value.param == "messages[0].content[1]"
+    assert part["type"] in error.value.message
+    assert stack.workers[0].requests == []
 
 
 async def test_chat_stream_opens_with_the_role(stack: Stack) -> None:

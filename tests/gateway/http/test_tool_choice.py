@@ -60,7 +60,8 @@ async def test_calls_and_thoughts_come_parsed_out_of_the_answer(talker: Stack) -
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "One moment."
-    assert choice.message.reasoning_content == "let me look"
+    assert choice.message.reasoning == choice.message.reasoning_content == "let me look"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("let me look\n")
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
     assert json.loads(call.function.arguments) == {"city": "Zürich"}
@@ -77,7 +78,7 @@ async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None
         choice = chunk.choices[0]
         total: dict[str, Any] = sums[choice.index]
         total["content"] += choice.delta.content or ""
-        total["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+        total["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
         for call in choice.delta.tool_calls or []:
             if call.id:
                 total["calls"].append([call.function.name, ""])
@@ -89,6 +90,33 @@ async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None
         calls = choice.message.tool_calls
         assert total["calls"] == [[c.function.name, c.function.arguments] for c in calls]
         assert total["reasons"] == ["tool_calls"] == [choice.finish_reason]
+
+
+@pytest.mark.parametrize(
+    ("says", "num_tokens"),
+    [("hm", 2), ("hm, é</think>yes", 6), ("</think>yes", 0), ("<think>hm</think>", 2)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_the_tokens_of_the_thought(
+    talker: Stack, says: str, num_tokens: int, stream: bool
+) -> None:
+    _says(talker, says)
+    if not stream:
+        usage = (await _ask(talker, n=2)).usage
+    else:
+        options = {"include_usage": True}
+        answer = await _ask(talker, n=2, stream=True, stream_options=options)
+        usage = [chunk async for chunk in answer][-1].usage
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+async def test_past_thoughts_reach_the_template_under_either_name(stack: Stack, field: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}"
+    stack.workers[0].files = tokenizer_files(template)
+    await stack.start()
+    await _ask(stack, messages=[{"role": "assistant", "content": "a", field: "hm"}, *ASK])
+    assert bytes(stack.workers[0].requests[0].prompt_ids).decode() == "hm|hm|||"
 
 
 async def test_past_calls_and_their_results_reach_the_template(talker: Stack) -> None:
@@ -128,30 +156,65 @@ async def test_templates_get_no_null_fields_and_the_names_of_results(stack: Stac
     )
 
 
-async def test_required_calls_are_kept_to_by_a_grammar_that_holds_every_schema(
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+async def test_required_calls_come_in_the_notation_of_the_base_after_its_thought(
     talker: Stack,
 ) -> None:
-    _says(talker, '[{"name": "now", "parameters": {}}]')
+    _says(talker, f"the time\n</think>\n\n{NOW_CALL}")
     answer = await _ask(
         talker, tools=[WEATHER, NOW], tool_choice="required", parallel_tool_calls=False
     )
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    assert choice.message.tool_calls[0].function.name == "now"
-    assert choice.message.tool_calls[0].function.arguments == "{}"
-    schema = json.loads(talker.workers[0].requests[0].grammar.json_schema)
-    assert schema["maxItems"] == 1
-    assert schema["$defs"]["0"]["properties"]["city"] == {"$ref": "#/$defs/0/$defs/city"}
+    assert choice.message.reasoning == "the time"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("now", "{}")
+    grammar = talker.workers[0].requests[0].grammar.ebnf
+    assert grammar.startswith("start: thought SPACE SPACE calls")
+    assert '"#/$defs/0/$defs/city"' in grammar
 
 
-async def test_a_named_function_gets_the_whole_answer_as_arguments(talker: Stack) -> None:
-    _says(talker, '{"city": "Rome"}')
+async def test_a_named_function_is_called_in_that_notation_too(talker: Stack) -> None:
+    _says(talker, f"hm</think>{CALL}")
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = await _ask(talker, tools=[WEATHER, NOW], tool_choice=choice)
     assert answer.choices[0].finish_reason == "stop"
     (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Zürich"}')
+    assert "now" not in talker.workers[0].requests[0].grammar.ebnf
+
+
+async def test_without_a_notation_a_named_function_gets_the_whole_answer_as_arguments(
+    stack: Stack,
+) -> None:
+    await stack.start()
+    _says(stack, '{"city": "Rome"}')
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = await _ask(stack, tools=[WEATHER, NOW], tool_choice=choice)
+    (call,) = answer.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_an_answer_cut_within_a_call_holds_no_half_call(
+    talker: Stack, tool_choice: str, stream: bool
+) -> None:
+    _says(talker, f"hm</think>{NOW_CALL}\n{CALL}"[:-20])
+    answer = await _ask(
+        talker, tools=[WEATHER, NOW], tool_choice=tool_choice, stream=stream, max_tokens=110
+    )
+    if stream:
+        deltas = [chunk.choices[0].delta async for chunk in answer]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+    else:
+        assert answer.choices[0].finish_reason == "length"
+        calls = answer.choices[0].message.tool_calls
+        assert ("weather" in (answer.choices[0].message.content or "")) == (tool_choice == "auto")
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("now", "{}")]
 
 
 async def test_with_choice_none_the_model_hears_of_no_tools(talker: Stack) -> None:
@@ -261,7 +324,7 @@ async def test_calls_are_free_where_no_function_is_strict(talker: Stack) -> None
 
 
 async def test_an_answer_format_says_nothing_of_calls_that_must_be_made(talker: Stack) -> None:
-    _says(talker, '[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    _says(talker, f"hm</think>{CALL}")
     answer = await _ask(
         talker,
         tools=[WEATHER],
@@ -269,8 +332,7 @@ async def test_an_answer_format_says_nothing_of_calls_that_must_be_made(talker: 
         response_format={"type": "json_object"},
     )
     assert len(answer.choices[0].message.tool_calls) == 1
-    schema = json.loads(talker.workers[0].requests[0].grammar.json_schema)
-    assert schema["type"] == "array"
+    assert "answer" not in talker.workers[0].requests[0].grammar.ebnf
 
 
 @pytest.mark.parametrize("stream", [False, True])

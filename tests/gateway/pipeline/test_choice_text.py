@@ -7,8 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.output import FinishReason
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
-from loraplex_services.gateway.request import FinishReason, TextDelta, TextRules, Tokens
+from loraplex_services.gateway.request import TextDelta, TextRules, Tokens
 from loraplex_services.gateway.text.detokenize import TokenBytes
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 

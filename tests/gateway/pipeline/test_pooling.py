@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL, REGRESSION, PoolingFields
+from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
@@ -23,7 +24,6 @@ from loraplex_services.gateway.request import (
     AskedAdapter,
     ChatPrompt,
     GenerateCall,
-    Pooling,
     RunningAdapter,
     ServedModel,
     TextPrompt,

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, resolve
-from loraplex_services.gateway.request import AskedSampling, Grammar, ServedModel
+from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.workers.convert import default_sampling
 
 BASE = ServedModel("base", vocab_size=100, max_model_len=64)
@@ -18,7 +19,7 @@ def _resolve(
     num_prompt_tokens: int = 4, *, chat: bool = False, base: ServedModel = BASE, **fields: object
 ) -> ResolvedSampling:
     return resolve(
-        AskedSampling(**fields),
+        Sampling(**fields),
         base,
         num_prompt_tokens,
         fills_context=chat,
@@ -90,8 +91,8 @@ def test_zero_max_tokens_is_for_echo_only() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
-        ({"logit_bias": ((100, 1.0),)}, "logit_bias"),
-        ({"logit_bias": ((1, 101.0),)}, "logit_bias"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"n": 0}, "n"),
@@ -122,7 +123,7 @@ def test_what_exceeds_the_context_is_refused_in_words_that_clients_know(
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
-@pytest.mark.parametrize("grammar", [Grammar("", ()), Grammar("regex", ("a" * (1 << 18),))])
+@pytest.mark.parametrize("grammar", [Grammar(), Grammar(regex="a" * (1 << 18))])
 def test_a_grammar_without_a_form_or_too_long_is_refused(grammar: Grammar) -> None:
     with pytest.raises(InvalidRequest) as caught:
         _resolve(grammar=grammar)

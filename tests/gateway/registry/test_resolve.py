@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
 from loraplex_services.gateway.request import (
     AskedAdapter,
-    AskedSampling,
     GenerateCall,
     ServedModel,
     Target,
     TextPrompt,
 )
 
-CALL = GenerateCall("r", "default", "", TextPrompt("x"), AskedSampling())
+CALL = GenerateCall("r", "default", "", TextPrompt("x"), Sampling())
 
 
 class RegistryLookup:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import worker_pb2
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.registry.staging import workers_to_load
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import ScriptedWorker

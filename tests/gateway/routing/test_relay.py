@@ -11,15 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
-from loraplex_services.gateway.request import (
-    FinishReason,
-    RunningAdapter,
-    Sampling,
-    TokenLogprob,
-    Tokens,
-    WorkerJob,
-)
+from loraplex_services.gateway.request import RunningAdapter, Tokens, WorkerJob
 from loraplex_services.gateway.routing.relay import Relay, RelayLimits
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
@@ -64,7 +59,7 @@ def _job(**fields: object) -> WorkerJob:
         "base_id": "base",
         "prompt_ids": (1, 2),
         "adapters": (RunningAdapter("t/x:v1", "sha256:x"),),
-        "sampling": Sampling(max_tokens=len(OUTPUT), seed=1, prompt_logprobs=0),
+        "sampling": SamplingParams(max_tokens=len(OUTPUT), seed=1, prompt_logprobs=0),
         "sample_index": 0,
         "deadline_s": 1e9,
     }

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.routing.router import (
     FREE_REQUESTS,
     LOAD_BOUND,
@@ -22,7 +23,7 @@ from loraplex_services.gateway.routing.router import (
     rendezvous_order,
     replica_count,
 )
-from loraplex_services.gateway.workers.view import AdapterResidency, Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
 
 WORKERS = st.lists(st.integers(0, 10_000).map(lambda i: f"w{i}"), min_size=2, unique=True)
 KEYS = st.text(alphabet="0123456789abcdef", min_size=1, max_size=8)

@@ -8,10 +8,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from loraplex.api.sampling import Sampling
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.registry.tenants import TenantLimits
-from loraplex_services.gateway.request import AskedSampling, GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall, TokenPrompt
 from loraplex_services.gateway.workers.link import SILENT_CHECKS
 from tests.gateway.simulated.house import House, Seen, SimulatedGateway, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, SimulatedWorker, Speed
@@ -244,7 +245,7 @@ def _call(rng: random.Random, number: int) -> GenerateCall:
     """Any request."""
     tenant = rng.choice(["default", "default", "other", "limited", "capped"])
     adapter = rng.choice([f"default/a{rng.randrange(NUM_ADAPTERS)}", BASE_ID, "default/a0"])
-    sampling = AskedSampling(
+    sampling = Sampling(
         max_tokens=rng.randint(1, 40),
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.choice([None, rng.getrandbits(32)]),

@@ -49,7 +49,7 @@ class Channels:
 
 
 class SimulatedGateway:
-    """All of a gateway but its doors."""
+    """A gateway without its servers."""
 
     def __init__(self, house: House, name: str, limits: AdmissionLimits) -> None:
         self.name = name
@@ -174,7 +174,7 @@ class House:
     async def ask(
         self, gateway: SimulatedGateway, call: GenerateCall, leave_after: int | None = None
     ) -> Seen:
-        """Run a call as a door would; the client leaves after so many pieces."""
+        """Run a call as a server would; the client leaves after some pieces."""
         loop = asyncio.get_running_loop()
         seen = Seen(began_s=loop.time())
         try:

@@ -67,16 +67,16 @@ class SimulatedRedis:
     def register_script(self, text: str) -> Callable[[list[str], list[Any]], Awaitable[Any]]:
         """Signing has two arguments, asking and holding five."""
 
-        async def call(keys: list[str], arguments: list[Any]) -> Any:
+        async def call(keys: list[str], arguments: Sequence[Any]) -> Any:
             await asyncio.sleep(0.001)
             if self.is_away:
                 raise RedisAway("connection refused")
             now_s = asyncio.get_running_loop().time()
             if len(arguments) == 2:
-                return self._sign(*arguments, now_s)
+                return self._sign(*[*arguments, now_s])
             if ":held:" in keys[0]:
-                return self._hold(keys[0], *arguments, now_s)
-            return self._ask(keys[0], *arguments, now_s)
+                return self._hold(keys[0], *[*arguments, now_s])
+            return self._ask(keys[0], *[*arguments, now_s])
 
         return call
 

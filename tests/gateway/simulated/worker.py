@@ -14,9 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from loraplex.api.error_wire import to_detail
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import common_pb2, worker_pb2
-from loraplex.wire_errors import to_detail
 from loraplex_services.worker.scheduling.policies import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
@@ -203,7 +203,7 @@ class SimulatedWorker:
         self._is_draining = True
         self._report()
 
-    # The doors.
+    # The servers.
 
     def get_model(self) -> worker_pb2.GetModelResponse:
         """With all files every time; the gateway takes them once."""

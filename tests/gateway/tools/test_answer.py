@@ -30,9 +30,11 @@ Calls = list[tuple[str, Any]]
 
 
 def _reader(kind: str) -> AnswerReader | None:
-    use = ToolUse(TOOLS, must_call=kind == "required", named="weather" if kind == "named" else "")
-    is_format = kind not in ("required", "named")
-    return reader_of(ToolFormat(kind) if is_format else ToolFormat.NONE, use)
+    """`kind`: a format, perhaps with +required or +named."""
+    tool_format, _, how = kind.partition("+")
+    named = "weather" if how == "named" else ""
+    use = ToolUse(TOOLS, must_call=bool(how), named=named, is_parallel=not named)
+    return reader_of(ToolFormat(tool_format), use)
 
 
 def _read(kind: str, parts: Sequence[str], **how: bool) -> tuple[str, str, list[tuple[str, str]]]:
@@ -47,14 +49,9 @@ def _read(kind: str, parts: Sequence[str], **how: bool) -> tuple[str, str, list[
 
 
 def _summed(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
-    calls: list[tuple[str, str]] = []
-    for delta in deltas:
-        for call in delta.calls:
-            if call.call_id:
-                assert call.index == len(calls)
-                calls.append((call.name, ""))
-            name, arguments = calls[call.index]
-            calls[call.index] = (name, arguments + call.arguments)
+    found = [call for delta in deltas for call in delta.calls]
+    assert [call.index for call in found] == list(range(len(found)))
+    calls = [(call.name, call.arguments) for call in found]
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls
 
 
@@ -185,12 +182,21 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
     ("pythonic", "[now(f())]", "[now(f())]", []),
     ("pythonic", "[now(a=", "[now(a=", []),
     (
-        "required",
+        "none+required",
         '[{"name":"weather","parameters":{"city":"Rome"}},\n {"name":"now","parameters":{}} ]',
         "",
         [("weather", {"city": "Rome"}), ("now", {})],
     ),
-    ("named", '{"city": "Rome"}', "", [("weather", {"city": "Rome"})]),
+    ("none+required", '[{"name":"now","parameters":{}},{"name":"wea', "", [("now", {})]),
+    ("none+named", '{"city": "Rome"}', "", [("weather", {"city": "Rome"})]),
+    ("none+named", '{"city": "Ro', "", []),
+    (
+        "hermes+required",
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "w',
+        "",
+        [("now", {})],
+    ),
+    ("hermes+named", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', "", []),
     ("none", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
 ]
 
@@ -278,12 +284,42 @@ def test_a_thought_may_end_in_a_call() -> None:
     assert _read("hermes", [answer], thinks=True) == ("call it", "", [("now", "{}")])
 
 
-def test_arguments_stream_before_the_call_is_complete() -> None:
-    reader = _reader("hermes")
-    assert reader is not None
-    deltas = [reader.feed(t) for t in ('<tool_call>{"name": "now", "arguments": {"a": ', '"b')]
-    assert deltas[0].calls[0].name == "now"
-    assert deltas[1].calls[0].arguments == '"b'
+WHOLE_CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}',
+    "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Rome"}}',
+    "qwen3_coder": "<tool_call><function=weather><parameter=city>Rome</parameter></function>",
+    "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+    "pythonic": '[weather(city="Rome")]',
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE_CALLS)
+def test_a_call_that_was_cut_anywhere_is_text_and_never_half_a_call(kind: str) -> None:
+    whole = WHOLE_CALLS[kind]
+    for length in range(1, len(whole)):
+        assert _read(kind, [whole[:length]]) == ("", whole[:length], []), length
+        assert _read(f"{kind}+required", [whole[:length]]) == ("", "", []), length
+    assert _read(kind, [whole]) == ("", "", [("weather", '{"city": "Rome"}')])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call> It rains.',
+        '<tool_call>{"name": "weather", "arguments": {"city": "Rome"\nIt rains in Rome.',
+        '<tool_call>{"name": "weather", "arguments": {"city" "Rome"}}',
+        '<tool_call>{"name": "weather", "arguments": "no JSON"}</tool_call>',
+    ],
+)
+def test_a_malformed_call_and_what_follows_stay_content(answer: str) -> None:
+    assert _read("hermes", [answer]) == ("", answer, [])
+
+
+def test_line_breaks_within_arguments_are_escaped() -> None:
+    answer = '<tool_call>{"name": "weather", "arguments": {"city": "a\nb"}}</tool_call>'
+    assert _read("hermes", [answer]) == ("", "", [("weather", '{"city": "a\\nb"}')])
 
 
 @pytest.mark.parametrize(

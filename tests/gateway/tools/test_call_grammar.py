@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex_services.gateway.request import Grammar
-from loraplex_services.gateway.text.chat_style import ToolFormat
+from loraplex.api.sampling import Grammar
+from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 from loraplex_services.gateway.tools.readers import reader_of
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from loraplex_services.worker.types.request import Grammar as WorkerGrammar
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 PARAMETERS = {
@@ -32,7 +31,7 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now"}}
-ANSWER = Grammar("json_schema", (json.dumps({"type": "object", "required": ["x"]}),))
+ANSWER = Grammar(json_schema=json.dumps({"type": "object", "required": ["x"]}))
 ROME = {"city": 'Rom"a, <é>', "days": 2, "unit": "F", "sun/rain": None}
 
 CODER = (
@@ -92,13 +91,23 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 class Judge:
     """Says whether a whole answer belongs to a grammar."""
 
-    def __init__(self, path: Path, tool_format: ToolFormat, use: ToolUse, answer: Grammar | None):
+    def __init__(
+        self,
+        path: Path,
+        tool_format: ToolFormat,
+        use: ToolUse,
+        answer: Grammar | None = None,
+        *,
+        thinks: bool = False,
+        is_thinking: bool = False,
+    ):
         self._tokenizer = Tokenizer.from_file(str(path))
         size = self._tokenizer.get_vocab_size()
-        grammar = call_grammar(tool_format, use, answer, self._added_id)
+        style = ChatStyle(tool_format, thinks)
+        grammar = call_grammar(style, use, answer, self._added_id, is_thinking=is_thinking)
         assert grammar is not None
         vocabulary = read_vocabulary(path, size, [EOS_ID])
-        self._matcher = compile_grammar(WorkerGrammar(grammar.form, grammar.texts), vocabulary)
+        self._matcher = compile_grammar(grammar, vocabulary)
 
     def __call__(self, text: str) -> bool:
         matcher = self._matcher.deep_copy()
@@ -142,16 +151,13 @@ def test_what_the_grammar_allows_is_read_as_the_same_call(tool_format: ToolForma
     use = ToolUse((WEATHER, NOW), is_strict=True)
     reader = reader_of(tool_format, use)
     assert reader is not None
-    delta = reader.feed(written(tool_format))
-    rest = reader.finish()
-    name, *arguments = [call.name or call.arguments for call in delta.calls + rest.calls]
-    if delta.calls[0].arguments:
-        arguments = [delta.calls[0].arguments]
-    told = dict(ROME)
+    deltas = [reader.feed(written(tool_format)), reader.finish()]
+    (call,) = [call for delta in deltas for call in delta.calls]
+    expected = dict(ROME)
     if tool_format is ToolFormat.PYTHONIC:
-        del told["sun/rain"]
-    assert (name, json.loads("".join(arguments))) == ("weather", told)
-    assert not (delta.content + rest.content).strip()
+        del expected["sun/rain"]
+    assert (call.name, json.loads(call.arguments)) == ("weather", expected)
+    assert not "".join(delta.content for delta in deltas).strip()
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
@@ -183,10 +189,63 @@ def test_mistrals_newer_notation_is_used_where_its_tokens_are(
     assert not fits(f"[TOOL_CALLS]weather[ARGS]{arguments.replace('2', 'true')}")
 
 
+@pytest.mark.parametrize("kind", ["bytes", "tokens"])
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_required_calls_are_written_in_the_notation_of_the_base_and_may_end_after_each(
+    tokenizers: Mapping[str, Path], tool_format: ToolFormat, kind: str
+) -> None:
+    fits = Judge(tokenizers[kind], tool_format, ToolUse((WEATHER, NOW), must_call=True))
+    call = written(tool_format)
+    assert fits(call) and fits(f"{call}\n")
+    assert not fits("") and not fits("Hello.") and not fits(f"Hello. {call}")
+    assert not fits(f"<think>hm</think>{call}"), "this base does not think"
+    assert not fits(written(tool_format, "two")) and not fits(call[: len(call) // 2])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokens"])
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_required_calls_follow_the_thought(
+    tokenizers: Mapping[str, Path], tool_format: ToolFormat, kind: str
+) -> None:
+    path, use = tokenizers[kind], ToolUse((WEATHER, NOW), must_call=True)
+    call = f"[{_as_json('parameters', 2)}]" if tool_format == "none" else written(tool_format)
+    closed = Judge(path, tool_format, use, thinks=True)
+    assert closed(call) and closed(f"<think>\nhm {{ [\n</think>\n\n{call}")
+    assert not closed(f"hm</think>{call}") and not closed("<think>hm</think>Hello.")
+    opened = Judge(path, tool_format, use, thinks=True, is_thinking=True)
+    assert opened(f"hm <b>\n</think>\n\n{call}")
+    assert not opened(call) and not opened("hm</think>")
+
+
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_a_named_function_is_called_once_and_no_other_is(
+    tokenizers: Mapping[str, Path], tool_format: ToolFormat
+) -> None:
+    use = ToolUse((WEATHER, NOW), must_call=True, named="weather", is_parallel=False)
+    fits = Judge(tokenizers["tokens"], tool_format, use)
+    call = written(tool_format)
+    assert fits(call)
+    assert not fits(f"{call}\n{call}") and not fits(call.replace("weather", "now"))
+
+
+def test_a_base_without_a_notation_writes_a_list_or_the_arguments(
+    tokenizers: Mapping[str, Path],
+) -> None:
+    path, tools = tokenizers["bytes"], (WEATHER, NOW)
+    fits = Judge(path, ToolFormat.NONE, ToolUse(tools, must_call=True))
+    call = _as_json("parameters", 2)
+    assert fits(f"[{call}]") and fits(f"[{call}, {call}]") and not fits("[]")
+    fits = Judge(
+        path, ToolFormat.NONE, ToolUse(tools, must_call=True, named="weather", is_parallel=False)
+    )
+    assert fits(json.dumps(ROME, ensure_ascii=False)) and not fits(f"[{call}]")
+
+
 def test_nothing_is_constrained_where_nothing_was_asked() -> None:
     def nowhere(_: str) -> None:
         return None
 
-    assert call_grammar(ToolFormat.HERMES, ToolUse((WEATHER,)), None, nowhere) is None
-    assert call_grammar(ToolFormat.NONE, ToolUse((NOW,), is_strict=True), None, nowhere) is None
-    assert call_grammar(ToolFormat.NONE, ToolUse((NOW,)), ANSWER, nowhere) is ANSWER
+    hermes, none = ChatStyle(ToolFormat.HERMES), ChatStyle(ToolFormat.NONE)
+    assert call_grammar(hermes, ToolUse((WEATHER,)), None, nowhere) is None
+    assert call_grammar(none, ToolUse((NOW,), is_strict=True), None, nowhere) is None
+    assert call_grammar(none, ToolUse((NOW,)), ANSWER, nowhere) is ANSWER

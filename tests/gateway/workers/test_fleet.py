@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.v1 import worker_pb2
+from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.tls import TlsFiles
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.link import updated
-from loraplex_services.gateway.workers.view import Tier, WorkerLoad, WorkerView
+from loraplex_services.gateway.workers.view import WorkerView
+from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
 from tests.servers import free_port
@@ -64,6 +69,40 @@ async def test_names_are_looked_up(pool: TemplatePool) -> None:
     await asyncio.gather(running, return_exceptions=True)
     assert fleet.views() == []
     await server.stop(None)
+
+
+async def test_certificates_of_workers_found_by_name_contain_the_name(
+    pool: TemplatePool, tmp_path: Path
+) -> None:
+    house, port = Authority(tmp_path), free_port()
+    pair = house.issue("localhost", name_only=True)
+    tls = TlsFiles(house.ca, pair.cert, pair.key)
+    server_tls = tls.server(for_services=True)
+    assert server_tls is not None
+    server = await start_worker(
+        ScriptedWorker(), f"127.0.0.1:{port}", credentials=server_tls.credentials()
+    )
+    addresses = [f"dns:localhost:{port}", f"127.0.0.1:{port}"]
+    by_name, by_address = (
+        Fleet([address], "g0", pool, base_seen=lambda _: None, channel=channel_opener(tls))
+        for address in addresses
+    )
+    running = [asyncio.create_task(fleet.run()) for fleet in (by_name, by_address)]
+    await eventually(lambda: any(view.takes_requests for view in by_name.views("base")))
+    assert by_address.views("base") == [], "the certificate has no 127.0.0.1"
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await server.stop(None)
+
+
+async def test_a_name_that_is_unknown_yet_is_looked_up_again(pool: TemplatePool) -> None:
+    fleet = Fleet(["dns:nowhere.invalid:1"], "g0", pool, base_seen=lambda _: None)
+    running = asyncio.create_task(fleet.run())
+    _, pending = await asyncio.wait([running], timeout=2)
+    assert pending, running.exception()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_worker_that_returns_with_another_context_is_taken_as_it_is(stack: Stack) -> None:

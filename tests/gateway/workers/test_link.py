@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.request import Sampling, WorkerJob
+from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers import session
 from loraplex_services.gateway.workers.link import WorkerLink
 from loraplex_services.gateway.workers.session import WorkerLost
@@ -69,7 +70,7 @@ def _job() -> WorkerJob:
         base_id="base",
         prompt_ids=(97,),
         adapters=(),
-        sampling=Sampling(max_tokens=5, seed=1),
+        sampling=SamplingParams(max_tokens=5, seed=1),
         sample_index=0,
         deadline_s=now_s() + 60,
     )

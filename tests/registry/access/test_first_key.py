@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import AlreadyExists, LoraplexError, Unauthenticated
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.registry.access.auth import (
     FIRST_KEY_METHOD,

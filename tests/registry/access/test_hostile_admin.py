@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common import grpc_server
 from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS

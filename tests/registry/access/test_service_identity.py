@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unavailable
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common import grpc_server
 from loraplex_services.common.grpc_channels import channel_opener
 from loraplex_services.common.service_token import ServiceAuth
@@ -33,8 +33,8 @@ def house(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "house")
 
 
-class Doors:
-    """One registry with both doors."""
+class TwoListeners:
+    """One registry that listens for people and for services."""
 
     def __init__(self, people: int, services: int, token: str) -> None:
         self.people = f"127.0.0.1:{people}"
@@ -43,7 +43,7 @@ class Doors:
 
 
 @pytest.fixture
-async def doors(registry: Registry, house: Authority) -> AsyncIterator[Doors]:
+async def listeners(registry: Registry, house: Authority) -> AsyncIterator[TwoListeners]:
     own = house.issue("registry")
     tls = TlsFiles(house.ca, own.cert, own.key)
     service_tls = tls.server(for_services=True)
@@ -56,7 +56,7 @@ async def doors(registry: Registry, house: Authority) -> AsyncIterator[Doors]:
         service_listener=("127.0.0.1:0", service_tls),
     )
     _, token = await registry.keys.create("default", ["admin"], 0, "")
-    yield Doors(running.ports[0], running.ports[1], token)
+    yield TwoListeners(running.ports[0], running.ports[1], token)
     await running.stop(0)
 
 
@@ -69,64 +69,64 @@ def _shown(authority: Authority, pair: Pair | None, token: str = "") -> Credenti
     return Credentials(token, authority.ca, pair and pair.cert, pair and pair.key)
 
 
-async def test_people_come_with_keys_over_tls(doors: Doors, house: Authority) -> None:
-    assert await _bases(doors.people, _shown(house, None, doors.admin_token)) == 1
+async def test_people_come_with_keys_over_tls(listeners: TwoListeners, house: Authority) -> None:
+    assert await _bases(listeners.people, _shown(house, None, listeners.admin_token)) == 1
     with pytest.raises(Unauthenticated):
-        await _bases(doors.people, _shown(house, None))
+        await _bases(listeners.people, _shown(house, None))
     with pytest.raises(Unavailable):
-        await _bases(doors.people, Credentials(doors.admin_token))
+        await _bases(listeners.people, Credentials(listeners.admin_token))
 
 
 async def test_a_certificate_is_no_key_at_the_api_for_people(
-    doors: Doors, house: Authority
+    listeners: TwoListeners, house: Authority
 ) -> None:
     with pytest.raises(Unauthenticated):
-        await _bases(doors.people, _shown(house, house.issue("gateway")))
+        await _bases(listeners.people, _shown(house, house.issue("gateway")))
 
 
 async def test_a_service_is_authenticated_by_its_certificate_alone(
-    doors: Doors, house: Authority
+    listeners: TwoListeners, house: Authority
 ) -> None:
-    assert await _bases(doors.services, _shown(house, house.issue("gateway"))) == 1
+    assert await _bases(listeners.services, _shown(house, house.issue("gateway"))) == 1
 
 
 async def test_no_other_caller_reaches_the_api_for_services(
-    doors: Doors, house: Authority, tmp_path: Path
+    listeners: TwoListeners, house: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path / "elsewhere").issue("gateway")
     for credentials in (
-        _shown(house, None, doors.admin_token),
+        _shown(house, None, listeners.admin_token),
         _shown(house, stranger),
         Credentials(),
     ):
         with pytest.raises(LoraplexError) as refused:
-            await _bases(doors.services, credentials)
+            await _bases(listeners.services, credentials)
         assert isinstance(refused.value, Unavailable)
     with pytest.raises(Unauthenticated):
-        await _bases(doors.services, _shown(house, house.issue("printer")))
+        await _bases(listeners.services, _shown(house, house.issue("printer")))
 
 
 async def test_gateways_reach_the_registry_by_their_certificate(
-    doors: Doors, house: Authority
+    listeners: TwoListeners, house: Authority
 ) -> None:
     own = house.issue("gateway")
     link = RegistryLink(
-        doors.services, channel=channel_opener(TlsFiles(house.ca, own.cert, own.key))
+        listeners.services, channel=channel_opener(TlsFiles(house.ca, own.cert, own.key))
     )
     try:
-        key = await link.check_key(doors.admin_token)
+        key = await link.check_key(listeners.admin_token)
         assert key.tenant == "default"
     finally:
         await link.close()
 
 
 async def test_a_gateway_shows_the_certificate_that_lies_there_now(
-    doors: Doors, house: Authority, monkeypatch: pytest.MonkeyPatch
+    listeners: TwoListeners, house: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_link, "_RENEW_CHECK_S", 0.05)
     own, other = house.issue("printer"), house.issue("gateway")
     tls = TlsFiles(house.ca, own.cert, own.key)
-    link = RegistryLink(doors.services, channel=channel_opener(tls))
+    link = RegistryLink(listeners.services, channel=channel_opener(tls))
     following = asyncio.create_task(link.follow(Resolver(link, dict)))
     try:
         with pytest.raises(Unauthenticated):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.convert import geometry_to_proto
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import (
     AlreadyExists,
     Blocked,
@@ -19,8 +21,6 @@ from loraplex.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common import grpc_server
 from loraplex_services.registry import layout
@@ -30,7 +30,7 @@ from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.catalog import CatalogDown
 from tests.adapter_format.builders import tiny_geometry
-from tests.registry.conftest import Door
+from tests.registry.conftest import ServedRegistry
 from tests.registry.house import upload
 
 SERVICE_TOKEN = "a-token-that-services-share"
@@ -51,42 +51,42 @@ SERVICE_TOKEN = "a-token-that-services-share"
     ],
 )
 async def test_bad_options_name_their_field(
-    door: Door, request_: pb.PublishOptions, field: str
+    served: ServedRegistry, request_: pb.PublishOptions, field: str
 ) -> None:
     request = pb.CreateUploadRequest(options=request_)
     with pytest.raises(InvalidRequest) as refused:
-        await door.client._channel.call(door.client._stub.CreateUpload, request)
+        await served.client._channel.call(served.client._stub.CreateUpload, request)
     assert refused.value.violations[0].field == field
 
 
 @pytest.mark.parametrize("index", ["there", "lost"])
 async def test_a_list_shows_what_a_bare_name_means(
-    door: Door, tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+    served: ServedRegistry, tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def listed() -> list[int]:
-        return [version.version async for version in door.client.list()]
+        return [version.version async for version in served.client.list()]
 
     for seed in (1, 2, 3):
-        await upload(door.client, tmp_path, "sql", seed)
-    await door.client.set_tag("sql", "latest", {1: 1})
+        await upload(served.client, tmp_path, "sql", seed)
+    await served.client.set_tag("sql", "latest", {1: 1})
     if index == "lost":
-        monkeypatch.setattr(door.registry.catalog, "page", _raise_down)
+        monkeypatch.setattr(served.registry.catalog, "page", _raise_down)
     assert await listed() == [1]
-    await door.client.set_tag("sql", "latest", {1: 10, 2: 90})
+    await served.client.set_tag("sql", "latest", {1: 10, 2: 90})
     assert await listed() == [2]
-    await door.client.delete_tag("sql", "latest")
+    await served.client.delete_tag("sql", "latest")
     assert await listed() == [3], "the newest where nothing is latest"
 
 
 async def test_the_history_of_a_tag_tells_its_moves_newest_first(
-    door: Door, tmp_path: Path
+    served: ServedRegistry, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
-        await upload(door.client, tmp_path, "sql", seed, tags=["prod"])
-    await door.client.set_tag("sql", "prod", {1: 90, 2: 10})
-    await door.client.rollback("sql", "prod", 1)
-    await door.client.delete_tag("sql", "prod")
-    moves = await door.client.tag_history("sql", "prod")
+        await upload(served.client, tmp_path, "sql", seed, tags=["prod"])
+    await served.client.set_tag("sql", "prod", {1: 90, 2: 10})
+    await served.client.rollback("sql", "prod", 1)
+    await served.client.delete_tag("sql", "prod")
+    moves = await served.client.tag_history("sql", "prod")
     assert [{target.version: target.weight for target in move.targets} for move in moves] == [
         {}, {1: 1}, {1: 90, 2: 10}, {2: 1}, {1: 1},
     ]  # fmt: skip
@@ -95,19 +95,21 @@ async def test_the_history_of_a_tag_tells_its_moves_newest_first(
         move.moved_unix_s for move in moves
     ]
     with pytest.raises(NotFound, match="staging"):
-        await door.client.tag_history("sql", "staging")
+        await served.client.tag_history("sql", "staging")
 
 
 async def _raise_down(*args: object, **options: object) -> None:
     raise CatalogDown("away")
 
 
-async def test_lists_filter_by_label_prefix_name_and_base(door: Door, tmp_path: Path) -> None:
+async def test_lists_filter_by_label_prefix_name_and_base(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
     for seed, name in enumerate(("chat", "sql-a", "sql-b")):
-        await upload(door.client, tmp_path, name, seed, labels={"seed": str(seed)})
+        await upload(served.client, tmp_path, name, seed, labels={"seed": str(seed)})
 
     async def names(**query: object) -> list[str]:
-        return [version.name async for version in door.client.list(**query)]  # type: ignore[arg-type]
+        return [version.name async for version in served.client.list(**query)]  # type: ignore[arg-type]
 
     assert await names() == ["chat", "sql-a", "sql-b"]
     assert await names(name_prefix="sql") == ["sql-a", "sql-b"]
@@ -116,13 +118,15 @@ async def test_lists_filter_by_label_prefix_name_and_base(door: Door, tmp_path: 
     assert await names(base_id="no-such") == []
 
 
-async def test_pages_follow_each_other_without_gap_or_double(door: Door, tmp_path: Path) -> None:
+async def test_pages_follow_each_other_without_gap_or_double(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
     for seed in range(5):
-        await upload(door.client, tmp_path, f"a{seed % 2}", seed)
+        await upload(served.client, tmp_path, f"a{seed % 2}", seed)
     seen: list[tuple[str, int]] = []
     request = pb.ListAdaptersRequest(page_size=2, all_versions=True)
     while True:
-        page = await door.client._stub.ListAdapters(request)
+        page = await served.client._stub.ListAdapters(request)
         seen += [(version.name, version.version) for version in page.versions]
         if not page.next_page_token:
             break
@@ -130,29 +134,31 @@ async def test_pages_follow_each_other_without_gap_or_double(door: Door, tmp_pat
     assert seen == [("a0", 1), ("a0", 2), ("a0", 3), ("a1", 1), ("a1", 2)]
     with pytest.raises(InvalidRequest, match="token"):
         request.page_token = "nonsense"
-        await door.client._channel.call(door.client._stub.ListAdapters, request)
+        await served.client._channel.call(served.client._stub.ListAdapters, request)
 
 
-async def test_errors_of_tags_and_deletion_keep_their_types(door: Door, tmp_path: Path) -> None:
-    await upload(door.client, tmp_path, "sql", 1, tags=["prod"])
+async def test_errors_of_tags_and_deletion_keep_their_types(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
+    await upload(served.client, tmp_path, "sql", 1, tags=["prod"])
     with pytest.raises(Conflict):
-        await door.client.set_tag("sql", "prod", {1: 1}, expect="none")
+        await served.client.set_tag("sql", "prod", {1: 1}, expect="none")
     with pytest.raises(NotFound):
-        await door.client.set_tag("sql", "prod", {9: 1})
-    delete = door.client._stub.DeleteAdapterVersion
+        await served.client.set_tag("sql", "prod", {9: 1})
+    delete = served.client._stub.DeleteAdapterVersion
     with pytest.raises(Blocked):
-        await door.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql:v1"))
+        await served.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql:v1"))
     with pytest.raises(InvalidRequest, match="sql:v1"):
-        await door.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql"))
+        await served.client._channel.call(delete, pb.DeleteAdapterVersionRequest(ref="sql"))
     with pytest.raises(NotFound):
-        await door.client.get("sql:v2")
+        await served.client.get("sql:v2")
 
 
-async def test_a_base_with_another_geometry_needs_replace(door: Door) -> None:
+async def test_a_base_with_another_geometry_needs_replace(served: ServedRegistry) -> None:
     geometry = geometry_to_proto(tiny_geometry())
     geometry.fingerprint = "sha256:" + "1" * 64
     base = pb.Base(base_id="example/tiny", geometry=geometry)
-    call, stub = door.client._channel.call, door.client._stub
+    call, stub = served.client._channel.call, served.client._stub
     with pytest.raises(AlreadyExists):
         await call(stub.RegisterBase, pb.RegisterBaseRequest(base=base))
     await call(stub.RegisterBase, pb.RegisterBaseRequest(base=base, replace=True))
@@ -288,7 +294,9 @@ async def test_the_secret_of_a_key_is_nowhere_in_the_store(registry: Registry) -
     assert (await registry.keys.check(token)).tenant == "acme"
 
 
-async def test_many_readers_at_once_get_the_same_answer(door: Door, tmp_path: Path) -> None:
-    published = await upload(door.client, tmp_path, "sql", 1)
-    found = await asyncio.gather(*(door.client.get("sql") for _ in range(50)))
+async def test_many_readers_at_once_get_the_same_answer(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
+    published = await upload(served.client, tmp_path, "sql", 1)
+    found = await asyncio.gather(*(served.client.get("sql") for _ in range(50)))
     assert {answer.version.digest for answer in found} == {published.version.digest}

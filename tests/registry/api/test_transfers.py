@@ -10,26 +10,28 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from loraplex.client.publishing import Publication
 from loraplex.errors import DataLoss, InvalidAdapter
-from loraplex.publishing import Publication
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import layout
-from tests.registry.conftest import Door
+from tests.registry.conftest import ServedRegistry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, upload, write_folder
 
 
-async def test_what_is_pulled_is_what_was_uploaded(door: Door, tmp_path: Path) -> None:
-    published = await upload(door.client, tmp_path, "sql", 1, labels={"team": "data"})
-    pulled = await door.client.pull("sql", tmp_path / "pulled")
+async def test_what_is_pulled_is_what_was_uploaded(served: ServedRegistry, tmp_path: Path) -> None:
+    published = await upload(served.client, tmp_path, "sql", 1, labels={"team": "data"})
+    pulled = await served.client.pull("sql", tmp_path / "pulled")
     assert pulled.digest == published.version.digest
     for path, data in adapter_files(1).items():
         assert (tmp_path / "pulled" / path).read_bytes() == data
 
 
-async def test_an_interrupted_upload_continues_where_it_stopped(door: Door, tmp_path: Path) -> None:
+async def test_an_interrupted_upload_continues_where_it_stopped(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
     files = adapter_files(1)
     folder = write_folder(tmp_path / "adapter", files)
-    stub = door.client._stub
+    stub = served.client._stub
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     for path in sorted(files):
         size, sha256 = len(files[path]), _sha256(files[path])
@@ -42,18 +44,18 @@ async def test_an_interrupted_upload_continues_where_it_stopped(door: Door, tmp_
     assert again.upload_id == session.upload_id
     state = await stub.GetUpload(pb.GetUploadRequest(upload_id=session.upload_id))
     assert {p.path: p.committed_bytes for p in state.progress} == {CONFIG: 0, TENSORS: 1000}
-    assert (await door.client.upload(folder, Publication("sql"))).version.version == 1
+    assert (await served.client.upload(folder, Publication("sql"))).version.version == 1
     state = await stub.GetUpload(pb.GetUploadRequest(upload_id=session.upload_id))
     assert state.finished.version == 1
 
 
 async def test_an_upload_ends_though_the_index_is_lost_between_its_first_and_last_call(
-    door: Door, tmp_path: Path, metadata_url: str
+    served: ServedRegistry, tmp_path: Path, metadata_url: str
 ) -> None:
-    await upload(door.client, tmp_path, "sql", 1)
+    await upload(served.client, tmp_path, "sql", 1)
     files = adapter_files(2)
     assert files[CONFIG] == adapter_files(1)[CONFIG]
-    stub = door.client._stub
+    stub = served.client._stub
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     for path, data in files.items():
         request.files.add(path=path, size=len(data), sha256=_sha256(data))
@@ -64,32 +66,34 @@ async def test_an_upload_ends_though_the_index_is_lost_between_its_first_and_las
     await raw.flushall()
     await raw.aclose()
     # The index is back, but empty: it cannot say any more what the tenant had.
-    epoch = await door.registry.catalog.begin_rebuild()
+    epoch = await served.registry.catalog.begin_rebuild()
     assert epoch is not None
-    assert await door.registry.catalog.switch(epoch) is True
+    assert await served.registry.catalog.switch(epoch) is True
     done = await stub.FinishUpload(pb.FinishUploadRequest(upload_id=session.upload_id))
     assert done.version.version == 2
 
 
-async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(door: Door) -> None:
+async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(served: ServedRegistry) -> None:
     files = adapter_files(1)
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     for path, data in files.items():
         request.files.add(path=path, size=len(data), sha256=_sha256(data))
-    session = await door.client._stub.CreateUpload(request)
+    session = await served.client._stub.CreateUpload(request)
     part = _part(session.upload_id, CONFIG, 0, files[CONFIG])
     part.crc32 ^= 1
     with pytest.raises(DataLoss, match="crc32"):
-        await door.client._channel.call(door.client._stub.UploadPart, iter([part]))
+        await served.client._channel.call(served.client._stub.UploadPart, iter([part]))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 19, 1 << 20])
-async def test_chunks_before_a_damaged_one_are_kept(door: Door, chunk_bytes: int) -> None:
+async def test_chunks_before_a_damaged_one_are_kept(
+    served: ServedRegistry, chunk_bytes: int
+) -> None:
     data = random.Random(1).randbytes(5 * chunk_bytes)
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     request.files.add(path=CONFIG, size=2, sha256=_sha256(b"{}"))
     request.files.add(path=TENSORS, size=len(data), sha256=_sha256(data))
-    stub = door.client._stub
+    stub = served.client._stub
     session = await stub.CreateUpload(request)
     parts = [
         _part(session.upload_id, TENSORS, begin, data[begin : begin + chunk_bytes])
@@ -97,7 +101,7 @@ async def test_chunks_before_a_damaged_one_are_kept(door: Door, chunk_bytes: int
     ]
     parts[3].crc32 ^= 1
     with pytest.raises(DataLoss, match="crc32"):
-        await door.client._channel.call(stub.UploadPart, iter(parts))
+        await served.client._channel.call(stub.UploadPart, iter(parts))
     state = await stub.GetUpload(pb.GetUploadRequest(upload_id=session.upload_id))
     assert {p.path: p.committed_bytes for p in state.progress}[TENSORS] == 3 * chunk_bytes
     parts[3].crc32 ^= 1
@@ -115,43 +119,43 @@ async def test_chunks_before_a_damaged_one_are_kept(door: Door, chunk_bytes: int
     ],
 )
 async def test_odd_files_are_refused_before_a_byte_is_sent(
-    door: Door, files: dict[str, bytes], field: str
+    served: ServedRegistry, files: dict[str, bytes], field: str
 ) -> None:
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     for path, data in {CONFIG: b"{}", **files}.items():
         request.files.add(path=path, size=len(data), sha256=_sha256(data))
     with pytest.raises(InvalidAdapter) as refused:
-        await door.client._channel.call(door.client._stub.CreateUpload, request)
+        await served.client._channel.call(served.client._stub.CreateUpload, request)
     assert field in {violation.field for violation in refused.value.violations}
-    assert [i async for i in door.registry.store.list_objects(layout.UPLOADS)] == []
+    assert [i async for i in served.registry.store.list_objects(layout.UPLOADS)] == []
 
 
 async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
-    door: Door, objects_folder: Path, tmp_path: Path
+    served: ServedRegistry, objects_folder: Path, tmp_path: Path
 ) -> None:
-    published = await upload(door.client, tmp_path, "sql", 1)
+    published = await upload(served.client, tmp_path, "sql", 1)
     tensors = next(file for file in published.version.files if file.path == TENSORS)
     path = objects_folder / layout.blob(tensors.sha256)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataLoss, match="with sha256"):
-        await door.client.pull("sql", tmp_path / "pulled")
+        await served.client.pull("sql", tmp_path / "pulled")
     with pytest.raises(DataLoss, match="damaged in the store"):
         request = pb.DownloadAdapterRequest(ref="sql")  # by somebody who checks nothing
-        async for _ in door.client._channel.stream(door.client._stub.DownloadAdapter, request):
+        async for _ in served.client._channel.stream(served.client._stub.DownloadAdapter, request):
             pass
     assert not (tmp_path / "pulled").exists()
     path.write_bytes(data[:-1])
     with pytest.raises(DataLoss, match="damaged in the store"):
-        await door.client.pull("sql", tmp_path / "pulled")
+        await served.client.pull("sql", tmp_path / "pulled")
     path.unlink()
     with pytest.raises(DataLoss, match="missing from the store"):
-        await door.client.pull("sql", tmp_path / "pulled")
+        await served.client.pull("sql", tmp_path / "pulled")
     config = next(file for file in published.version.files if file.path == CONFIG)
     (objects_folder / layout.blob(config.sha256)).write_bytes(b" " * config.size_bytes)
     with pytest.raises(DataLoss, match="not what was published"):
-        await door.client.read_file("sql", CONFIG)
+        await served.client.read_file("sql", CONFIG)
 
 
 def _sha256(data: bytes) -> str:
@@ -166,14 +170,14 @@ def _part(upload_id: str, path: str, offset: int, data: bytes) -> pb.UploadPartR
 
 @pytest.mark.parametrize("name", [TENSORS, CONFIG])
 async def test_the_same_upload_again_mends_what_was_damaged_in_the_store(
-    door: Door, objects_folder: Path, tmp_path: Path, name: str
+    served: ServedRegistry, objects_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    published = await upload(door.client, tmp_path, "sql", 1)
+    published = await upload(served.client, tmp_path, "sql", 1)
     file = next(file for file in published.version.files if file.path == name)
     path = objects_folder / layout.blob(file.sha256)
     intact = path.read_bytes()
     path.write_bytes(b"x" * len(intact))
-    again = await upload(door.client, tmp_path, "sql", 1)
+    again = await upload(served.client, tmp_path, "sql", 1)
     assert (again.created, again.version.digest) == (False, published.version.digest)
     assert path.read_bytes() == intact
-    await door.client.pull("sql", tmp_path / "pulled")
+    await served.client.pull("sql", tmp_path / "pulled")

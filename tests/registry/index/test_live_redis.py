@@ -8,15 +8,16 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry.index.metadata_server import find_binary
 from tests.certificates import Authority
@@ -173,7 +174,7 @@ async def test_the_registry_follows_a_failover_and_loses_nothing(
             async def leads() -> bool:
                 new = connect_redis(sentineled.url)
                 try:
-                    pool = new.connection_pool
+                    pool: Any = new.connection_pool
                     return bool(
                         await pool.get_master_address() == ("127.0.0.1", sentineled.ports[1])
                     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex.publishing import Publication
-from loraplex.registry_client import RegistryClient
-from loraplex.settings import Credentials
 from loraplex_services.common.objects import open_store
 from loraplex_services.registry import layout
 from loraplex_services.registry.maintenance.gc import Collector
@@ -91,7 +91,7 @@ async def test_a_crash_leaves_the_old_state_or_the_new_one(
         write_folder(tmp_path / str(seed), adapter_files(seed, lora_alpha=seed)) for seed in (1, 2)
     ]
     publication = Publication("sql", tags=["prod"])
-    await process.start(**shared, LORAPLEX_FAILPOINTS=_second(step))
+    await process.start(**shared, LORAPLEX_DEBUG=f"failpoint={_second(step)}")
     async with RegistryClient(process.address, Credentials()) as client:
         await register_base(client)
         await client.upload(folders[0], publication)

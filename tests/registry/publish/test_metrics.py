@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from loraplex.errors import NotFound
 from loraplex_services.registry.assembly import Registry
-from tests.registry.conftest import Door
+from tests.registry.conftest import ServedRegistry
 from tests.registry.house import upload
 
 
@@ -18,16 +19,18 @@ def _value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"loraplex_registry_{name}", labels) or 0.0
 
 
-async def test_uploads_are_counted_by_how_they_ended(door: Door, tmp_path: Path) -> None:
+async def test_uploads_are_counted_by_how_they_ended(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
     outcomes = ("created", "unchanged", "adapter_not_found")
     before = {outcome: _value("uploads_total", outcome=outcome) for outcome in outcomes}
     received = _value("received_bytes_total")
-    await upload(door.client, tmp_path, "sql", 1)
+    await upload(served.client, tmp_path, "sql", 1)
     stored = _value("received_bytes_total") - received
     assert stored >= sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
-    await upload(door.client, tmp_path, "sql", 1)
+    await upload(served.client, tmp_path, "sql", 1)
     with pytest.raises(NotFound):
-        await upload(door.client, tmp_path, "sql", 2, parent="nowhere:v1")
+        await upload(served.client, tmp_path, "sql", 2, parent="nowhere:v1")
     assert {
         outcome: _value("uploads_total", outcome=outcome) - count
         for outcome, count in before.items()
@@ -35,9 +38,9 @@ async def test_uploads_are_counted_by_how_they_ended(door: Door, tmp_path: Path)
     assert _value("received_bytes_total") - received == stored, "bytes that it has are not sent"
 
 
-async def test_watches_are_counted_while_they_are_open(door: Door) -> None:
+async def test_watches_are_counted_while_they_are_open(served: ServedRegistry) -> None:
     before = _value("watchers")
-    changes = door.client.watch()
+    changes: Any = served.client.watch()
     await anext(changes)
     assert _value("watchers") == before + 1
     await changes.aclose()

@@ -25,7 +25,7 @@ from tests.adapter_format.test_malformed_tensors import (
     MISPLACED,
     two_tensors,
 )
-from tests.registry.conftest import Door
+from tests.registry.conftest import ServedRegistry
 from tests.registry.house import CONFIG, TENSORS, write_folder
 
 MIN_CASES = 240
@@ -110,24 +110,26 @@ def _refusal(folder: Path, address: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 async def test_every_malformed_adapter_exits_3_naming_the_field_and_leaves_nothing(
-    door: Door, tmp_path: Path
+    served: ServedRegistry, tmp_path: Path
 ) -> None:
     cases = [*_bad_configs(), *_bad_tensors(), *_bad_files()]
     assert len(cases) >= MIN_CASES
-    before = [info.key async for info in door.registry.store.list_objects("")]
+    before = [info.key async for info in served.registry.store.list_objects("")]
     for number, (kind, files, field) in enumerate(cases):
         folder = write_folder(tmp_path / str(number), files)
-        code, violations = await asyncio.to_thread(_refusal, folder, door.address)
+        code, violations = await asyncio.to_thread(_refusal, folder, served.address)
         assert code == 3, (kind, code, violations)
         assert field in {violation["field"] for violation in violations}, (kind, violations)
         assert all(violation["description"] for violation in violations)
-    after = [info.key async for info in door.registry.store.list_objects("")]
+    after = [info.key async for info in served.registry.store.list_objects("")]
     assert [key for key in after if not key.startswith("uploads/")] == before
     assert [key for key in after if "/parts/" in key] == [], "refused bytes are not kept"
-    assert [version async for version in door.client.list(all_versions=True)] == []
+    assert [version async for version in served.client.list(all_versions=True)] == []
 
 
-async def test_links_and_devices_are_refused_on_the_way_in(door: Door, tmp_path: Path) -> None:
+async def test_links_and_devices_are_refused_on_the_way_in(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
     good = {CONFIG: Adapter().config, TENSORS: Adapter().tensors}
     for kind in ("link-out", "dangling", "fifo", "folder"):
         folder = write_folder(tmp_path / kind, {TENSORS: good[TENSORS]})
@@ -141,5 +143,5 @@ async def test_links_and_devices_are_refused_on_the_way_in(door: Door, tmp_path:
             os.mkfifo(path)
         else:
             path.mkdir()
-        code, violations = await asyncio.to_thread(_refusal, folder, door.address)
+        code, violations = await asyncio.to_thread(_refusal, folder, served.address)
         assert (code, violations[0]["field"]) == (3, CONFIG), kind

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loraplex.adapter_format.pooling_fields import PoolingFields
-from loraplex.convert import pooling_from_proto
-from loraplex.decoding import adapter_version
+from loraplex.api.format_wire import adapter_pooling_from_proto
+from loraplex.api.registry_wire import adapter_version
 from loraplex.refs import parse_ref
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import version_to_proto
@@ -31,5 +31,5 @@ async def test_a_version_says_what_its_adapter_is_for_and_how_its_scores_are_rea
     assert not plain.HasField("pooling")
     assert adapter_version(plain).task == "CAUSAL_LM"
     fields = PoolingFields(labels=("bad", "good"), num_labels=2, pad_token_id=3)
-    assert pooling_from_proto(judge.pooling) == ("SEQ_CLS", fields)
+    assert adapter_pooling_from_proto(judge.pooling) == ("SEQ_CLS", fields)
     assert (adapter_version(judge).task, adapter_version(judge).num_labels) == ("SEQ_CLS", 2)

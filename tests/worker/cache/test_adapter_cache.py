@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.api.residency import Tier
 from loraplex.errors import DataLoss, ResourceExhausted
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.types.residency import Evict, Load, Tier
+from loraplex_services.worker.types.residency import Evict, Load
 
 NUM_BLOCKS, MAX_RESIDENT = 20, 4
 SIZES = {
@@ -147,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
     def whatever_is_elsewhere_has_moved(self) -> None:
         moved = self.cache.take_moved()
         where = {digest: self.cache.residency_of(digest) for digest in SIZES}
-        changed = {d for d in SIZES if where[d] != self.residency.get(d, (Tier.GONE, False))}
+        changed = {d for d in SIZES if where[d] != self.residency.get(d, (Tier.NONE, False))}
         assert changed <= set(moved)
         self.residency = where
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.residency import Tier
 from loraplex_services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
-from loraplex_services.worker.types.residency import CachedAdapter, Tier
+from loraplex_services.worker.types.residency import CachedAdapter
 
 HALF_LIFE_S = 60.0
 SIZES = (1, 2, 4, 8)

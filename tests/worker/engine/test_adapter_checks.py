@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_place
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-from loraplex_services.worker.types.request import (
-    AdapterSet,
-    OwnRope,
-    Pooling,
-    Request,
-    SamplingParams,
-)
+from loraplex_services.worker.types.request import AdapterSet, OwnRope, Request
 
 FIRST, SECOND = (f"sha256:{digit * 64}" for digit in "ab")
 VOCAB = 100

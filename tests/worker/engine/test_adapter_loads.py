@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import POLICIES, Engine
@@ -23,7 +24,6 @@ from loraplex_services.worker.types.messages import (
     Unload,
     Unpin,
 )
-from loraplex_services.worker.types.request import SamplingParams
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 from tests.worker.commands import make_config, make_submit
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loraplex.api.output import FinishReason
+from loraplex.api.residency import Tier
 from loraplex.errors import AdapterNotFound
 from loraplex_services.worker.adapters.pack.image import images_in
 from loraplex_services.worker.runner.runner import TorchRunner
@@ -22,8 +24,6 @@ from loraplex_services.worker.types.messages import (
     Unpin,
     WireError,
 )
-from loraplex_services.worker.types.request import FinishReason
-from loraplex_services.worker.types.residency import Tier
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files
 
@@ -218,7 +218,7 @@ def test_an_adapter_on_the_device_serves_on_when_its_files_and_the_store_are_awa
     stage.run(submit("after", A), FetchFailed(A, WireError.of(AdapterNotFound(A))))
     assert stage.failures == {} and stage.outputs["after"] == stage.outputs["before"]
     output = stage.step(Unload(A))
-    assert [(r.digest, r.tier) for r in output.residency] == [(A, Tier.GONE)]
+    assert [(c.residency.digest, c.residency.tier) for c in output.residency] == [(A, Tier.NONE)]
 
 
 def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
@@ -226,7 +226,7 @@ def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
     needed = probe.adapter_blocks(files / A) + probe.adapter_blocks(files / B)
     stage = Stage(make_runner(files, arena_bytes=(2 * needed - 1) * probe.block_bytes), files)
     output = stage.step(*stage.fetched(A, B), Prefetch(A, pin=True), Prefetch(B, pin=True))
-    [entry] = [r for r in output.residency if r.digest == B]
+    [entry] = [c for c in output.residency if c.residency.digest == B]
     assert entry.error is not None and entry.error.reason == "PIN_LIMIT"
 
 
@@ -286,17 +286,17 @@ def test_what_comes_while_a_step_is_under_way_has_waited_from_then(stage: Stage)
     stage.now += 0.5
     stage.run(submit("r", A, came_s=came_s), submit("late", came_s=came_s, remaining_s=0.4))
     token = stage.last["r"]
-    assert round(token.queue_s, 6) == 0.51
-    assert token.load_s == 0.0, "its adapter was here all the time"
+    assert round(token.timings.queue_s, 6) == 0.51
+    assert token.timings.load_s == 0.0, "its adapter was here all the time"
     assert stage.failures == {"late": "DEADLINE_EXCEEDED"}
 
 
 def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> None:
     output = stage.step(*stage.fetched(A), Prefetch(A, pin=True))
-    [entry] = [r for r in output.residency if r.digest == A]
+    [entry] = [c.residency for c in output.residency if c.residency.digest == A]
     assert entry.tier == Tier.DEVICE and entry.pinned and entry.device_bytes > 0
     output = stage.step(Unpin(A), Unload(A))
-    [entry] = [r for r in output.residency if r.digest == A]
+    [entry] = [c.residency for c in output.residency if c.residency.digest == A]
     assert entry.tier == Tier.DISK and entry.device_bytes == 0
 
 

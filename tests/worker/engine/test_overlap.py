@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.output import FinishReason
 from loraplex_services.worker.types.messages import Cancel, Command, Submit, TokenOutput, Unload
-from loraplex_services.worker.types.request import FinishReason
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
 

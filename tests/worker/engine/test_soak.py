@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import Command, Fetched, Gone, Unload
-from loraplex_services.worker.types.request import SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

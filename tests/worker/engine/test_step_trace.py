@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.step_trace import TracedRunner
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.simulate.fleets import COSTS
 

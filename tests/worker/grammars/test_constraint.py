@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
-from loraplex_services.worker.types.request import Grammar, GrammarTokens
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, 257
@@ -49,7 +49,7 @@ def text_of(ids) -> str:
 
 def test_an_added_token_may_come_where_its_text_may(vocabulary):
     own = GrammarTokens(tuple(ADDED.items()))
-    place = follower(vocabulary, Grammar("regex", ("(ab){2,4}",)), own)
+    place = follower(vocabulary, Grammar(regex="(ab){2,4}"), own)
     assert ids_in(place.bitmask()) == {ord("a"), 303}
     assert place.consume([ord("a")])
     assert ids_in(place.bitmask()) == {ord("b"), 305}
@@ -60,13 +60,13 @@ def test_an_added_token_may_come_where_its_text_may(vocabulary):
 
 def test_its_own_end_takes_the_place_of_the_base_s(vocabulary):
     own = GrammarTokens(tuple(ADDED.items()), (OWN_EOS, 258))
-    place = follower(vocabulary, Grammar("regex", ("(ab){2,}",)), own)
+    place = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
     assert not {OWN_EOS, 258, EOS} & ids_in(place.bitmask())
     assert place.consume([303])
     assert ids_in(place.bitmask()) == {ord("a"), 303, 258, OWN_EOS}
     assert place.consume([OWN_EOS])
     assert place.is_finished
-    early = follower(vocabulary, Grammar("regex", ("(ab){2,}",)), own)
+    early = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
     assert not early.consume([OWN_EOS])
 
 
@@ -75,7 +75,7 @@ def test_walks_of_any_tokens_keep_to_the_grammar_and_resume_where_they_were(
     vocabulary, executor, seed
 ):
     pattern = r'\{("name", (true|false|"[a-zé}]{0,4}")(, )?){1,3}(ab)*é?\}'
-    grammar, rng = Grammar("regex", (pattern,)), random.Random(seed)
+    grammar, rng = Grammar(regex=pattern), random.Random(seed)
     own = GrammarTokens(tuple(ADDED.items()), (OWN_EOS,))
     walk = GrammarConstraint(grammar, follower(vocabulary, grammar, own), executor)
     ids: list[int] = []

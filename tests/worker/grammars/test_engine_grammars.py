@@ -15,12 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loraplex.api.output import FinishReason
+from loraplex.api.sampling import Grammar, SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.grammars import constraint
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import Cancel, Command, Submit
-from loraplex_services.worker.types.request import FinishReason, Grammar, SamplingParams
 from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.commands import make_config, make_submit
 
@@ -28,20 +29,15 @@ BASE = Path(__file__).parents[3] / "demo" / "base"
 BOS, EOS = 256, 257
 PROMPT = [BOS, *b"hello="]
 OBJECT = Grammar(
-    "json_schema",
-    (
-        json.dumps(
-            {
-                "type": "object",
-                "properties": {
-                    "a": {"type": "string", "maxLength": 5},
-                    "b": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
-                },
-                "required": ["a", "b"],
-                "additionalProperties": False,
-            }
-        ),
-    ),
+    json_schema={
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "maxLength": 5},
+            "b": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
 )
 
 
@@ -129,7 +125,7 @@ REGEXES = st.recursive(
 )
 @given(pattern=REGEXES, seed=st.integers(0, 1 << 32))
 def test_every_output_matches_its_regex(stage: Stage, pattern: str, seed: int) -> None:
-    ids = stage.run(submit("r", Grammar("regex", (pattern,)), seed=seed))["r"]
+    ids = stage.run(submit("r", Grammar(regex=pattern), seed=seed))["r"]
     assert stage.finished["r"] == FinishReason.STOP
     assert re.fullmatch(pattern, text_of(ids), re.DOTALL), pattern
 
@@ -190,7 +186,7 @@ def holds(schema: Any, value: Any) -> bool:
 )
 @given(schema=SCHEMAS, seed=st.integers(0, 1 << 32))
 def test_every_output_is_json_of_its_schema(stage: Stage, schema: Any, seed: int) -> None:
-    grammar = Grammar("json_schema", (json.dumps(schema),))
+    grammar = Grammar(json_schema=json.dumps(schema))
     ids = stage.run(submit("r", grammar, seed=seed, max_tokens=400))["r"]
     assert stage.finished["r"] == FinishReason.STOP
     assert holds(schema, json.loads(text_of(ids)))
@@ -210,7 +206,7 @@ def test_output_that_the_grammar_forbids_cannot_be_resumed(stage: Stage) -> None
 
 
 def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(stage: Stage) -> None:
-    digits = Grammar("regex", ("[0-9]{12}",))
+    digits = Grammar(regex="[0-9]{12}")
     requests = [
         submit("free", max_tokens=24, seed=4),
         submit("object", OBJECT, seed=5),
@@ -231,7 +227,7 @@ def test_steps_that_overlap_give_the_same_tokens_under_grammars(
     requests = [
         submit("free", max_tokens=24, seed=4, frequency_penalty=0.5),
         submit("object", OBJECT, seed=5, repetition_penalty=1.1),
-        submit("digits", Grammar("regex", ("[0-9]{12}",)), seed=6, temperature=0.0),
+        submit("digits", Grammar(regex="[0-9]{12}"), seed=6, temperature=0.0),
     ]
     expected = dict(stage.run(*requests))
     runner = build_runner(BASE, device="cpu", dtype="float32", arena_bytes=4 << 20, overlap="on")
@@ -244,7 +240,7 @@ def test_steps_that_overlap_give_the_same_tokens_under_grammars(
 
 
 def test_eos_ends_the_output_only_where_the_grammar_accepts(stage: Stage) -> None:
-    grammar = Grammar("regex", ("(ab){2,4}",))
+    grammar = Grammar(regex="(ab){2,4}")
     biased = {"logit_bias": ((EOS, 100.0),), "temperature": 0.0}
     ids = stage.run(submit("r", grammar, **biased))["r"]
     assert ids == [*b"abab", EOS]
@@ -253,13 +249,13 @@ def test_eos_ends_the_output_only_where_the_grammar_accepts(stage: Stage) -> Non
 
 
 def test_a_finished_grammar_ends_the_request_without_eos(stage: Stage) -> None:
-    ids = stage.run(submit("r", Grammar("choice", ("yes", "no")), ignore_eos=True))["r"]
+    ids = stage.run(submit("r", Grammar(choice=("yes", "no")), ignore_eos=True))["r"]
     assert text_of(ids) in ("yes", "no") and EOS not in ids
     assert stage.finished["r"] == FinishReason.STOP
 
 
 def test_a_request_that_no_token_may_continue_fails_by_name(stage: Stage) -> None:
-    grammar = Grammar("regex", ("ab",))
+    grammar = Grammar(regex="ab")
     stage.run(submit("stuck", grammar, bad_token_ids=(ord("b"),)), submit("fine", max_tokens=4))
     assert stage.failures["stuck"][0] == "grammar"
     assert len(stage.outputs["fine"]) == 4 and "fine" not in stage.failures
@@ -268,11 +264,11 @@ def test_a_request_that_no_token_may_continue_fails_by_name(stage: Stage) -> Non
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        (Grammar("regex", ("(",)), "unclosed group"),
-        (Grammar("ebnf", ("start: missing",)), "unknown name"),
-        (Grammar("json_schema", ('{"type": "colour"}',)), "Invalid type"),
-        (Grammar("json_schema", ("[]",)), "a JSON Schema is an object"),
-        (Grammar("regex", ("(((a{100}){100}){100}){100}",)), "cannot be followed"),
+        (Grammar(regex="("), "unclosed group"),
+        (Grammar(ebnf="start: missing"), "unknown name"),
+        (Grammar(json_schema='{"type": "colour"}'), "Invalid type"),
+        (Grammar(json_schema="[]"), "a JSON Schema is an object"),
+        (Grammar(regex="(((a{100}){100}){100}){100}"), "cannot be followed"),
     ],
 )
 def test_a_bad_grammar_is_refused_while_neighbours_go_on(
@@ -285,6 +281,6 @@ def test_a_bad_grammar_is_refused_while_neighbours_go_on(
 
 
 def test_a_request_cancelled_while_its_grammar_compiles_is_gone(stage: Stage) -> None:
-    slow = Grammar("json_schema", (json.dumps({"enum": [f"{'x' * 40}{i}" for i in range(2000)]}),))
+    slow = Grammar(json_schema=json.dumps({"enum": [f"{'x' * 40}{i}" for i in range(2000)]}))
     assert stage.run(submit("r", slow), Cancel("r")) == {}
     assert not stage.failures and not stage.engine.awaits_grammars

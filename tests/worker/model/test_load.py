@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapter_format import geometry_from_folder
-from loraplex.errors import InvalidRequest
+from loraplex.adapter_format.text_model import PLAIN, WRAPPED, plain_names
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights
@@ -135,3 +136,68 @@ def test_loading_tells_how_far_it_is(base):
     file_bytes = (base.folder / "model.safetensors").stat().st_size
     assert told == sorted(told) and {total for _, total in told} == {file_bytes}
     assert 0.9 * file_bytes < told[-1][0] <= file_bytes
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory):
+    return make_base("llava", tmp_path_factory.mktemp("multimodal"))
+
+
+def respelt(folder, tmp_path, spelling):
+    """The base with the names of its text model in another spelling."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    names = plain_names(tensors)
+    towers = {name: t for name, t in tensors.items() if name not in names.values()}
+    text = {}
+    for plain, name in names.items():
+        module, _, part = plain.rpartition(".")
+        text[f"{spelling.of(module)}.{part}"] = tensors[name]
+    save_file({**text, **towers}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("spelling", [*WRAPPED, PLAIN])
+def test_a_multimodal_base_is_its_text_model_in_every_spelling(
+    multimodal, tmp_path, spelling, caplog
+):
+    folder = respelt(multimodal.folder, tmp_path, spelling)
+    with caplog.at_level("INFO"):
+        model = build(folder)
+    text = multimodal.model.model.language_model
+    expected = text.layers[0].self_attn.q_proj.weight
+    place = model.site_weights.table.places["model.layers.0.self_attn.q_proj"]
+    rows = model.site_weights.linears[place.site_id].weight_rows(0, place.out_features)
+    assert rows.equal(expected)
+    (record,) = [r for r in caplog.records if "multimodal" in r.message]
+    assert record.num_ignored_tensors > 0
+
+
+def test_a_multimodal_base_that_lacks_a_tensor_of_its_text_model_is_refused(multimodal, tmp_path):
+    folder = respelt(multimodal.folder, tmp_path, WRAPPED[0])
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InvalidRequest, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        build(folder)
+
+
+def test_a_multimodal_base_without_text_weights_is_refused(multimodal, tmp_path):
+    folder = respelt(multimodal.folder, tmp_path, PLAIN)
+    tensors = load_file(folder / "model.safetensors")
+    towers = {name: t for name, t in tensors.items() if "tower" in name}
+    save_file(towers, folder / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="none of the text model"):
+        read_model_config(folder)
+
+
+def test_a_multimodal_base_whose_text_model_is_of_an_unknown_family_is_refused(tmp_path):
+    config = {"model_type": "llava", "text_config": {"model_type": "gpt_neox"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="mistral") as error:
+        read_model_config(tmp_path)
+    assert error.value.violations[0].field == "config.json:text_config.model_type"
+
+
+def test_end_tokens_of_a_multimodal_base_come_from_its_text_config(multimodal):
+    assert read_model_config(multimodal.folder)[1].eos_token_ids == (310,)

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "triton"
 ROOT = FOLDER.parents[3]
 COMPILE = """
 import json, sys
-from loraplex_services.worker.ops.compiled import resources, variants
+from benchmarks.gpu.kernel_resources import resources, variants
 def wanted(variant, target):
     kernel, dtype = variant.name.rsplit(".", 1)
     if "int8" in kernel:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -179,8 +180,10 @@ def _fused(value: object) -> object:
 def features_of(base: TinyBase) -> list[str]:
     """Features that apply to a base."""
     names = set(FEATURES)
-    if not base.model.config.tie_word_embeddings:
+    if not base.is_tied:
         names -= {*TIED_FEATURES}
+    if base.is_multimodal:
+        names -= {"bias-all"}  # it trains the vision tower's, too
     if base.model.config.model_type not in EXPERT_FAMILIES:
         return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
     words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
@@ -189,13 +192,26 @@ def features_of(base: TinyBase) -> list[str]:
     return [name for name in FEATURES if name in names]
 
 
+def of_text_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same feature for the text model of a multimodal base alone."""
+    excluded = fields.get("exclude_modules", "")
+    towers = r".*(vision_tower|visual|multi_modal_projector).*"
+    fields = {**fields, "exclude_modules": f"({excluded})|({towers})" if excluded else towers}
+    if "modules_to_save" in fields:
+        renamed = {"model.norm": "language_model.norm"}
+        fields["modules_to_save"] = [renamed.get(m, m) for m in fields["modules_to_save"]]
+    return fields
+
+
 def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
     """The PEFT configuration of a feature on a base."""
     fields = FEATURES[feature]
-    if feature == "added-token-rows" and base.model.config.tie_word_embeddings:
+    if feature == "added-token-rows" and base.is_tied:
         fields = {**fields, "trainable_token_indices": [312, 7, 311]}
     if feature == "expert-linears" and base.model.config.model_type != "mixtral":
         fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
+    if base.is_multimodal:
+        fields = of_text_model(fields)
     if base.name.startswith("phi3"):
         fields = {key: _fused(value) for key, value in fields.items()}
     if (
@@ -240,7 +256,7 @@ def resized(
     model = copy.deepcopy(base.model)
     if feature not in RESIZED:
         return model
-    num_tokens = base.model.config.vocab_size
+    num_tokens = base.config.vocab_size
     model.resize_token_embeddings(RESIZED[feature], mean_resizing=False)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         new_rows = table.weight.data[num_tokens:]

@@ -36,6 +36,16 @@ LLAMA3_ROPE = _rope(
 )
 YARN_ROPE = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""A vision tower, whose weights are in the files of a multimodal base."""
+
 BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3-rope-tied": ("LlamaConfig", {**LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -95,8 +105,94 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
+    "gemma3-multimodal": (
+        "Gemma3Config",
+        {
+            "text_config": {
+                **COMMON,
+                "head_dim": 24,
+                "sliding_window": 19,
+                "num_hidden_layers": 6,
+                "hidden_size": 48,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "linear",
+                        "factor": 8.0,
+                        "rope_theta": 1000000.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3-multimodal": (
+        "Mistral3Config",
+        {
+            "text_config": {**COMMON, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3": (
+        "Mistral3Config",
+        {
+            "text_config": {
+                **COMMON,
+                "model_type": "ministral3",
+                "head_dim": 24,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 32,
+                    "max_position_embeddings": 512,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llava": (
+        "LlavaConfig",
+        {
+            "text_config": {**COMMON, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "clip_vision_model"},
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {
+                **COMMON,
+                "head_dim": 24,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5000000.0,
+                    "mrope_section": [4, 4, 4],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
-"""Name -> (transformers config class, what differs from COMMON)."""
+"""Name -> (transformers config class, what differs from COMMON). With a `text_config`, which then
+holds all of COMMON, it is a multimodal base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +203,38 @@ class TinyBase:
     folder: Path
     model: transformers.PreTrainedModel
 
+    @property
+    def config(self) -> transformers.PretrainedConfig:
+        """Of its text model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether its files hold a vision tower, too."""
+        return self.config is not self.model.config
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head; a wrapper's own config decides."""
+        return self.model.config.tie_word_embeddings is True
+
+
+def config_of(name: str) -> transformers.PretrainedConfig:
+    """The config of a base."""
+    class_name, changes = BASES[name]
+    fields = changes if "text_config" in changes else {**COMMON, **changes}
+    return getattr(transformers, class_name)(**fields)
+
 
 def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> TinyBase:
     """Random weights, seeded by the name; norms and biases are random, too."""
-    class_name, changes = BASES[name]
-    config = getattr(transformers, class_name)(**{**COMMON, **changes})
+    config = config_of(name)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    is_multimodal = config.get_text_config() is not config
+    auto = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.types.request import RELEASED_BLOCK, Request, SamplingParams
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.runner_protocol import LaunchedStep
 from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan, batch_order
 

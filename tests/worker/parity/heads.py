@@ -12,7 +12,7 @@ import peft
 import torch
 import transformers
 
-from loraplex_services.worker.types.request import Pooling
+from loraplex.api.pooling import Pooling
 from tests.worker.parity.adapters import EXPERT_FAMILIES, draw
 from tests.worker.parity.bases import TinyBase
 from tests.worker.parity.driving import Driver, Job, greedy

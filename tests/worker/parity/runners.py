@@ -32,6 +32,6 @@ def device() -> str:
 
 def parity_runner(folder: Path, *, dtype: str = "float32", **settings: Any) -> TorchRunner:
     """`build_runner` of a base on the device that was chosen, and with the instruction set of
-    `LORAPLEX_CPU_ISA`."""
+    `LORAPLEX_CPU_ISA=...`."""
     settings.setdefault("cpu_isa", CPU_ISA.read(os.environ))
     return build_runner(folder, device=_device, dtype=dtype, **settings)

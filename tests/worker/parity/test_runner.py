@@ -7,9 +7,10 @@ import peft
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy

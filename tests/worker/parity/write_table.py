@@ -46,7 +46,7 @@ for the base, or it is refused by name. Written on {today} by
 {transformers} and peft {peft} on {chip}.
 
 Below the adapters that generate: `rope:` rows are adapters with a rotary embedding of their own
-(label `rope_scaling`), beside each other and the base, against a base whose config has it; `own
+(label `rope_scaling`), with each other and the base, against a base whose config has it; `own
 EOS` is `same` where outputs end as those of `generate` with the adapter's ids; `score:` rows are
 classification heads, with the largest error of a logit against `*ForSequenceClassification`;
 `vector:` rows the largest error of a value against the hidden states of `*Model`.

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.block_tables import BlockTables
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.scheduling.stage import Stage, make_request
 

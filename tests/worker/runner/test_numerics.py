@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.runner import numerics
+from loraplex_services.worker.native import isa
 from loraplex_services.worker.runner.numerics import (
     choose_threads,
     fingerprint,
@@ -31,14 +31,47 @@ def test_auto_computes_in_float32_on_the_cpu_unless_half_precision_wins():
     assert resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
 
 
-@pytest.mark.parametrize("cpu_isa", ["auto", "amx", "torch"])
-def test_half_precision_wins_on_tiles_for_larger_bases_published_in_it(monkeypatch, cpu_isa):
-    monkeypatch.setattr(numerics, "has_amx", lambda: True)
+@pytest.fixture
+def hosts(monkeypatch):
+    """Pretend that the processor has these levels, best first."""
+
+    def pretend(*names):
+        monkeypatch.setattr(isa, "host_isas", lambda: names)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cpu_isa", "levels"),
+    [
+        ("auto", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("amx", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("torch", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("auto", ("avx512_bf16", "avx512", "avx2")),
+        ("avx512_bf16", ("amx", "avx512_bf16", "avx512", "avx2")),
+    ],
+)
+def test_half_precision_wins_with_dot_products_for_larger_bases_published_in_it(
+    hosts, cpu_isa, levels
+):
+    hosts(*levels)
     assert half_wins(64 * MiB, True, cpu_isa)
     assert not half_wins(64 * MiB, False, cpu_isa)
     assert not half_wins(3 * MiB, True, cpu_isa)
-    assert not half_wins(64 * MiB, True, "avx512")
-    monkeypatch.setattr(numerics, "has_amx", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("cpu_isa", "levels"),
+    [
+        ("avx512", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("auto", ("avx512", "avx2")),
+        ("amx", ("avx512_bf16", "avx512", "avx2")),
+        ("torch", ("avx512_bf16", "avx512", "avx2")),
+        ("auto", ()),
+    ],
+)
+def test_float32_wins_without_dot_products_or_where_they_are_not_used(hosts, cpu_isa, levels):
+    hosts(*levels)
     assert not half_wins(64 * MiB, True, cpu_isa)
 
 

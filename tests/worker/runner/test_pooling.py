@@ -8,10 +8,12 @@ import msgspec
 import pytest
 import torch
 
+from loraplex.api.output import FinishReason
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.messages import Submit, TokenOutput
-from loraplex_services.worker.types.request import FinishReason, Pooling, SamplingParams
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.input_buffer import CHANGES_BYTES, InputBuffer
 from loraplex_services.worker.runner.step_inputs import StepInputs, read_plan
 from loraplex_services.worker.types.model_config import RopeConfig
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 CPU = torch.device("cpu")

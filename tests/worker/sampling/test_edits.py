@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.edits import edits_of
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.output_counts import OutputCounts
 from loraplex_services.worker.transfers import Upload
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 
 VOCAB = 61
 EOS_IDS = (5, 6)

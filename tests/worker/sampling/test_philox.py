@@ -7,15 +7,16 @@ import random
 import pytest
 import torch
 
+from loraplex_services.worker.ops.sampling.reference import draw as draw_by_token
+from loraplex_services.worker.ops.sampling.reference import gumbel_scalar, philox_scalar
 from loraplex_services.worker.sampling import fixed_log
+from loraplex_services.worker.sampling.drawing import draw
 from loraplex_services.worker.sampling.philox import (
     GUMBEL_MAX,
     GUMBEL_MIN,
     gumbel,
-    gumbel_scalar,
     ln_fixed,
     philox,
-    philox_scalar,
 )
 
 ONES = 0xFFFFFFFF
@@ -88,6 +89,18 @@ def test_torch_noise_equals_the_scalar_truth_bit_for_bit(seed):
     expected = [gumbel_scalar(seed & (2**64 - 1), int(i), 77, 3) for i in ids]
     assert noise.dtype == torch.float32
     assert noise.tolist() == expected
+
+
+def test_draws_are_those_of_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(24, 120, generator=generator) * 3
+    scores[:, 100:] = -torch.inf
+    scores[5:8] = 0.0
+    seeds = (0, 9, -1, 2**63 - 1, -(2**63))
+    keys = torch.tensor([[seeds[i % 5], 11 * i, i % 4] for i in range(24)])
+    expected = draw_by_token(scores, keys)
+    assert draw(scores, keys).tolist() == expected
+    assert len(set(expected)) > 12, "noise decides"
 
 
 def test_noise_is_gumbel_distributed():

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.ops.sampling.reference import gumbel_scalar
 from loraplex_services.worker.sampling import drawing, sampler
 from loraplex_services.worker.sampling.edits import edits_of
 from loraplex_services.worker.sampling.masks import limits_of, truncate
 from loraplex_services.worker.sampling.next_token import NextToken
-from loraplex_services.worker.sampling.philox import gumbel_scalar
 from loraplex_services.worker.sampling.sampler import sample, score_tokens
 from loraplex_services.worker.transfers import Upload
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 
 VOCAB = 97
 INF = float("inf")

@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.scheduling.admission import peak_kv_blocks
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(1, 30), st.integers(0, 29)), min_size=1, max_size=6

@@ -93,12 +93,16 @@ def make_stage() -> Stage:
     return Stage(400, prefix_cache=False, max_step_tokens=16, max_running=16)
 
 
-def overload(num_requests: int, load: float, slo_s: float) -> list[tuple[float, Request]]:
+def overload(
+    num_requests: int, load: float, slo_s: float, first_token_s: float | None = None
+) -> list[tuple[float, Request]]:
     """Poisson arrivals of prompts of 16 tokens, one a second being what can be served."""
     rng, now, arrivals = random.Random(4), 0.0, []
     for index in range(num_requests):
         now += rng.expovariate(load)
-        arrivals.append((now, make_request(f"{index}", 16, 1, deadline_s=now + slo_s)))
+        due_s = None if first_token_s is None else now + first_token_s
+        request = make_request(f"{index}", 16, 1, deadline_s=now + slo_s, first_token_due_s=due_s)
+        arrivals.append((now, request))
     return arrivals
 
 
@@ -115,14 +119,8 @@ def test_a_bound_on_first_tokens_gives_up_what_waits_too_long_and_no_long_answer
     load, num_requests, slo_s = 1.5, 400, 6.0
     served = []
     for first_token_s in (slo_s, None):
-        stage = Stage(
-            400,
-            prefix_cache=False,
-            max_step_tokens=16,
-            max_running=16,
-            first_token_s=first_token_s,
-        )
-        arrivals = overload(num_requests, load, slo_s=1e6)
+        stage = make_stage()
+        arrivals = overload(num_requests, load, slo_s=1e6, first_token_s=first_token_s)
         serve(stage, arrivals)
         in_time = [
             request
@@ -133,8 +131,8 @@ def test_a_bound_on_first_tokens_gives_up_what_waits_too_long_and_no_long_answer
         served.append(len(in_time))
     assert served[0] >= 0.9 * num_requests / load
     assert served[0] > 2 * served[1], "first come, first served has almost everybody late"
-    patient = Stage(400, max_step_tokens=16, max_running=16, first_token_s=slo_s)
-    patient.submit(make_request("long", 16, 40))
+    patient = make_stage()
+    patient.submit(make_request("long", 16, 40, first_token_due_s=slo_s))
     patient.run_dry()
     assert patient.finished == ["long"], "the bound is for the first token only"
 

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
     FIRST_COME,
@@ -16,7 +17,7 @@ from loraplex_services.worker.scheduling.policies import (
     clustered,
     fair,
 )
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 
 
 def make_request(name: str, arrival_s: float, digest: str = "", **fields: object) -> Request:

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.api.residency import Tier
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from loraplex_services.worker.scheduling.queue import WaitingQueue
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.request import AdapterSet, Request
 
 VIEW = QueueView(0.0, ())
 HERE = (Tier.DEVICE, False)
@@ -58,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def in_order(self) -> list[Request]:
         view = self.view()
-        requests = (r for r in self.model.values() if self.tier(r) > Tier.GONE)
+        requests = (r for r in self.model.values() if self.tier(r) > Tier.NONE)
         return sorted(requests, key=lambda r: (self.policy.key(r, view), int(r.request_id)))
 
     @rule(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from loraplex.api.output import FinishReason
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.worker.server import metrics
 from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
-from loraplex_services.worker.types.messages import EngineLoad, Residency, TokenOutput
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.messages import ResidencyChange, StepOutput, TokenOutput
 
 
 def scrape() -> str:
@@ -21,8 +22,8 @@ def value_of(name: str) -> float:
 
 
 def test_load_and_tokens_appear_under_vllm_names() -> None:
-    load = EngineLoad(running_requests=3, waiting_requests=2, free_blocks=25, total_blocks=100)
-    metrics.observe_load(load, [0.01], 1)
+    load = WorkerLoad(running_requests=3, waiting_requests=2, free_blocks=25, total_blocks=100)
+    metrics.observe_load(StepOutput(1, [], [], [], load, copies_s=[0.01]), 1)
     assert value_of("vllm:num_requests_running") == 3
     assert value_of("vllm:num_requests_waiting") == 2
     assert value_of("vllm:kv_cache_usage_perc") == 0.75
@@ -31,7 +32,9 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
     gaps = value_of("vllm:inter_token_latency_seconds_count")
     request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=0.0)
     metrics.observe_tokens(request, TokenOutput("r", [1], 0), 0.5)
-    metrics.observe_tokens(request, TokenOutput("r", [2], 1, finish_reason=2), 0.6)
+    metrics.observe_tokens(
+        request, TokenOutput("r", [2], 1, finish_reason=FinishReason.LENGTH), 0.6
+    )
     assert value_of("vllm:prompt_tokens_total") - prompts == 7
     assert value_of("vllm:generation_tokens_total") - tokens == 2
     assert value_of("vllm:time_to_first_token_seconds_count") - firsts == 1
@@ -40,7 +43,7 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
 
 
 def test_vllm_names_say_their_model_and_no_others_do() -> None:
-    metrics.observe_load(EngineLoad(running_requests=3), [0.01], 1)
+    metrics.observe_load(StepOutput(1, [], [], [], WorkerLoad(running_requests=3)), 1)
     metrics.count_end("stop")
     lines = generate_latest(metrics.OfModel("org/base")).decode().splitlines()
     assert 'vllm:num_requests_running{model_name="org/base"} 3.0' in lines
@@ -52,8 +55,11 @@ def test_vllm_names_say_their_model_and_no_others_do() -> None:
 
 def test_adapter_labels_are_bounded() -> None:
     board = StatusBoard()
-    many = [Residency(f"sha256:{i:064x}", Tier.DEVICE, 8, running_requests=1) for i in range(150)]
-    board.update(many, EngineLoad())
+    many = [
+        ResidencyChange(AdapterResidency(f"sha256:{i:064x}", Tier.DEVICE, 8, running_requests=1))
+        for i in range(150)
+    ]
+    board.update(many, WorkerLoad())
     registry = CollectorRegistry()
     registry.register(metrics.AdapterCollector(board, max_loras=4096))
     text = generate_latest(registry).decode()

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.errors import DataLoss, Unavailable
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
 from loraplex_services.worker.server.status import StatusBoard
-from loraplex_services.worker.types.messages import EngineLoad, Residency, WireError
-from loraplex_services.worker.types.residency import Tier
+from loraplex_services.worker.types.messages import ResidencyChange, WireError
 
-LOAD = EngineLoad(running_requests=1)
+LOAD = WorkerLoad(running_requests=1)
+
+
+def at(digest: str, tier: Tier, error: WireError | None = None) -> ResidencyChange:
+    return ResidencyChange(AdapterResidency(digest, tier), error)
 
 
 def on_disk(digest: str) -> DiskAdapter:
@@ -25,7 +29,7 @@ async def test_a_watch_is_a_snapshot_then_what_changed() -> None:
     watch = board.watch()
     first = await anext(watch)
     assert first.is_full and {a.digest for a in first.adapters} == {"a", "b"}
-    board.update([Residency("a", Tier.DEVICE), Residency("b", Tier.GONE)], LOAD)
+    board.update([at("a", Tier.DEVICE), at("b", Tier.NONE)], LOAD)
     second = await anext(watch)
     assert not second.is_full and (second.sequence, second.epoch) == (2, 5)
     assert {(a.digest, a.tier) for a in second.adapters} == {("a", 3), ("b", 0)}
@@ -37,7 +41,7 @@ async def test_a_new_epoch_begins_with_everything_again() -> None:
     board.new_epoch(5, [])
     watch = board.watch()
     await anext(watch)
-    board.update([Residency("a", Tier.DEVICE)], LOAD)
+    board.update([at("a", Tier.DEVICE)], LOAD)
     board.new_epoch(6, [on_disk("a")])
     news = await anext(watch)
     assert news.is_full and news.epoch == 6
@@ -47,10 +51,13 @@ async def test_a_new_epoch_begins_with_everything_again() -> None:
 async def test_waiting_for_an_adapter_ends_when_it_arrives_or_fails() -> None:
     board = StatusBoard()
     good, bad, lost = board.arrival("good"), board.arrival("bad"), board.arrival("lost")
-    board.update([Residency("good", Tier.LOADING)], LOAD)
+    board.update([at("good", Tier.LOADING)], LOAD)
     assert not good.done()
     error = WireError.of(DataLoss("damaged"))
-    board.update([Residency("good", Tier.DEVICE), Residency("bad", Tier.GONE, error=error)], LOAD)
+    board.update(
+        [at("good", Tier.DEVICE), at("bad", Tier.NONE, error)],
+        LOAD,
+    )
     assert (await good).tier == Tier.DEVICE
     with pytest.raises(DataLoss):
         await bad
@@ -62,7 +69,7 @@ async def test_waiting_for_an_adapter_ends_when_it_arrives_or_fails() -> None:
 async def test_adapters_gone_from_disk_are_forgotten_unless_they_are_on_the_device() -> None:
     board = StatusBoard()
     board.new_epoch(1, [on_disk("a"), on_disk("b")])
-    board.update([Residency("b", Tier.DEVICE)], LOAD)
+    board.update([at("b", Tier.DEVICE)], LOAD)
     board.off_disk("a")
     board.off_disk("b")
     assert {a.digest for a in board.adapters()} == {"b"}

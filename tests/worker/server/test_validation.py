@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.server.validation import IntakeLimits, check_submit
 from loraplex_services.worker.types.messages import Submit
-from loraplex_services.worker.types.request import AdapterSet, Pooling, SamplingParams
+from loraplex_services.worker.types.request import AdapterSet
 from tests.worker.commands import make_submit
 
 LIMITS = IntakeLimits(vocab_size=50, max_model_len=20, max_adapters=2)

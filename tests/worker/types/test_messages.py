@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.types.messages import (
     Cancel,
     Command,
-    EngineLoad,
     Failure,
     Fetched,
     FetchFailed,
@@ -19,7 +21,7 @@ from loraplex_services.worker.types.messages import (
     Gone,
     Ping,
     Prefetch,
-    Residency,
+    ResidencyChange,
     StepInput,
     StepOutput,
     Submit,
@@ -31,8 +33,7 @@ from loraplex_services.worker.types.messages import (
     decode_message,
     frame,
 )
-from loraplex_services.worker.types.request import AdapterSet, SamplingParams
-from loraplex_services.worker.types.step_plan import Logprobs
+from loraplex_services.worker.types.request import AdapterSet
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(
@@ -68,15 +69,15 @@ OUTPUT = StepOutput(
             "1/r",
             [3],
             0,
-            finish_reason=1,
+            finish_reason=FinishReason.STOP,
             stop_token_id=3,
-            logprobs=[Logprobs(3, -0.25, ((3, -0.25), (9, -2.0)))],
-            prompt_logprobs=[Logprobs(1, -3.0)],
+            logprobs=[TokenLogprob(3, -0.25, (Candidate(3, -0.25), Candidate(9, -2.0)))],
+            prompt_logprobs=[TokenLogprob(1, -3.0)],
         )
     ],
     failures=[Failure("1/q", WireError.of(DataLoss("damaged")))],
-    residency=[Residency(DIGEST, 3, 8, 4096, True, 2)],
-    load=EngineLoad(steps=3),
+    residency=[ResidencyChange(AdapterResidency(DIGEST, Tier.DEVICE, 8, 4096, True, 2))],
+    load=WorkerLoad(steps=3),
 )
 
 

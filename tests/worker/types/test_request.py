@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_services.worker.types.request import AdapterSet, Request, SamplingParams
+from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.types.request import AdapterSet, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 

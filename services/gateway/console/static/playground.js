@@ -90,7 +90,7 @@ class Answer {
         const choice = value.choices[0];
         if (!choice) continue;
         const said = choice.text ?? choice.delta.content ?? "";
-        const thought = choice.delta?.reasoning_content ?? "";
+        const thought = choice.delta?.reasoning ?? "";
         if (said || thought) firstMs ??= performance.now();
         if (thought) { this.thought.hidden = false; this.thought.append(thought); }
         this.text.append(said);

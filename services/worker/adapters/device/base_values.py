@@ -1,6 +1,6 @@
 """What an adapter's image takes from the base: DoRA's gains, and differences from its weights.
 
-Computed where the base is, beside the step, once for each image.
+Computed in the engine process, concurrently with steps, once for each image.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena, beside the step: two threads of the engine's process.
+"""Loads adapters into the arena, concurrently with steps: two threads of the engine process.
 
 One copies images, without holding the GIL; one packs what needs the base's weights and so could
 not be packed by the API server process.
@@ -77,7 +77,7 @@ class AdapterLoader:
         self._packed: dict[Path, PackedAdapter] = {}
 
     def pack(self, folder: Path) -> Future[int]:
-        """Put the image of the adapter beside it; the result is its number of blocks."""
+        """Put the image of the adapter next to it; the result is its number of blocks."""
         return self._packing.submit(self._pack, folder)
 
     def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:

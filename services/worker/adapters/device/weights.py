@@ -49,7 +49,7 @@ class AdapterWeights:
     def copy(
         self, image: Image, blocks: Sequence[int], step_s: float = 0.0
     ) -> tuple[CopyEvents | None, float]:
-        """Fill `blocks`, which no step in flight reads. From any one thread, beside the step.
+        """Fill `blocks`, which no step in flight reads. From any one thread, during steps.
 
         Raises and returns as `PinnedCache.copy` does.
         """

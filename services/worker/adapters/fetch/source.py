@@ -67,7 +67,7 @@ class AdapterSource:
         self._closing: list[asyncio.Task[None]] = []
 
     def pack_with(self, pool: Preparing) -> None:
-        """Who checks and packs, once the engine has told for what base."""
+        """Who checks and packs, once the engine has said for what base."""
         old, self._pool = self._pool, pool
         if old is not None:
             self._closing.append(asyncio.create_task(old.close()))
@@ -91,7 +91,7 @@ class AdapterSource:
         if digest not in self._flights:
             flight = asyncio.create_task(self._fly(digest))
             self._flights[digest] = flight
-            flight.add_done_callback(lambda done: self._landed(digest, done))
+            flight.add_done_callback(lambda done: self._fetched(digest, done))
         return await asyncio.shield(self._flights[digest])
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class AdapterSource:
             await self._pool.close()
         await self._store.close()
 
-    def _landed(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
+    def _fetched(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
         del self._flights[digest]
         if not flight.cancelled():
             flight.exception()  # every caller may have gone: then nobody else asks for it

@@ -114,7 +114,7 @@ class PackedAdapter:
         self.index = index
         self._data = data
 
-    def told(self, facts: AdapterFacts) -> PackedAdapter:
+    def described(self, facts: AdapterFacts) -> PackedAdapter:
         """The same image with what requests must know."""
         return PackedAdapter(msgspec.structs.replace(self.index, facts=facts), self._data)
 

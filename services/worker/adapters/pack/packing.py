@@ -106,7 +106,7 @@ class Packer:
         plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
         packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
         packed = self._fill(plans, packing, changed, file.read)
-        return packed.told(_facts_of(packed.index.sites, report.config, self._layout.ropes))
+        return packed.described(_facts_of(packed.index.sites, report.config, self._layout.ropes))
 
     def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
         return itemsize(self._layout.lora_dtype(info.dtype, site_kind))

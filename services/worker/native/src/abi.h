@@ -10,6 +10,9 @@ namespace lpx {
 // Element types as Python numbers them.
 enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 struct bf16 {
     uint16_t bits;
 };

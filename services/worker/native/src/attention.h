@@ -1,4 +1,4 @@
-// What both kinds of attention are told.
+// The arguments of both kinds of attention.
 #pragma once
 #include "abi.h"
 
@@ -31,5 +31,23 @@ struct AttentionCall {
 inline int64_t block_of(const Sequence& sequence, int64_t index) {
     return reinterpret_cast<const int64_t*>(sequence.blocks)[index];
 }
+
+// Tokens of a block whose keys and values are packed in tiles (see attention_tiles.cpp).
+constexpr int64_t kTokens = 16;
+
+// One KV head's keys or values in the blocks of a sequence.
+struct Blocks {
+    const Sequence& sequence;
+    const bf16* plane;
+    int64_t stride, items, offset;
+
+    const bf16* at(int64_t block) const {
+        return plane + block_of(sequence, block) * stride + offset;
+    }
+    void prefetch(int64_t block) const {
+        const bf16* p = at(block);
+        for (int64_t i = 0; i < items; i += 32) __builtin_prefetch(p + i, 0, 3);
+    }
+};
 
 }  // namespace lpx

@@ -1,7 +1,8 @@
-// Attention in bfloat16 on AMX tiles, over blocks of 16 tokens and heads of whole tiles.
+// Attention in bfloat16, with AMX or AVX-512's pairwise dot products, over blocks of 16 tokens and
+// heads of whole tiles.
 //
 // In a block, a KV head's keys lie as [pair of dimensions][token][2] and its values as [pair of
-// tokens][dimension][2], as TDPBF16PS reads its right operand; only this file knows. A task is 16
+// tokens][dimension][2], as both read their right operand; only this file knows. A task is 16
 // query rows at most that share a KV head (some queries of one sequence, all heads of the group). It
 // scores all visible keys, takes the softmax of whole rows and multiplies with the values, so a row's
 // result depends neither on its neighbours nor on how its prompt was cut. Hidden places get weight 0;
@@ -11,15 +12,19 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
+#if defined(LPX_HAS_TILES)
 #if defined(__AMX_BF16__)
-#include "tiles.h"
+#include "tiles_amx.h"
+#else
+#include "tiles_avx512.h"
+#endif
 
 namespace lpx {
 namespace {
 
-constexpr int64_t kTokens = 16;
 
 struct QueryTask {
     int64_t sequence, head, first, last;  // queries [first, last)
@@ -44,44 +49,6 @@ void write_token(const AttentionCall<bf16>& call, const Sequence& sequence, int6
         for (int64_t d = 0; d < l.head_dim; ++d) {
             block[(slot / 2 * l.head_dim + d) * 2 + slot % 2] = value[d];
         }
-    }
-}
-
-// Tiles: 0 to 3 sums, 4 left operand of scores (32 dimensions), 5 left operand of values (16
-// tokens), 6 keys, 7 values.
-void configure(int64_t num_rows) {
-    TileConfig config;
-    const uint8_t rows = static_cast<uint8_t>(num_rows);
-    for (int i = 0; i < 4; ++i) config.set(i, rows, 64);
-    config.set(4, rows, 64);
-    config.set(5, rows, 2 * kTokens);
-    config.set(6, 16, 64);
-    config.set(7, kTokens / 2, 64);
-    _tile_loadconfig(&config);
-}
-
-inline void prefetch_tile(const bf16* p, int64_t num_items) {
-    for (int64_t i = 0; i < num_items; i += 32) _mm_prefetch(p + i, _MM_HINT_T0);
-}
-
-// scores[row][16 * (block - first) ...] = q . k
-void score(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t head,
-           const bf16* queries, int64_t first, int64_t end, float* scores, int64_t width) {
-    const Layout& l = call.layout;
-    const int64_t items = kTokens * l.head_dim;
-    const auto keys_of = [&](int64_t block) {
-        return call.keys + block_of(sequence, block) * l.block_stride + head * items;
-    };
-    for (int64_t block = first; block < end; ++block) {
-        const bf16* keys = keys_of(block);
-        if (block + 1 < end) prefetch_tile(keys_of(block + 1), items);
-        _tile_zero(0);
-        for (int64_t d = 0; d < l.head_dim; d += kTileInputs) {
-            _tile_loadd(4, queries + d, l.head_dim * sizeof(bf16));
-            _tile_loadd(6, keys + d * kTokens, kTileBytes);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, scores + (block - first) * kTokens, width * sizeof(float));
     }
 }
 
@@ -123,47 +90,6 @@ float weigh(const Layout& l, float* scores, int64_t begin, int64_t end, int64_t 
     return 1.0f / sum(total);
 }
 
-// out[row][d] = weights . values, four tiles of dimensions at a time.
-void gather(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t head,
-            const bf16* weights, int64_t first, int64_t end, int64_t width, float* out) {
-    const Layout& l = call.layout;
-    const int64_t items = kTokens * l.head_dim;
-    const int64_t stride = 2 * l.head_dim * sizeof(bf16);
-    for (int64_t d = 0; d < l.head_dim; d += 4 * 16) {
-        const bool more = d + 32 < l.head_dim;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t block = first; block < end; ++block) {
-            const bf16* values = call.values + block_of(sequence, block) * l.block_stride +
-                                 head * items + 2 * d;
-            if (block + 1 < end) {
-                prefetch_tile(call.values + block_of(sequence, block + 1) * l.block_stride +
-                                  head * items,
-                              items);
-            }
-            _tile_loadd(5, weights + (block - first) * kTokens, width * sizeof(bf16));
-            _tile_loadd(7, values, stride);
-            _tile_dpbf16ps(0, 5, 7);
-            _tile_loadd(7, values + 32, stride);
-            _tile_dpbf16ps(1, 5, 7);
-            if (more) {
-                _tile_loadd(7, values + 64, stride);
-                _tile_dpbf16ps(2, 5, 7);
-                _tile_loadd(7, values + 96, stride);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, out + d, l.head_dim * sizeof(float));
-        _tile_stored(1, out + d + 16, l.head_dim * sizeof(float));
-        if (more) {
-            _tile_stored(2, out + d + 32, l.head_dim * sizeof(float));
-            _tile_stored(3, out + d + 48, l.head_dim * sizeof(float));
-        }
-    }
-}
-
 void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const QueryTask& task) {
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads, head = task.head;
@@ -181,11 +107,14 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
                         (head * group + row % group) * l.head_dim;
         std::memcpy(queries + row * l.head_dim, q, l.head_dim * sizeof(bf16));
     }
+    const int64_t items = kTokens * l.head_dim;
+    const Blocks keys{sequence, call.keys, l.block_stride, items, head * items};
+    const Blocks values{sequence, call.values, l.block_stride, items, head * items};
     float factors[kTileRows];
     for (int64_t begin = 0; begin < num_rows; begin += kTileRows) {
         const int64_t n = num_rows - begin < kTileRows ? num_rows - begin : kTileRows;
-        configure(n);
-        score(call, sequence, head, queries + begin * l.head_dim, first, end, scores, width);
+        const RowProducts products(n);
+        products.score(queries + begin * l.head_dim, keys, l.head_dim, first, end, scores, width);
         for (int64_t row = 0; row < n; ++row) {
             const int64_t now = low + (begin + row) / group;
             const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
@@ -194,7 +123,7 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
             factors[row] = weigh(l, scores + row * width, from, now + 1 - skipped, width,
                                  weights + row * width);
         }
-        gather(call, sequence, head, weights, first, end, width, out);
+        products.gather(weights, values, l.head_dim, first, end, out, width);
         for (int64_t row = 0; row < n; ++row) {
             bf16* y = call.y + (sequence.row + task.first + (begin + row) / group) * l.ldy +
                       (head * group + (begin + row) % group) * l.head_dim;
@@ -203,7 +132,6 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
             }
         }
     }
-    _tile_release();
 }
 
 }  // namespace

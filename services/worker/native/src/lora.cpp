@@ -4,10 +4,13 @@
 // The batch is cut into segments, rows that the same runs cover, and segments into tasks of a few
 // rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
 // from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
-// one order whatever the segments are, so a row's result does not depend on the batch.
+// one order whatever the segments are, so a row's result does not depend on the batch. Rows and matrices
+// in bfloat16 are multiplied in pairs where the processor has dot products of them; A x is then rounded
+// to bfloat16, too.
 #include <algorithm>
 #include <vector>
 
+#include "lora_pairs.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -15,10 +18,6 @@ namespace lpx {
 namespace {
 
 constexpr int64_t kTaskRows = 16;
-// How far ahead of its use a rank row of B is asked for: a tile's rows are too many short streams for
-// the hardware's prefetchers.
-constexpr int64_t kAheadItems = 256;
-
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // As `records.py` writes them, in int64 words.
@@ -214,27 +213,89 @@ void expand_tile(float* y, int64_t ldy, int64_t num_rows, const Tile& tile, cons
     for (; r < num_b; ++r) expand_block<1>(out, ldy, num_rows, b + r * n, n, in + r, ld);
 }
 
-void add_product(const Use& use, const float* x, int64_t ldx, float* y, int64_t ldy,
-                 int64_t num_rows) {
+// Rows of a segment.
+template <class T>
+class Inputs {
+public:
+    Inputs(const T* x, int64_t ldx, int64_t num_rows, int64_t num_columns)
+        : x(x), ldx(ldx), num_rows(num_rows), num_columns_(num_columns) {}
+
+    // As floats, which are made when they are first asked for.
+    const float* wide() {
+        if (wide_ == nullptr) {
+            const bool copies = sizeof(T) != sizeof(float);
+            float* buffer = copies ? scratch(1, num_rows * num_columns_) : nullptr;
+            wide_ = widen(x, ldx, num_rows, num_columns_, buffer);
+        }
+        return wide_;
+    }
+    int64_t wide_stride() const { return widened_stride(x, ldx, num_columns_); }
+
+    const T* const x;
+    const int64_t ldx, num_rows;
+
+private:
+    int64_t num_columns_;
+    const float* wide_ = nullptr;
+};
+
+// Whether rows of T are multiplied with some matrices in pairs.
+template <class T>
+constexpr bool kInPairs = kHasPairs && std::is_same<T, bf16>::value;
+
+inline const bf16* matrix_of(const Tile& tile) { return reinterpret_cast<const bf16*>(tile.address); }
+
+template <class T>
+void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld) {
+    if constexpr (kInPairs<T>) {
+        if (tile.dtype == kBfloat16) {
+            return shrink_pairs(in.x + tile.col_begin, in.ldx, in.num_rows, matrix_of(tile),
+                                tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
+                                shrunk + tile.row_begin, ld);
+        }
+    }
+    with_tile(tile.dtype, [&](auto w) {
+        shrink_tile<decltype(w)>(in.wide(), in.wide_stride(), in.num_rows, tile, shrunk, ld);
+    });
+}
+
+// y += shrunk B for all tiles of B.
+template <class T>
+void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const float* shrunk) {
+    const int64_t ld = entry.rank, num_items = num_rows * entry.rank;
+    bf16* narrow = nullptr;
+    for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
+        if (!kInPairs<T> || tile->dtype != kBfloat16) {
+            with_tile(tile->dtype, [&](auto w) {
+                expand_tile<decltype(w)>(y, ldy, num_rows, *tile, shrunk, ld);
+            });
+            continue;
+        }
+        if constexpr (kInPairs<T>) {
+            if (narrow == nullptr) {
+                narrow = reinterpret_cast<bf16*>(scratch(3, num_items / 2 + 1));
+                for (int64_t i = 0; i < num_items; i += kLanes) {
+                    store_n(narrow + i, load_n(shrunk + i, num_items - i), num_items - i);
+                }
+            }
+            expand_pairs(y + tile->col_begin, ldy, num_rows, matrix_of(*tile),
+                         tile->row_end - tile->row_begin, tile->col_end - tile->col_begin,
+                         narrow + tile->row_begin, ld);
+        }
+    }
+}
+
+template <class T>
+void add_product(const Use& use, Inputs<T>& in, float* y, int64_t ldy) {
     const Entry& entry = *use.entry;
-    const int64_t rank = entry.rank;
+    const int64_t rank = entry.rank, num_rows = in.num_rows;
     float* shrunk = scratch(0, num_rows * rank);
     std::memset(shrunk, 0, num_rows * rank * sizeof(float));
-    for (int64_t i = 0; i < entry.num_a; ++i) {
-        const Tile& tile = entry.a()[i];
-        with_tile(tile.dtype, [&](auto w) {
-            shrink_tile<decltype(w)>(x, ldx, num_rows, tile, shrunk, rank);
-        });
-    }
+    for (int64_t i = 0; i < entry.num_a; ++i) shrink(in, entry.a()[i], shrunk, rank);
     for (int64_t row = 0; row < num_rows; ++row) {
         for (int64_t r = 0; r < rank; ++r) shrunk[row * rank + r] *= entry.scale()[r] * use.coef;
     }
-    for (int64_t i = 0; i < entry.num_b; ++i) {
-        const Tile& tile = entry.b()[i];
-        with_tile(tile.dtype, [&](auto w) {
-            expand_tile<decltype(w)>(y, ldy, num_rows, tile, shrunk, rank);
-        });
-    }
+    expand<T>(entry, y, ldy, num_rows, shrunk);
 }
 
 // Calls f(y, value) for each output that the one-row float32 tiles cover, in every row.
@@ -252,44 +313,40 @@ void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, in
     }
 }
 
-void add_segment(const Segment& segment, const Use* used, const float* x, int64_t ldx, float* y,
-                 int64_t ldy) {
-    const int64_t num_rows = segment.end - segment.begin;
+template <class T>
+void add_segment(const Segment& segment, const Use* used, Inputs<T>& in, float* y, int64_t ldy) {
     const Use* begin = used + segment.first;
     const Use* end = begin + segment.count;
     for (const Use* use = begin; use < end; ++use) {
-        add_product(*use, x, ldx, y, ldy, num_rows);
-        each_output(use->entry->lora_biases(), use->entry->num_lora_biases, y, ldy, num_rows,
+        add_product(*use, in, y, ldy);
+        each_output(use->entry->lora_biases(), use->entry->num_lora_biases, y, ldy, in.num_rows,
                     [use](float& out, float bias) { out += use->coef * bias; });
     }
     for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, num_rows,
+        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, in.num_rows,
                     [](float& out, float gain) { out *= gain; });
     }
     for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, num_rows,
+        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, in.num_rows,
                     [](float& out, float bias) { out += bias; });
     }
 }
 
-void add_rows(const Segment& segment, const Use* used, const float* x, int64_t ldx, int64_t,
-              float* y, int64_t ldy, int64_t) {
-    add_segment(segment, used, x + segment.begin * ldx, ldx, y + segment.begin * ldy, ldy);
+void add_rows(const Segment& segment, const Use* used, Inputs<float>& in, float* y, int64_t ldy,
+              int64_t) {
+    add_segment(segment, used, in, y, ldy);
 }
 
 // bfloat16 rows are summed as floats and rounded once.
-void add_rows(const Segment& segment, const Use* used, const bf16* x, int64_t ldx, int64_t num_inputs,
-              bf16* y, int64_t ldy, int64_t num_outputs) {
-    const int64_t num_rows = segment.end - segment.begin;
-    float* in = scratch(1, num_rows * num_inputs);
-    float* out = scratch(2, num_rows * num_outputs);
-    widen(x + segment.begin * ldx, ldx, num_rows, num_inputs, in);
-    widen(y + segment.begin * ldy, ldy, num_rows, num_outputs, out);
-    add_segment(segment, used, in, num_inputs, out, num_outputs);
-    for (int64_t row = 0; row < num_rows; ++row) {
+void add_rows(const Segment& segment, const Use* used, Inputs<bf16>& in, bf16* y, int64_t ldy,
+              int64_t num_outputs) {
+    float* out = scratch(2, in.num_rows * num_outputs);
+    widen(y, ldy, in.num_rows, num_outputs, out);
+    add_segment(segment, used, in, out, num_outputs);
+    for (int64_t row = 0; row < in.num_rows; ++row) {
         for (int64_t c = 0; c < num_outputs; c += kLanes) {
             const int64_t n = num_outputs - c;
-            store_n(y + (segment.begin + row) * ldy + c, load_n(out + row * num_outputs + c, n), n);
+            store_n(y + row * ldy + c, load_n(out + row * num_outputs + c, n), n);
         }
     }
 }
@@ -316,8 +373,11 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
         parallel_for(static_cast<int64_t>(plan.segments.size()), [&](int64_t i) {
-            add_rows(plan.segments[i], plan.used.data(), static_cast<const T*>(x), ldx, num_inputs,
-                     static_cast<T*>(y), ldy, num_outputs);
+            const Segment& segment = plan.segments[i];
+            Inputs<T> in(static_cast<const T*>(x) + segment.begin * ldx, ldx,
+                         segment.end - segment.begin, num_inputs);
+            add_rows(segment, plan.used.data(), in, static_cast<T*>(y) + segment.begin * ldy, ldy,
+                     num_outputs);
         });
     });
 }

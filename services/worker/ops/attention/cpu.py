@@ -1,6 +1,7 @@
 """Attention in C++: ragged, paged, contexts and generations alike.
 
-`native/src/attention_tiles.cpp` in bfloat16 on AMX, `native/src/attention.cpp` elsewhere.
+`native/src/attention_tiles.cpp` in bfloat16 where the library has dot products of it,
+`native/src/attention.cpp` elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from loraplex_services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
 from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +69,10 @@ def _flatten(
 class NativeAttention:
     """One layer."""
 
-    def __init__(
-        self,
-        native: Native,
-        layer_idx: int,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, native: Native, layer_idx: int, shape: HeadShape) -> None:
         self._native = native
         self._layer = layer_idx
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads or num_heads
-        self._head_dim = head_dim
-        self._scale = head_dim**-0.5 if scale is None else scale
-        self._softcap = softcap
-        self._window = window
+        self._shape = shape
 
     def forward(
         self,
@@ -111,23 +97,24 @@ class NativeAttention:
         return self._native.attend(q, k, v, planes, layout, group.words, metadata.task_ends)
 
     def _fits_tiles(self, dtype: torch.dtype, block_tokens: int) -> bool:
-        is_whole = self._head_dim % TILE_INPUTS == 0 and block_tokens == TILE_ROWS
+        is_whole = self._shape.head_dim % TILE_INPUTS == 0 and block_tokens == TILE_ROWS
         return self._native.has_tiles and dtype is torch.bfloat16 and is_whole
 
     def _layout(self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int) -> Tensor:
+        shape = self._shape
         words = struct.pack(
             "9q2dq",
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
             block_tokens,
             plane.stride(0),
             row_stride(q),
             row_stride(k),
             row_stride(v),
             q.shape[1],
-            self._scale,
-            self._softcap or 0.0,
-            self._window or 0,
+            shape.scale,
+            shape.softcap or 0.0,
+            shape.window or 0,
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

@@ -1,10 +1,11 @@
-"""Sizes of attention launches: the heads of a layer and the tiles of its kernels."""
+"""The heads of a layer, and the tiles of its Triton kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from loraplex_services.worker.ops.launch import power_of_two
+from loraplex_services.worker.types.model_config import ModelConfig
 
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
@@ -24,6 +25,18 @@ class HeadShape:
     scale: float
     softcap: float | None
     window: int | None
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> HeadShape:
+        """The heads of one layer of a model."""
+        return cls(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.attention_softcap,
+            config.windows[layer],
+        )
 
     @property
     def num_shared(self) -> int:
@@ -53,7 +66,7 @@ class Tiling:
     programs_per_processor: int = 1
     """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
     max_registers: int | None = None
-    """Of each thread, so that so many programs fit; None = the compiler's choice."""
+    """Of each thread, so that this many programs fit; None = the compiler's choice."""
 
 
 def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:

@@ -1,10 +1,10 @@
-"""Attention in plain torch, on any device: what other backends are compared with.
+"""Attention in plain torch, on any device.
 
 Contexts run one by one over exactly the keys they see; generations run together, padded to the
 longest. Scores and softmax are float32. On CPUs torch's fused attention computes them. On other
-devices they are separate products, so that no fused kernel has a part in the reference. Masks are
-added to scores: places that nothing was written to are made zero before they are read, since they
-could be NaN.
+devices they are separate products, so that no fused kernel takes part in comparisons with this
+backend. Masks are added to scores. Slots that nothing was written to are made zero before they are
+read, since they could be NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
 """Most float32 scores of one context at a time; longer ones run in pieces of queries."""
@@ -121,24 +122,9 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 class VanillaAttention:
     """One layer."""
 
-    def __init__(
-        self,
-        layer_idx: int,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, layer_idx: int, shape: HeadShape) -> None:
         self._layer = layer_idx
-        self._num_kv_heads = num_kv_heads or num_heads
-        self._num_shared = num_heads // self._num_kv_heads
-        self._head_dim = head_dim
-        self._scale = head_dim**-0.5 if scale is None else scale
-        self._softcap = softcap
-        self._window = window
+        self._shape = shape
 
     def forward(
         self,
@@ -152,9 +138,10 @@ class VanillaAttention:
         assert isinstance(metadata, VanillaAttentionMetadata), type(metadata)
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
-        queries = q.view(len(q), self._num_kv_heads, self._num_shared, self._head_dim)
-        keys = k.view(len(k), self._num_kv_heads, self._head_dim)
-        values = v.view(len(v), self._num_kv_heads, self._head_dim)
+        shape = self._shape
+        queries = q.view(len(q), shape.num_kv_heads, shape.num_shared, shape.head_dim)
+        keys = k.view(len(k), shape.num_kv_heads, shape.head_dim)
+        values = v.view(len(v), shape.num_kv_heads, shape.head_dim)
         if not metadata.kv_cache_params.use_cache:
             return self._without_cache(queries, keys, values, metadata, attention_mask)
         assert attention_mask is AttentionMask.CAUSAL, "a KV cache implies the causal mask"
@@ -216,8 +203,8 @@ class VanillaAttention:
                 now = torch.arange(start + row, start + row + len(piece), device=q.device)[:, None]
                 at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
                 visible = at <= now
-                if self._window is not None:
-                    visible &= at > now - self._window
+                if self._shape.window is not None:
+                    visible &= at > now - self._shape.window
             out = self._attend(piece.permute(1, 2, 0, 3), keys[:, None], values[:, None], visible)
             pieces.append(out.permute(2, 0, 1, 3))
         return torch.cat(pieces).reshape(len(q), -1)
@@ -230,12 +217,13 @@ class VanillaAttention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible."""
-        if self._softcap is None and q.device.type == "cpu":
+        scale, softcap = self._shape.scale, self._shape.softcap
+        if softcap is None and q.device.type == "cpu":
             k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale)
-        scores = torch.matmul(q.float(), k.mT.float()).mul_(self._scale)
-        if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        scores = torch.matmul(q.float(), k.mT.float()).mul_(scale)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if visible is not None:
             scores = scores.masked_fill_(~visible, float("-inf"))
         return torch.matmul(scores.softmax(dim=-1), v.float()).to(q.dtype)

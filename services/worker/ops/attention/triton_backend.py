@@ -260,15 +260,7 @@ class TritonKernels:
 
     def layer(self, config: ModelConfig, layer: int) -> TritonAttention:
         """See AttentionKernels."""
-        shape = HeadShape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-            config.windows[layer],
-        )
-        return TritonAttention(layer, shape)
+        return TritonAttention(layer, HeadShape.of(config, layer))
 
     def metadata(self, **fields: Any) -> TritonAttentionMetadata:
         """See AttentionKernels."""

@@ -1,6 +1,6 @@
 """How the keys of generations are cut into items of similar size, and the workspace to join them.
 
-One sequence of 32,768 tokens beside short ones must not make them wait for a single program, so
+One sequence of 32,768 tokens among short ones must not make them wait for a single program, so
 programs share items instead of sequences. The cuts depend on the number of keys that a row sees and
 on the number of generations in the step, whose order and lengths change nothing.
 """

@@ -1,4 +1,4 @@
-"""Shrink beside the base product: a second stream that forks off the step's and joins it again.
+"""Shrink during the base product: a second stream that forks off the step's and joins it again.
 
 Under capture the fork and the join become edges of the graph. Nothing is allocated on the side: x
 and the planes belong to the step's stream, which waits before it uses either again.
@@ -20,7 +20,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """What is launched inside runs beside what the step's stream launches next."""
+        """What is launched inside runs concurrently with what the step's stream launches next."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

@@ -97,7 +97,7 @@ class StepWork:
         copy_into(self.runs, torch.tensor(words, dtype=torch.int32))
 
     def list_groups(self, num_rows: int) -> None:
-        """List the groups of all parts in one launch, for a step of so many token rows."""
+        """List the groups of all parts in one launch, for a step of `num_rows` token rows."""
         tables, num_tiles = self.tables, -(-num_rows // TILE_ROWS)
         assert num_tiles <= self.max_tiles, (num_rows, self.max_tiles)
         kernels.list_groups[(len(tables.parts),)](

@@ -41,7 +41,7 @@ class DeviceLora:
     """Tables of one runner; makes the work of each step and launches it."""
 
     def __init__(self, tables: DeviceTables, side: SideStream | None = None) -> None:
-        """`side`: where intermediates are computed beside a library's base product; None = after
+        """`side`: where intermediates are computed during a library's base product; None = after
         it."""
         self.tables = tables
         self._side = side

@@ -77,8 +77,8 @@ def grouped_linear_kernel(
     WIDEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: a fixed number of programs, each taking every so-many-th tile. Tiles of one expert and
-    block of outputs are neighbours, so that they share reads of the weight.
+    """Grid: a fixed number of programs that share the tiles. Tiles of one expert and block
+    of outputs are neighbours, so that they share reads of the weight.
 
     NUM_ACTIVE > 0: x has a row for each token, and y one for each pair in the order of `order`.
     NUM_ACTIVE = 0: x has a row for each pair in that order, and y one for each pair by its number.

@@ -8,6 +8,7 @@ import torch
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.native.isas import ISAS, native
@@ -42,11 +43,10 @@ class Side:
 
 
 def both_sides(library, heads, head_dim, window, softcap, dtype):
-    args = (0, heads[0], head_dim, heads[1])
-    options = {"window": window, "softcap": softcap}
+    head_shape = HeadShape(heads[0], heads[1], head_dim, head_dim**-0.5, softcap, window)
     shape = (heads, head_dim, window, dtype)
-    vanilla = VanillaAttention(*args, **options)
-    compiled = NativeAttention(library, *args, **options)
+    vanilla = VanillaAttention(0, head_shape)
+    compiled = NativeAttention(library, 0, head_shape)
     return (
         Side(vanilla, VanillaAttentionMetadata, *shape),
         Side(compiled, NativeAttentionMetadata, *shape, task_queries=library.task_queries),

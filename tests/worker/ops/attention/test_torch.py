@@ -1,4 +1,4 @@
-"""Paged attention against one dense softmax over each whole sequence."""
+"""Paged attention in torch against the reference over each whole sequence."""
 
 import random
 
@@ -8,6 +8,8 @@ import torch
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention.backend import AttentionMask, KvCacheParams
+from loraplex_services.worker.ops.attention.reference import attention
+from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
@@ -16,21 +18,8 @@ HEAD_DIM = 8
 NUM_BLOCKS = 64
 
 
-def dense(q, k, v, window, softcap, *, causal=True):
-    """The whole sequence at once, float64: `[n, Hq, D]`, `[n, Hkv, D]`."""
-    q, k, v = q.double(), k.double(), v.double()
-    num_shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(num_shared, 1), v.repeat_interleave(num_shared, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    at = torch.arange(len(q))
-    hidden = at[None] > at[:, None]
-    if window is not None:
-        hidden |= at[None] <= at[:, None] - window
-    if causal:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+def heads_of(num_heads, num_kv_heads, window=None, softcap=None):
+    return HeadShape(num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM**-0.5, softcap, window)
 
 
 class Sequence:
@@ -88,10 +77,11 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
-    backend = VanillaAttention(0, heads[0], HEAD_DIM, heads[1], window=window, softcap=softcap)
+    shape = heads_of(heads[0], heads[1], window, softcap)
+    backend = VanillaAttention(0, shape)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
-    sequences = [Sequence(n, *heads, free) for n in (1, 15, 16, 17, 40, 63)]
+    sequences = [Sequence(n, heads[0], heads[1], free) for n in (1, 15, 16, 17, 40, 63)]
     while active := [s for s in sequences if s.computed < len(s.q)]:
         chosen = rng.sample(active, rng.randrange(1, len(active) + 1))
         pieces = [(s, min(rng.choice([1, 1, 7, 20]), len(s.q) - s.computed)) for s in chosen]
@@ -100,7 +90,7 @@ def test_chunks_and_decodes_in_pages_equal_dense_attention(window, heads, softca
             for sequence in chosen:
                 release_behind(sequence, window, kv, free)
     for sequence in sequences:
-        expected = dense(sequence.q, sequence.k, sequence.v, window, softcap)
+        expected = attention(sequence.q, sequence.k, sequence.v, shape)
         torch.testing.assert_close(
             torch.cat(sequence.outputs).double(), expected, rtol=1e-5, atol=1e-5
         )
@@ -111,11 +101,12 @@ def test_long_contexts_run_in_pieces_of_queries(monkeypatch):
     groups = plan_kv_groups([None], 2, HEAD_DIM, itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     kv = KvBuffer(arena, groups, torch.float32)
-    backend = VanillaAttention(0, 4, HEAD_DIM, 2)
+    shape = heads_of(4, 2)
+    backend = VanillaAttention(0, shape)
     monkeypatch.setattr("loraplex_services.worker.ops.attention.torch.MAX_SCORE_ITEMS", 4 * 50 * 7)
     sequence = Sequence(50, 4, 2, list(range(NUM_BLOCKS)))
     run_step(backend, kv, [(sequence, 50)])
-    expected = dense(sequence.q, sequence.k, sequence.v, None, None)
+    expected = attention(sequence.q, sequence.k, sequence.v, shape)
     torch.testing.assert_close(sequence.outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -139,11 +130,13 @@ def test_without_a_cache_sequences_see_themselves_only(mask):
         kv_cache_params=KvCacheParams(use_cache=False),
     )
     metadata.prepare()
-    backend = VanillaAttention(0, 4, HEAD_DIM, 2)
+    shape = heads_of(4, 2)
+    backend = VanillaAttention(0, shape)
     out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata, mask)
     causal = mask is AttentionMask.CAUSAL
-    for part, *qkv in zip(*(x.split(lens) for x in (out, q, k, v)), strict=True):
-        expected = dense(*qkv, None, None, causal=causal).flatten(1)
+    parts = zip(*(x.split(lens) for x in (out, q, k, v)), strict=True)
+    for part, q_part, k_part, v_part in parts:
+        expected = attention(q_part, k_part, v_part, shape, causal=causal).flatten(1)
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -161,6 +154,6 @@ def test_a_profiling_run_touches_no_cache():
     )
     metadata.prepare()
     q = torch.randn(3, 4 * HEAD_DIM)
-    out = VanillaAttention(0, 4, HEAD_DIM).forward(q, q, q, metadata)
+    out = VanillaAttention(0, heads_of(4, 4)).forward(q, q, q, metadata)
     assert out.shape == q.shape
     assert not out.isnan().any()

@@ -38,7 +38,8 @@ class PackedArena:
 
     def put(self, matrix: torch.Tensor, row_begin=0, col_begin=0) -> list[Tile]:
         """Tiles of a matrix, moved to (row_begin, col_begin)."""
-        shape = Matrix(*matrix.shape, matrix.itemsize)
+        num_rows, num_cols = matrix.shape
+        shape = Matrix(num_rows, num_cols, matrix.itemsize)
         packing = self._layout.pack([shape])
         blocks = [self._free.pop() for _ in range(packing.num_blocks)]
         tiles = []
@@ -90,6 +91,6 @@ def random_delta(
         a += arena.put(a_rows, rank)
         b += arena.put(b_rows, rank, begin)
         rank += num_ranks
-    scales = torch.cat(scales)
-    vectors = {name: tuple(tiles) for name, tiles in vectors.items()}
-    return SiteDelta(tuple(slices), tuple(a), tuple(b), scales.to(arena.data.device), **vectors)
+    all_scales = torch.cat(scales).to(arena.data.device)
+    tiles_of = {name: tuple(tiles) for name, tiles in vectors.items()}
+    return SiteDelta(tuple(slices), tuple(a), tuple(b), all_scales, **tiles_of)

@@ -1,4 +1,4 @@
-"""Paged attention by kernels against one dense softmax over each whole sequence."""
+"""Paged attention by kernels against the reference over each whole sequence."""
 
 import random
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.triton import context_tiles
 from loraplex_services.worker.ops.attention.triton_backend import (
@@ -22,21 +23,6 @@ from tests.worker.ops.attention.paged import paged_metadata
 from tests.worker.ops.triton.conftest import INTERPRETING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def dense(q, k, v, shape):
-    """The last queries `[n, Hq, D]` of a sequence with keys `[N, Hkv, D]`, at once in float64."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = k.repeat_interleave(shape.num_shared, 1), v.repeat_interleave(shape.num_shared, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * shape.scale
-    if shape.softcap is not None:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    key = torch.arange(len(k), device=q.device)
-    position = key[len(k) - len(q) :, None]
-    hidden = key > position
-    if shape.window is not None:
-        hidden |= key <= position - shape.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 @dataclass
@@ -108,7 +94,7 @@ def check_step(shape, dtype, device, pieces, tolerance=None):
     outputs = run_step(shape, kv, sequences)
     tolerance = tolerance or TOLERANCE[dtype]
     for sequence, found in zip(sequences, outputs, strict=True):
-        expected = dense(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
+        expected = attention(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 

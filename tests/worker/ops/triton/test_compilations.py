@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 from tests.worker.ops.triton.compilations import counted_compilations
 from tests.worker.ops.triton.conftest import INTERPRETING

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, PieceRecorder
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
+
+FREE_BLOCKS: list[int] = []
+"""Of the runner's arena."""
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +27,9 @@ def runner(tmp_path_factory):
         max_resident=4,
         max_lora_rank=32,
     )
-    free = list(range(made.arena_blocks))
-    made.load_adapter(0, adapter, [free.pop() for _ in range(made.adapter_blocks(adapter))])
-    made.free = free
+    FREE_BLOCKS.extend(range(made.arena_blocks))
+    blocks = [FREE_BLOCKS.pop() for _ in range(made.adapter_blocks(adapter))]
+    made.load_adapter(0, adapter, blocks)
     return made
 
 
@@ -40,7 +44,7 @@ def mixed_plan(runner, steps_before):
         request = Request(name, list(range(2, 2 + num_prompt)), SamplingParams(9, seed=0))
         request.output_ids = [3] if start == num_prompt else []
         request.block_tables = [
-            [runner.free.pop() for _ in range(3)] for _ in runner.kv_group_windows
+            [FREE_BLOCKS.pop() for _ in range(3)] for _ in runner.kv_group_windows
         ]
         if start:
             before = PlannedRow(request, 0, start, False, slots)
@@ -77,7 +81,7 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
         recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None))
-        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()), gpu._masks)
+        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
     num_layers = len(runner._model._layers)
@@ -88,13 +92,13 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
     gpu = runner._batches.gpu
-    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()), gpu._masks)
-    graphs._steps = {(size, 0): size for size in (64, 128, 192)}
+    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()))
+    assert graphs.sizes == (64, 128, 192)
     for num_tokens, size in ((1, 64), (64, 64), (65, 128), (192, 192), (193, None)):
         request = Request("r", [1] * 300, SamplingParams(9, seed=0))
         row = PlannedRow(request, 0, num_tokens, False, ())
         step = runner._batches.read(StepPlan(0, (row,)))
-        assert graphs.find(step, 0) == size
+        assert graphs.size_for(step) == size
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.lora_linear import LoraLinear
@@ -18,11 +19,12 @@ from loraplex_services.worker.ops.lora.device_records import Part
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe import reference
 from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING
@@ -79,13 +81,12 @@ def test_each_pair_is_multiplied_by_its_experts_weight(
     pairs = sort_pairs(chosen, num_experts)
     y = moe.grouped_linear(x, weights, pairs, SMALL, of_tokens=True)
     experts = chosen.flatten()
-    by_pair = x.float().repeat_interleave(num_active, 0)
-    expected = torch.einsum("pi,poi->po", by_pair, weights.float()[experts])
+    expected = reference.grouped_linear(x.repeat_interleave(num_active, 0), weights, experts)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(y.float(), expected[pairs.order], **tolerance)
+    torch.testing.assert_close(y.double(), expected[pairs.order], **tolerance)
     z = moe.grouped_linear(y, back, pairs, SMALL, of_tokens=False)
-    in_order = torch.einsum("pi,poi->po", y.float(), back.float()[experts[pairs.order]])
-    torch.testing.assert_close(z[pairs.order].float(), in_order, **tolerance)
+    in_order = reference.grouped_linear(y, back, experts[pairs.order])
+    torch.testing.assert_close(z[pairs.order].double(), in_order, **tolerance)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="real widths take the interpreter minutes")
@@ -117,10 +118,10 @@ def test_every_tiling_multiplies_real_widths(device, dtype, num_tokens):
 def test_results_of_a_token_are_added_up_by_weight(device, dtype):
     y = torch.randn(7 * 3, 1100).to(device, dtype)
     weights = torch.rand(7, 3).to(device)
-    expected = (y.float().view(7, 3, -1) * weights[:, :, None]).sum(1)
+    expected = reference.combine(y.view(7, 3, -1), weights)
     out = moe.combine(y, weights)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

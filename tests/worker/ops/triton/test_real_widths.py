@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
@@ -21,7 +22,7 @@ from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import PackedArena
 from tests.worker.ops.triton.conftest import INTERPRETING
-from tests.worker.ops.triton.test_attention import dense, make_step, run_step
+from tests.worker.ops.triton.test_attention import make_step, run_step
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="takes hours under the interpreter")
 
@@ -173,7 +174,7 @@ def test_attention_of_real_heads_equals_dense_attention(pieces, window, device):
     kv, sequences = make_step(shape, torch.bfloat16, device, pieces)
     outputs = run_step(shape, kv, sequences)
     for sequence, found in zip(sequences, outputs, strict=True):
-        expected = dense(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
+        expected = attention(sequence.q[sequence.start :], sequence.k, sequence.v, shape)
         error = (found.double() - expected).abs()
         limit = 2 * EPS * expected.abs() + 4 * EPS * expected.std()
         assert (error <= limit).all(), sequence.start

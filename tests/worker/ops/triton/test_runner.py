@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.loader import CopiedImage
@@ -16,7 +17,7 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.profiling import run_largest_step
 from loraplex_services.worker.runner.warm_up import idle_batch
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base

@@ -2,9 +2,10 @@
 
 import torch
 
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.sampler import sample
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from tests.worker.ops.triton.reads import note_reads
 from tests.worker.ops.triton.test_runner import AsksNobody
 

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex_services.worker.ops.sampling.reference import gumbel_scalar
 from loraplex_services.worker.ops.sampling.triton import (
     BLOCK_TOKENS,
     SLACK,
@@ -13,7 +14,7 @@ from loraplex_services.worker.ops.sampling.triton import (
     most_gumbel,
 )
 from loraplex_services.worker.ops.sampling.triton import gumbel as gumbel_of
-from loraplex_services.worker.sampling.philox import gumbel, gumbel_scalar
+from loraplex_services.worker.sampling.philox import gumbel
 
 SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
 

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.common import write_base
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter
+from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.request import Request, SamplingParams
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 from tests.worker.ops.triton.conftest import INTERPRETING
 
@@ -185,7 +186,8 @@ class Forced:
 def all_steps(name, folders, device, dtype, backend):
     """Prompts of all adapters at once, then a mixed step, then pure decodes."""
     geometry, num_adapters = GEOMETRIES[name], len(GEOMETRIES[name].ranks)
-    runner = Forced(geometry, *folders.of(name), device, dtype, backend)
+    base, adapters = folders.of(name)
+    runner = Forced(geometry, base, adapters, device, dtype, backend)
     slots = [((slot, 0.5 + 0.5 * slot),) for slot in range(num_adapters)]
     for number, num_tokens in enumerate(geometry.prompt_lens):
         runner.add(number, num_tokens, slots[number] if number < num_adapters else ())

@@ -1,0 +1,336 @@
+"""Registers, spills and shared memory of every Triton kernel, compiled here; needs no GPU.
+
+python -m benchmarks run gpu.kernel_resources [--target 90] [--only lora]
+
+Must run in a process without TRITON_INTERPRET. Each kernel is compiled as for a launch on a real
+model: pointers 16-byte aligned, strides divisible by 16, and the constants of its plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loraplex_services.worker.ops.activation import triton as silu
+from loraplex_services.worker.ops.attention import shapes as attention_shapes
+from loraplex_services.worker.ops.attention import triton as attention_launch
+from loraplex_services.worker.ops.attention import triton_kernels as attention
+from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.lora import plan as lora_plan
+from loraplex_services.worker.ops.lora import triton as lora_launch
+from loraplex_services.worker.ops.lora import triton_kernels as lora
+from loraplex_services.worker.ops.lora import triton_lists
+from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_tables import SiteShape
+from loraplex_services.worker.ops.lora.step_work import MIN_RUNS
+from loraplex_services.worker.ops.moe import triton as moe
+from loraplex_services.worker.ops.norm import triton as norm
+from loraplex_services.worker.ops.rope import triton as rope
+from loraplex_services.worker.ops.sampling import triton as sampling
+from loraplex_services.worker.ops.sampling import truncation
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CAPABILITIES = (80, 90, 100)
+WARP_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel with one set of types and constants."""
+
+    name: str
+    function: Any
+    types: Mapping[str, str]
+    """Triton's type of each run-time argument by name."""
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: Sequence[str] = field(default=())
+    """Integer arguments that are multiples of 16."""
+    max_registers: int | None = None
+    """Of each thread; None = the compiler's choice."""
+
+    def compile(self, capability: int) -> Any:
+        """Triton's compiled kernel for sm_`capability`; `asm["ptx"]`, `asm["cubin"]`."""
+        names = list(self.function.arg_names)
+        signature = {name: self.types.get(name, "constexpr") for name in names}
+        attrs = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in self.divisible or signature[name].startswith("*")
+        }
+        source = ASTSource(self.function, signature, dict(self.constants), attrs)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return triton.compile(
+            source, target=GPUTarget("cuda", capability, WARP_THREADS), options=options
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one program takes."""
+
+    num_registers: int
+    """Of each thread."""
+    spill_bytes: int
+    """Stack of each thread."""
+    shared_bytes: int
+
+
+def resources(compiled: Any) -> Resources:
+    """Read them from the machine code."""
+    from triton.knobs import nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run(
+            [nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True
+        ).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return Resources(usage["REG"], usage["STACK"], compiled.metadata.shared)
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in every dtype and family that the worker launches."""
+    yield _list_groups()
+    yield _list_items()
+    yield from _draw()
+    yield _truncate()
+    for dtype, name in DTYPES.items():
+        yield from _lora(dtype, name)
+        yield from _attention(dtype, name)
+        yield from _fused(name)
+        yield from _moe(dtype, name)
+
+
+def _list_groups() -> Variant:
+    kernel = triton_lists.list_groups
+    names = [name for name in kernel.arg_names if name.islower()]
+    types = dict.fromkeys(names, "i32")
+    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")
+    types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
+    return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
+
+
+QKV = SiteShape(4096, (Part(0, 0, 4096), Part(0, 4096, 1024), Part(0, 5120, 1024)), True, False)
+GATE_UP = SiteShape(4096, (Part(0, 0, 14336), Part(0, 14336, 14336)), True, False)
+DOWN = SiteShape(14336, (Part(0, 0, 4096),), True, False)
+"""Sites of Llama-3-8B: three parts, the most outputs, and the most partial sums."""
+
+
+def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    kernel = lora.update_site
+    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
+    types |= dict.fromkeys(("y", "x", "weight", "arena", "h"), f"*{name}")
+    types |= dict.fromkeys(("partial", "vector_arena"), "*fp32")
+    types |= dict.fromkeys(("entries", "lanes", "vectors"), "*i64")
+    types |= dict.fromkeys(("counts", "tile_ends", "tickets", "done"), "*i32")
+    is_half = dtype is not torch.float32
+    for site, shape in (("qkv", QKV), ("gate_up", GATE_UP), ("down", DOWN)):
+        num_outputs = shape.parts[-1].end
+        apart = lora_plan.expand_plan(64, num_outputs, dtype.itemsize)
+        launches = [("shrink", apart, True, False), ("expand", apart, False, True)]
+        if is_half:
+            launches.append(("fused", lora_plan.fused_plan(num_outputs), True, True))
+        for launch, plan, shrinks, expands in launches:
+            for int8 in (False, True) if dtype is torch.bfloat16 and site == "qkv" else (False,):
+                flags = int8, shrinks, expands, launch == "fused"
+                yield Variant(
+                    f"lora.{launch}{'-int8' * int8}-{site}.{name}",
+                    kernel,
+                    types | ({"arena": "*i8"} if int8 else {}),
+                    lora_launch.constants_of(plan, shape, dtype, *flags),
+                    plan.num_warps,
+                    divisible=("x_stride", "y_stride", "num_inputs"),
+                )
+
+
+HEADS = attention_shapes.HeadShape(32, 8, 128, 128**-0.5, None, None)
+"""Llama-3-8B."""
+WINDOWED_HEADS = attention_shapes.HeadShape(16, 8, 256, 256**-0.5, 50.0, 4096)
+"""Gemma-2-9B's layers with a window."""
+
+
+def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    tensor = f"*{name}"
+    types = dict.fromkeys(("q", "k_plane", "v_plane", "out"), tensor)
+    types |= dict.fromkeys(("partial", "partial_stats"), "*fp32")
+    types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
+    strides = ("plane_stride", "q_stride", "out_stride")
+    words = ("table_stride", "first_row", "num_kv_heads", "window")
+    types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS)):
+        large = attention_shapes.LARGE_SHARED_BYTES
+        contexts = attention_shapes.context_tiling(shape, dtype.itemsize, large)
+        small = attention_shapes.context_tiling(shape, dtype.itemsize, large - 1)
+        generations = attention_shapes.generation_tiling(shape, dtype.itemsize)
+        kernels = (
+            ("contexts", contexts, attention_launch.context_constants),
+            ("contexts-small", small, attention_launch.context_constants),
+            ("generations", generations, attention_launch.generation_constants),
+        )
+        for phase, tiling, constants_of in kernels:
+            kernel = getattr(attention, f"attend_{phase.removesuffix('-small')}")
+            yield Variant(
+                f"attention.{phase}{suffix}.{name}",
+                kernel,
+                {key: value for key, value in types.items() if key in kernel.arg_names},
+                constants_of(shape, tiling, 16) | {"WIDEN": False},
+                tiling.num_warps,
+                tiling.num_stages,
+                strides,
+                tiling.max_registers,
+            )
+    yield Variant(
+        f"attention.append.{name}",
+        attention.append,
+        dict.fromkeys(("k", "v", "k_plane", "v_plane"), tensor)
+        | {"places": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
+        {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim},
+        num_warps=1,
+        divisible=("k_stride", "v_stride", "plane_stride"),
+    )
+
+
+def _list_items() -> Variant:
+    kernel = attention.list_items
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "places": "*i64"}
+    types |= dict.fromkeys(("sequences", "items"), "*i32")
+    types = {key: value for key, value in types.items() if key.islower()}
+    constants = work_items.LIST_CONSTANTS
+    return Variant("attention.list_items", kernel, types, constants, num_warps=1)
+
+
+def _draw() -> Iterator[Variant]:
+    types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
+    types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
+    types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
+    constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
+    yield Variant(
+        "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
+    )
+    names = ("floors", "best_scores", "keys", "inverses", "logs")
+    of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
+    constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
+    yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
+
+
+NUM_EXPERTS, NUM_ACTIVE = 128, 8
+"""Qwen3-30B-A3B."""
+
+
+def _moe(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    tensor, widths = f"*{name}", ("num_outputs", "num_inputs")
+    types = dict.fromkeys(("y", "x", "weights"), tensor) | {"order": "*i64", "ends": "*i32"}
+    types |= dict.fromkeys(("num_experts", *widths), "i32")
+    for tiling in moe.tilings(dtype):
+        for of_tokens in (True, False):
+            yield Variant(
+                f"moe.grouped_linear-{tiling.block_rows}-{'up' if of_tokens else 'down'}.{name}",
+                moe.grouped_linear_kernel,
+                types,
+                moe.constants_of(tiling, NUM_EXPERTS, NUM_ACTIVE if of_tokens else 0, dtype),
+                tiling.num_warps,
+                tiling.num_stages,
+                widths,
+            )
+    yield Variant(
+        f"moe.combine.{name}",
+        moe.combine_kernel,
+        {"out": tensor, "y": tensor, "weights": "*fp32"},
+        {"WIDTH": 2048, "NUM_ACTIVE": NUM_ACTIVE, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS},
+    )
+
+
+def _truncate() -> Variant:
+    types = dict.fromkeys(("scores", "limits", "bests", "candidates"), "*fp32")
+    types |= {"powers": "*i32", "num_tokens": "i32"}
+    constants = {
+        "BLOCK": truncation.BLOCK_TOKENS,
+        "ROOM": truncation.BLOCK_TOKENS,
+        "NUM_BINS": truncation.NUM_BINS,
+    }
+    return Variant(
+        "sampling.truncate",
+        truncation.truncate_kernel,
+        types,
+        constants,
+        truncation.NUM_WARPS,
+        divisible=("num_tokens",),
+    )
+
+
+def _fused(name: str) -> Iterator[Variant]:
+    tensor = f"*{name}"
+    yield Variant(
+        f"norm.add_rms_norm.{name}",
+        norm.add_rms_norm_kernel,
+        dict.fromkeys(("out", "residual", "update", "weight"), tensor)
+        | {"row_stride": "i32", "eps": "fp32"},
+        {"WIDTH": 4096, "BLOCK_WIDTH": 4096, "HAS_UPDATE": True, "IN_FLOAT32": False},
+        num_warps=8,
+        divisible=("row_stride",),
+    )
+    yield Variant(
+        f"silu.silu_and_multiply.{name}",
+        silu.silu_and_multiply_kernel,
+        {"out": tensor, "gate_up": tensor},
+        {"WIDTH": 14336, "BLOCK_COLUMNS": silu.BLOCK_COLUMNS},
+    )
+    strides = ("q_stride", "k_stride", "v_stride", "plane_stride")
+    yield Variant(
+        f"rope.rotate_and_append.{name}",
+        rope.rotate_and_append_kernel,
+        dict.fromkeys(("q", "k", "v", "cos", "sin", "k_plane", "v_plane"), tensor)
+        | {"places": "*i64"}
+        | dict.fromkeys(strides, "i32"),
+        {
+            "NUM_HEADS": 32,
+            "NUM_KV_HEADS": 8,
+            "BLOCK_HEADS": rope.BLOCK_HEADS,
+            "TOKENS": 16,
+            "HEAD_DIM": 128,
+            "BLOCK_DIM": 128,
+            "HALF": 64,
+            "BLOCK_HALF": 64,
+        },
+        num_warps=2,
+        divisible=strides,
+    )
+
+
+def main() -> None:
+    """Print one line for each kernel and target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", type=int, action="append", help="compute capability, as 90")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    args = parser.parse_args()
+    print(f"{'kernel':<36}{'target':>8}{'registers':>11}{'spill B':>9}{'shared B':>10}")
+    for variant in variants():
+        if args.only not in variant.name:
+            continue
+        for target in args.target or CAPABILITIES:
+            used = resources(variant.compile(target))
+            print(
+                f"{variant.name:<36}{f'sm_{target}':>8}{used.num_registers:>11}"
+                f"{used.spill_bytes:>9}{used.shared_bytes:>10}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

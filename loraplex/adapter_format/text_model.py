@@ -1,0 +1,180 @@
+"""The text model inside a multimodal checkpoint: its config, and the names of its modules.
+
+transformers wraps a text model together with vision or audio towers. The text model's modules then
+have longer names, which depend on the version that wrote a file:
+
+    the text model alone             model.layers...                   lm_head
+    a wrapper of transformers 5      model.language_model.layers...    lm_head
+    a wrapper of transformers 4      language_model.model.layers...    language_model.lm_head
+
+Geometries and workers use the first spelling. Published bases and adapters come in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from loraplex.errors import InvalidRequest, Unsupported
+
+WRAPPERS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen3_vl": "qwen3_vl_text",
+    "vipllava": "llama",
+}
+"""`model_type` of a wrapper -> that of its text model, where `text_config` does not name one."""
+
+_SAME_TEXT_MODEL = {"qwen3_vl_text": "qwen3"}
+"""Text models that compute what another one does: without images, the three position ids of a token
+are equal."""
+
+_ABSENT: Mapping[str, Mapping[str, object]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "qwen3_vl_text": {"rope_theta": 500000.0},
+}
+"""What keys mean that a published `text_config` leaves out: the defaults of transformers' classes.
+The configs of Gemma 3 and LLaVA hold only what differs from them."""
+
+_TOWERS = frozenset(
+    """
+    audio_model audio_tower connector embed_audio embed_vision multi_modal_projector patch_merger
+    vision_adapter vision_embedder vision_encoder vision_language_adapter vision_model vision_tower
+    visual
+    """.split()
+)
+"""Parts of module names that only towers beside the text model have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a file writes the names of the text model's modules."""
+
+    body: str
+    """Prefix of what is `model.` in the text model alone."""
+    head: str = ""
+    """Prefix of `lm_head`."""
+
+    def of(self, name: str) -> str:
+        """A module's name in this spelling."""
+        if name.startswith(PLAIN.body):
+            return self.body + name.removeprefix(PLAIN.body)
+        return self.head + name if name == "lm_head" else name
+
+    def plain(self, name: str) -> str:
+        """The plain name of a module, or of a tensor of one, in this spelling."""
+        if name.startswith(self.body):
+            return PLAIN.body + name.removeprefix(self.body)
+        return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head") else name
+
+
+PLAIN = Spelling("model.")
+WRAPPED = (
+    Spelling("model.language_model."),
+    Spelling("language_model.model.", "language_model."),
+)
+
+
+def is_wrapper(config: Mapping[str, object]) -> bool:
+    """Whether a config.json describes a text model together with other towers."""
+    return config.get("model_type") in WRAPPERS
+
+
+def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[str, object]:
+    """The config of a wrapper's text model, as config.json of the text model alone would be.
+
+    Args:
+        config: config.json of a wrapper.
+        tensors: plain names of the text model's tensors; empty = not known.
+
+    Raises:
+        InvalidRequest: it has none.
+    """
+    wrapper = str(config["model_type"])
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        description = f"must be an object: the config of the text model in {wrapper!r}"
+        raise InvalidRequest.field("config.json:text_config", inner, description)
+    model_type = inner.get("model_type") or WRAPPERS[wrapper]
+    if not isinstance(model_type, str):
+        raise Unsupported.field("config.json:text_config.model_type", model_type, "must be a name")
+    given = {key: value for key, value in inner.items() if value is not None}
+    text = {**_ABSENT.get(model_type, {}), **inner, **given}
+    text["model_type"] = _SAME_TEXT_MODEL.get(model_type, model_type)
+    text["tie_word_embeddings"] = _is_tied(config, inner, tensors)
+    if config.get("quantization_config") is not None:
+        text["quantization_config"] = config["quantization_config"]
+    return text
+
+
+def _is_tied(
+    config: Mapping[str, object], inner: Mapping[str, object], tensors: Collection[str]
+) -> bool:
+    """As in transformers 5, the wrapper's config goes first, and a head in the files is used."""
+    if "lm_head.weight" in tensors:
+        return False
+    for source in (config, inner):
+        if source.get("tie_word_embeddings") is not None:
+            return source["tie_word_embeddings"] is True
+    return True
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Plain name -> name in the files, of the text model's tensors in a wrapper's files.
+
+    Raises:
+        InvalidRequest: there are none.
+    """
+    found: dict[str, str] = {}
+    others = []
+    for name in names:
+        plain = _plain(name)
+        if plain is None:
+            others.append(name)
+        else:
+            found[plain] = name
+    if not found:
+        example = min(others, default="no tensor")
+        description = "the files hold weights of other towers, but none of the text model"
+        raise InvalidRequest.field("model.safetensors", example, description)
+    return found
+
+
+def _plain(tensor: str) -> str | None:
+    """The plain name; None where a tensor is not the text model's."""
+    for spelling in WRAPPED:
+        if tensor.startswith((spelling.body, f"{spelling.head}lm_head.")):
+            return spelling.plain(tensor)
+    is_plain = tensor.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
+    return tensor if is_plain else None
+
+
+def is_in_tower(module: str) -> bool:
+    """Whether a module is a part of a vision or audio tower."""
+    return not _TOWERS.isdisjoint(module.split("."))

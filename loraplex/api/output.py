@@ -1,0 +1,72 @@
+"""What a request is answered with: finish reasons, logprobs, token counts and times."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice stopped growing, as OpenAI spells it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class Candidate(NamedTuple):
+    """One token with the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The logprob of one token of a prompt or output, and of the most likely ones there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+    """Best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBy:
+    """What ran a request."""
+
+    adapters: tuple[str, ...]
+    """As tenant/name:vN; empty for the base."""
+    digests: tuple[str, ...]
+    """The digests of these adapters, in the same order."""
+    worker_id: str
+    base_id: str
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request. The gateway's grow while the request runs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Generated tokens of all choices."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompt and of all choices."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds that one choice spent on its worker."""
+
+    queue_s: float = 0.0
+    """From its arrival to its first step."""
+    load_s: float = 0.0
+    """The part of `queue_s` that was spent waiting for adapters."""
+    prefill_s: float = 0.0
+    """From its first step to its first token."""

@@ -1,0 +1,239 @@
+"""The records of the registry, as its clients return them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from loraplex.errors import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """One file of a version."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+    """64 hex characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable upload."""
+
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    """`sha256:...` of the core manifest: the identity of the adapter."""
+    base_id: str
+    base_fingerprint: str
+    created_unix_s: float
+    creator: str
+    """Id of the key that published it; "" without auth."""
+    max_rank: int
+    num_modules: int
+    size_bytes: int
+    visibility: str
+    """"private", "shared" or "public"."""
+    tags: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    parent: str = ""
+    files: tuple[AdapterFile, ...] = ()
+    warnings: tuple[Violation, ...] = ()
+    shared_with: tuple[str, ...] = ()
+    peft_version: str = ""
+    signers: tuple[str, ...] = ()
+    """sha256 of the keys (PEM) whose signatures the registry verified."""
+    pullable: bool = False
+    """Whether tenants that may run it may download it too."""
+    deleted: bool = False
+    task: str = "CAUSAL_LM"
+    """PEFT's task_type: "SEQ_CLS" scores, "FEATURE_EXTRACTION" embeds."""
+    num_labels: int = 0
+    """Outputs of its classification head; 0 without one."""
+    rope_scaling: str = ""
+    """A rotary embedding of its own, JSON as in config.json; "" = its base's."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output; empty: the base's."""
+
+    @property
+    def ref(self) -> str:
+        """`tenant/name:vN`."""
+        return f"{self.tenant}/{self.name}:v{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who besides its owner may use an adapter."""
+
+    name: str
+    visibility: str
+    """"private", "shared" or "public"."""
+    shared_with: tuple[str, ...]
+    pullable: bool
+    """Whether they may download it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A version with its signatures."""
+
+    version: AdapterVersion
+    bundles: Mapping[str, bytes]
+    """Sigstore bundles by the sha256 of the signer's key."""
+    policy_keys: tuple[str, ...]
+    """Public keys in PEM of which the version's tenant demands one; empty = no demand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The acknowledgement of an upload."""
+
+    version: AdapterVersion
+    created: bool
+    """False when this name already had the same content."""
+    warnings: tuple[Violation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What an upload would become."""
+
+    base_id: str
+    max_rank: int
+    warnings: tuple[Violation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TagTarget:
+    """One side of a tag."""
+
+    version: int
+    digest: str
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A movable pointer, or a weighted split."""
+
+    tenant: str
+    name: str
+    tag: str
+    targets: tuple[TagTarget, ...]
+    generation: int
+    updated_unix_s: float
+    pending: tuple[TagTarget, ...] = ()
+    """Targets of a staged move that has not completed."""
+    pending_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TagMove:
+    """One past move of a tag."""
+
+    generation: int
+    targets: tuple[TagTarget, ...]
+    """Empty = deleted."""
+    moved_unix_s: float
+    mover: str
+    """Id of the key that did it; "" without auth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a reference means, with all tags of its adapter."""
+
+    version: AdapterVersion
+    tags: tuple[Tag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base that adapters can be published for."""
+
+    base_id: str
+    model_type: str
+    fingerprint: str
+    num_layers: int
+    vocab_size: int
+    aliases: tuple[str, ...]
+    max_lora_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the registry, as a watch reports it."""
+
+    kind: str
+    """"version", "tag", "base", or "snapshot" (forget what was known)."""
+    version: AdapterVersion | None = None
+    tag: Tag | None = None
+    base_id: str = ""
+    resume_token: str = ""
+    """Continue after this change with this token."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One change by one actor."""
+
+    time_unix_s: float
+    actor: str
+    tenant: str
+    action: str
+    subject: str
+    digest: str
+    details: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key without its secret."""
+
+    key_id: str
+    tenant: str
+    scopes: tuple[str, ...]
+    created_unix_s: float
+    expires_unix_s: float
+    """0 = never."""
+    revoked: bool
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An owner of adapters, with limits (0 = none) and use."""
+
+    tenant: str
+    max_bytes: int = 0
+    max_versions: int = 0
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    max_concurrent: int = 0
+    fairness_weight: float = 1.0
+    used_bytes: int = 0
+    used_versions: int = 0
+    signature_keys: tuple[str, ...] = ()
+    """EC public keys in PEM; where there are any, versions need a signature by one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a garbage collection did, or would do."""
+
+    deleted_objects: int
+    deleted_bytes: int
+    kept_objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reindexed:
+    """What a rebuild of the index found."""
+
+    versions: int
+    tags: int
+    bases: int
+    epoch: str

@@ -1,0 +1,63 @@
+"""What a worker reports: where its adapters are, and how busy it is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Tier(enum.IntEnum):
+    """How near to a worker's device an adapter is. The numbers are those of the wire."""
+
+    NONE = 0
+    """Not on the worker."""
+    DISK = 1
+    """Verified, in the disk cache."""
+    LOADING = 2
+    """On its way to the device."""
+    DEVICE = 3
+    """Usable in the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterResidency:
+    """Where one adapter is on one worker."""
+
+    digest: str
+    tier: Tier
+    max_rank: int = 0
+    """The largest rank over its modules."""
+    device_bytes: int = 0
+    """What it holds in the arena."""
+    pinned: bool = False
+    """A pinned adapter is never evicted."""
+    running_requests: int = 0
+    """Running requests that use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How busy a worker is."""
+
+    running_requests: int = 0
+    """Requests in its batch."""
+    waiting_requests: int = 0
+    """Requests that have not been scheduled yet."""
+    queued_tokens: int = 0
+    """Tokens of prompts that have not been computed yet."""
+    free_blocks: int = 0
+    """Blocks of the arena that are free, or held by idle adapters and prefixes."""
+    total_blocks: int = 0
+    """Blocks of the arena."""
+    step_s: float = 0.0
+    """The mean duration of recent steps; 0 = not known yet."""
+    prefill_tokens_per_s: float = 0.0
+    """The recent rate; 0 = not known yet."""
+    max_distinct_adapters: int = 0
+    """The most adapters in one step since the engine started."""
+    steps: int = 0
+    """Steps since the engine started."""
+    max_running_requests: int = 0
+    """The size of its batch; 0 = not reported."""
+    is_full: bool = False
+    """Requests wait for memory or for the token budget of its steps, not for a batch slot."""

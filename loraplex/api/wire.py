@@ -1,0 +1,253 @@
+"""Converts each type of `loraplex.api` to and from its protobuf message."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from google.protobuf.message import Message
+
+from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.pooling import Pooling
+from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
+from loraplex.api.sampling import Grammar, Sampling, SamplingParams
+from loraplex.errors import InvalidRequest
+from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
+
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+_PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_LOAD_FIELDS = tuple(
+    field.name for field in dataclasses.fields(WorkerLoad) if field.name != "is_full"
+)
+"""Those that have the same name in the message."""
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+_FINISH_REASON_OF = {number: reason for reason, number in _FINISH_REASONS.items()}
+_POOLINGS = {
+    Pooling.DEFAULT: common_pb2.POOLING_UNSPECIFIED,
+    Pooling.NONE: common_pb2.POOLING_UNSPECIFIED,
+    Pooling.LAST: common_pb2.POOLING_LAST,
+    Pooling.MEAN: common_pb2.POOLING_MEAN,
+    Pooling.HEAD: common_pb2.POOLING_HEAD,
+}
+# The last of the two that are unspecified counts: NONE.
+_POOLING_OF = {number: pooling for pooling, number in _POOLINGS.items()}
+
+
+def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
+    """The fields of a request that are not None.
+
+    Raises:
+        InvalidRequest: it names the field whose value the message cannot hold.
+    """
+    message = inference_pb2.SamplingParams()
+    for name in _SAMPLING_FIELDS:
+        value = getattr(sampling, name)
+        if value is None:
+            continue
+        if isinstance(value, Grammar):
+            value = grammar_to_proto(value)
+        try:
+            message.MergeFrom(inference_pb2.SamplingParams(**{name: value}))
+        except (ValueError, TypeError):
+            raise InvalidRequest.field(
+                name, value, "is out of range or of another type; see Sampling"
+            ) from None
+    return message
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams) -> Sampling:
+    """The inverse. A number without presence means the default if it is 0."""
+    return Sampling(**_set_fields(message, {"logit_bias": dict, "grammar": grammar_from_proto}))
+
+
+def sampling_params_to_proto(params: SamplingParams) -> worker_pb2.WorkerSampling:
+    """Resolved parameters for a worker."""
+    values = {name: getattr(params, name) for name in _PARAM_FIELDS}
+    values["logit_bias"] = dict(params.logit_bias)
+    return worker_pb2.WorkerSampling(**values)
+
+
+def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingParams:
+    """The inverse. The pairs of `logit_bias` are sorted; a field that is 0 has its default."""
+    given = _set_fields(message, {"logit_bias": lambda biases: tuple(sorted(biases.items()))})
+    return SamplingParams(**{"max_tokens": 0, "seed": 0, **given})
+
+
+def _set_fields(message: Message, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
+    """Values of the fields that are set, by name. Repeated fields without a reader are tuples."""
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        read = readers.get(field.name) or (tuple if field.is_repeated else None)
+        values[field.name] = value if read is None else read(value)
+    return values
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.Grammar:
+    """A grammar of one form.
+
+    Raises:
+        InvalidRequest: none or several of its fields are set.
+    """
+    if not grammar.form:
+        raise InvalidRequest.field(
+            "grammar",
+            ", ".join(grammar.forms) or "nothing",
+            "set exactly one of json_schema, regex, ebnf and choice",
+        )
+    if grammar.form == "choice":
+        return common_pb2.Grammar(choice=common_pb2.GrammarChoice(options=grammar.texts))
+    form: dict[str, Any] = {grammar.form: grammar.texts[0]}
+    return common_pb2.Grammar(**form)
+
+
+def grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
+    """The inverse; a message without a form becomes a grammar without one."""
+    form = message.WhichOneof("form")
+    if form is None:
+        return Grammar()
+    if form == "choice":
+        return Grammar(choice=tuple(message.choice.options))
+    given: dict[str, Any] = {form: getattr(message, form)}
+    return Grammar(**given)
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason:
+    """None is unspecified: the choice is still growing."""
+    if reason is None:
+        return common_pb2.FINISH_REASON_UNSPECIFIED
+    return _FINISH_REASONS[reason]
+
+
+def finish_reason_from_proto(number: common_pb2.FinishReason) -> FinishReason | None:
+    """The inverse."""
+    return _FINISH_REASON_OF.get(number)
+
+
+def logprob_to_proto(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
+    """One position; None becomes an empty message."""
+    if logprob is None:
+        return common_pb2.TokenLogprob()
+    return common_pb2.TokenLogprob(
+        token=common_pb2.TokenCandidate(token_id=logprob.token_id, logprob=logprob.logprob),
+        top=[common_pb2.TokenCandidate(token_id=i, logprob=value) for i, value in logprob.top],
+    )
+
+
+def logprobs_from_proto(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """The logprobs of output tokens."""
+    return tuple(map(_logprob, messages))
+
+
+def prompt_logprobs_from_proto(
+    messages: Iterable[common_pb2.TokenLogprob],
+) -> tuple[TokenLogprob | None, ...]:
+    """The logprobs of a prompt, whose first token has none."""
+    return tuple(map(_prompt_logprob, messages))
+
+
+def _prompt_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob | None:
+    return _logprob(message) if message.HasField("token") else None
+
+
+def _logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        message.token.token_id,
+        message.token.logprob,
+        tuple(Candidate(top.token_id, top.logprob) for top in message.top),
+    )
+
+
+def pooling_to_proto(pooling: Pooling) -> common_pb2.Pooling:
+    """NONE and DEFAULT are both unspecified: requests for text and for vectors differ otherwise."""
+    return _POOLINGS[pooling]
+
+
+def pooling_from_proto(number: common_pb2.Pooling) -> Pooling | None:
+    """The inverse: NONE for unspecified, None for a pooling that this build does not know."""
+    return _POOLING_OF.get(number)
+
+
+def usage_to_proto(usage: Usage) -> common_pb2.Usage:
+    """Token counts."""
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def usage_from_proto(message: common_pb2.Usage) -> Usage:
+    """The inverse."""
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def timings_to_proto(timings: Timings) -> common_pb2.Timings:
+    """Times in seconds."""
+    return common_pb2.Timings(
+        queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
+    )
+
+
+def timings_from_proto(message: common_pb2.Timings) -> Timings:
+    """The inverse."""
+    return Timings(message.queue_s, message.load_s, message.prefill_s)
+
+
+def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
+    """What ran a request."""
+    return inference_pb2.ServedBy(
+        adapters=served_by.adapters,
+        digests=served_by.digests,
+        worker_id=served_by.worker_id,
+        base_id=served_by.base_id,
+    )
+
+
+def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
+    """The inverse."""
+    return ServedBy(
+        tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
+    )
+
+
+def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
+    """Where an adapter is."""
+    return worker_pb2.AdapterResidency(
+        digest=residency.digest,
+        tier=cast("worker_pb2.AdapterTier", int(residency.tier)),
+        max_rank=residency.max_rank,
+        device_bytes=residency.device_bytes,
+        pinned=residency.pinned,
+        running_requests=residency.running_requests,
+    )
+
+
+def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
+    """The inverse."""
+    return AdapterResidency(
+        digest=message.digest,
+        tier=Tier(message.tier),
+        max_rank=message.max_rank,
+        device_bytes=message.device_bytes,
+        pinned=message.pinned,
+        running_requests=message.running_requests,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
+    """How busy a worker is."""
+    return worker_pb2.WorkerLoad(
+        **{name: getattr(load, name) for name in _LOAD_FIELDS}, full=load.is_full
+    )
+
+
+def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    """The inverse."""
+    return WorkerLoad(
+        **{name: getattr(message, name) for name in _LOAD_FIELDS}, is_full=message.full
+    )

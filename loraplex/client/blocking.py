@@ -1,0 +1,150 @@
+"""Thin blocking clients for scripts and notebooks: the async ones on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from loraplex.client.inference_client import InferenceClient
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop on a daemon thread, so that callers may have a loop of their own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. An interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """The items, one at a time; leaving early closes the source."""
+
+        async def step() -> tuple[T] | None:
+            try:
+                return (await anext(items),)
+            except StopAsyncIteration:
+                return None
+
+        async def close() -> None:
+            await items.aclose()  # type: ignore[attr-defined]
+
+        try:
+            while (found := self.run(step())) is not None:
+                yield found[0]
+        finally:
+            self.run(close())
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Blocking:
+    """Holds the loop thread and one async client on it."""
+
+    _client: Any
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._thread = _LoopThread()
+
+        async def made() -> Any:
+            return make()
+
+        self._client = self._thread.run(made())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and the thread."""
+        self._thread.run(self._client.__aexit__(None, None, None))
+        self._thread.stop()
+
+
+def _call(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The blocking form of an async method, with its signature and docstring."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        thread: _LoopThread = self._thread
+        return thread.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _stream(
+    method: Callable[Concatenate[Any, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """The blocking form of an async generator method."""
+
+    @functools.wraps(method)
+    def stream(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        thread: _LoopThread = self._thread
+        return thread.iterate(method(self._client, *args, **kwargs))
+
+    return stream
+
+
+class BlockingRegistry(_Blocking):
+    """`RegistryClient` without async. Use as a context manager."""
+
+    def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
+        super().__init__(lambda: RegistryClient(address, credentials))
+
+    upload = _call(RegistryClient.upload)
+    check = _call(RegistryClient.check)
+    get = _call(RegistryClient.get)
+    pull = _call(RegistryClient.pull)
+    set_tag = _call(RegistryClient.set_tag)
+    rollback = _call(RegistryClient.rollback)
+    delete_tag = _call(RegistryClient.delete_tag)
+    tag_history = _call(RegistryClient.tag_history)
+    delete = _call(RegistryClient.delete)
+    set_sharing = _call(RegistryClient.set_sharing)
+    list = _stream(RegistryClient.list)
+    watch = _stream(RegistryClient.watch)
+
+
+class BlockingInference(_Blocking):
+    """`InferenceClient` without async. Use as a context manager."""
+
+    def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
+        super().__init__(lambda: InferenceClient(address, credentials))
+
+    complete = _call(InferenceClient.complete)
+    status = _call(InferenceClient.status)
+    fetch = _call(InferenceClient.fetch)
+    embed = _call(InferenceClient.embed)
+    score = _call(InferenceClient.score)
+    generate = _stream(InferenceClient.generate)
+    models = _stream(InferenceClient.models)

@@ -1,0 +1,116 @@
+"""One gRPC channel: options, TLS, the bearer token, and errors as typed exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from loraplex.allocation import reuse_large_blocks
+from loraplex.api.error_wire import from_rpc_error, has_details
+from loraplex.client.settings import Credentials
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+
+MAX_RECEIVE_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+"""The most bytes of a file in one message."""
+CALL_TIMEOUT_S = 60.0
+
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A new client must not inherit the reconnect back-off of an older one to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class Channel:
+    """A lazy connection to one server. Opens on first use, inside the running event loop."""
+
+    def __init__(self, address: str, credentials: Credentials, server: str) -> None:
+        """`server` is the noun for error messages: "registry" or "gateway"."""
+        if not address.startswith(("unix:", "dns:")) and ":" not in address:
+            raise InvalidRequest.field(
+                f"--{server}", address, f"expected HOST:PORT; try '{address}:PORT'"
+            )
+        self.address = address
+        self._credentials = credentials
+        self._server = server
+        self._channel: grpc.aio.Channel | None = None
+
+    def stub(self, make: Any) -> Any:
+        """A stub of the generated class `make` (which carries no types) on this channel."""
+        if self._channel is None:
+            self._channel = self._opened()
+        return make(self._channel)
+
+    async def call(self, method: Any, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """One unary call, with credentials, a deadline and typed errors."""
+        with self.typed_errors():
+            return await method(request, metadata=self.metadata, timeout=timeout_s)
+
+    async def stream(self, method: Any, request: Any) -> AsyncGenerator[Any, None]:
+        """The responses of one server stream, cancelled when the caller stops listening."""
+        call = method(request, metadata=self.metadata)
+        try:
+            with self.typed_errors():
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call."""
+        key = self._credentials.api_key
+        return (("authorization", f"Bearer {key}"),) if key else ()
+
+    async def close(self) -> None:
+        """Close the connection; calls still running fail."""
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    @contextmanager
+    def typed_errors(self) -> Iterator[None]:
+        """Turn a failed call into the server's error, or Unavailable naming the address."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._typed(error) from None
+
+    def _typed(self, error: grpc.RpcError) -> LoraplexError:
+        """Our servers always send details: a status without them comes from the transport."""
+        typed = from_rpc_error(error)
+        if has_details(error):
+            return typed
+        if isinstance(typed, Unavailable):
+            return Unavailable(
+                f"no {self._server} answers at {self.address}: is it running, and is the address "
+                f"right? ({typed.message})",
+                reason="UNREACHABLE",
+            )
+        if type(typed) is LoraplexError:
+            return Unavailable(
+                f"the connection to the {self._server} at {self.address} broke off: "
+                f"{typed.message}",
+                reason="INTERRUPTED",
+            )
+        return typed
+
+    def _opened(self) -> grpc.aio.Channel:
+        reuse_large_blocks()
+        given = self._credentials
+        if not given.uses_tls:
+            return grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        tls = grpc.ssl_channel_credentials(
+            root_certificates=given.ca.read_bytes() if given.ca else None,
+            private_key=given.key.read_bytes() if given.key else None,
+            certificate_chain=given.cert.read_bytes() if given.cert else None,
+        )
+        return grpc.aio.secure_channel(self.address, tls, options=OPTIONS)

@@ -1,0 +1,259 @@
+"""Fetching an adapter from the registry into a folder, every byte checked before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from loraplex.api.registry import AdapterFile, AdapterVersion
+from loraplex.api.registry_wire import adapter_version
+from loraplex.client.channel import Channel
+from loraplex.client.progress import Progress, ignore_progress
+from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+
+MAX_READ_BYTES = 1 << 20
+"""Of a small file that is read into memory."""
+_BATCH_BYTES = 2 << 20
+"""Written at a time, on a thread."""
+_SYNC_BYTES = 16 << 20
+"""The disk starts on a file while the rest of it arrives, instead of at its end."""
+
+
+class ReceivedFile:
+    """One file while it arrives: counted, hashed and written."""
+
+    def __init__(self, folder: Path, declared: AdapterFile) -> None:
+        self._declared = declared
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+        path = folder / _safe(declared.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("xb")
+
+    def take(self, offset: int, data: bytes) -> None:
+        """Count and hash `data`, which must continue at `offset`. Raises DataLoss on a gap."""
+        if offset != self._num_bytes:
+            raise DataLoss(f"{self._declared.path}: bytes are missing at {self._num_bytes}")
+        self._digest.update(data)
+        self._num_bytes += len(data)
+
+    def check(self) -> None:
+        """Raises DataLoss unless size and sha256 are as declared."""
+        got = (self._num_bytes, self._digest.hexdigest())
+        if got != (self._declared.size_bytes, self._declared.sha256):
+            raise DataLoss(
+                f"{self._declared.path}: received {got[0]} bytes with sha256 {got[1]}, expected "
+                f"{self._declared.size_bytes} bytes with {self._declared.sha256}"
+            )
+
+    def write(self, data: bytes) -> None:
+        """Append what was taken."""
+        self._file.write(data)
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file, whole or not."""
+        self._file.close()
+
+
+class ReceivedFiles:
+    """All files of a version while they arrive.
+
+    Bytes are hashed at once, and written and synced on threads, in batches, while more arrive.
+    """
+
+    def __init__(self, folder: Path, declared: Sequence[AdapterFile]) -> None:
+        self._files = {file.path: ReceivedFile(folder, file) for file in declared}
+        self._batch: list[tuple[ReceivedFile, bytes]] = []
+        self._batch_bytes = 0
+        self._unsynced_bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Future[None] | None = None
+
+    async def take(self, chunk: pb.FileChunk) -> int:
+        """Append a chunk to its file; returns its size.
+
+        Raises DataLoss for a gap, or a file that was not declared.
+        """
+        file = self._files.get(chunk.path)
+        if file is None:
+            raise DataLoss(f"the registry sent a file that is not listed: {chunk.path!r}")
+        data = chunk.data  # Each look at it is a copy.
+        file.take(chunk.offset, data)
+        self._batch.append((file, data))
+        self._batch_bytes += len(data)
+        if self._batch_bytes >= _BATCH_BYTES:
+            await self._pass_on()
+            if self._unsynced_bytes >= _SYNC_BYTES and _is_done(self._syncing):
+                await _result(self._syncing)
+                self._syncing = asyncio.ensure_future(asyncio.to_thread(file.sync))
+                self._unsynced_bytes = 0
+        return len(data)
+
+    async def finish(self) -> None:
+        """Make every file durable. Raises DataLoss unless all are whole and true."""
+        await self._pass_on()
+        for file in self._files.values():
+            file.check()
+        await _result(self._writing)
+        await _result(self._syncing)
+        for file in self._files.values():
+            await asyncio.to_thread(file.sync)
+
+    async def close(self) -> None:
+        """Close every file, whole or not."""
+        running = [work for work in (self._writing, self._syncing) if work is not None]
+        if running:
+            await asyncio.wait(running)
+        for file in self._files.values():
+            file.close()
+
+    async def _pass_on(self) -> None:
+        """Have the batch written while the next one gathers."""
+        await _result(self._writing)
+        batch, self._batch = self._batch, []
+        self._unsynced_bytes += self._batch_bytes
+        self._batch_bytes = 0
+        self._writing = asyncio.ensure_future(asyncio.to_thread(_write, batch))
+
+
+def _write(batch: Sequence[tuple[ReceivedFile, bytes]]) -> None:
+    for file, data in batch:
+        file.write(data)
+
+
+def _is_done(work: asyncio.Future[None] | None) -> bool:
+    return work is None or work.done()
+
+
+async def _result(work: asyncio.Future[None] | None) -> None:
+    """Wait for work. Raises where it failed."""
+    if work is not None:
+        await work
+
+
+async def download(
+    channel: Channel,
+    ref: str,
+    folder: Path,
+    *,
+    force: bool = False,
+    progress: Progress = ignore_progress,
+    finish: Callable[[Path, AdapterVersion], None] | None = None,
+) -> AdapterVersion:
+    """Put the files of a version into `folder`.
+
+    A new folder appears complete or not at all. With `force`, files of the same names in an
+    existing one are replaced and others left alone.
+
+    Args:
+        finish: what to do with the folder of received files before it appears.
+
+    Raises:
+        AlreadyExists: the folder is not empty and `force` is not given.
+        DataLoss: bytes do not match their digest; nothing is written then.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InvalidRequest.field("DIR", str(folder), "is a file; name a folder")
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        force_too = "" if finish else ", or add --force to replace files in it"
+        raise AlreadyExists(f"{folder} is not empty; name a new folder{force_too}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        version = await _receive(channel, ref, partial, progress)
+        if finish is not None:
+            await asyncio.to_thread(finish, partial, version)
+        await asyncio.to_thread(_move_into, partial, folder)
+        return version
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+async def read_file(channel: Channel, ref: str, path: str) -> bytes:
+    """One small file of a version. Raises DataLoss where it is not what was published."""
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    content, sha256 = bytearray(), ""
+    request = pb.DownloadAdapterRequest(ref=ref, paths=[path], reader_verifies=True)
+    responses = channel.stream(stub.DownloadAdapter, request)
+    async with contextlib.aclosing(responses):
+        async for message in responses:
+            if message.WhichOneof("part") == "version":
+                sha256 = next((f.sha256 for f in message.version.files if f.path == path), "")
+                continue
+            content += message.chunk.data
+            if len(content) > MAX_READ_BYTES:
+                raise DataLoss(f"{path} is larger than {MAX_READ_BYTES} bytes")
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DataLoss(f"{path} of {ref} is not what was published")
+    return bytes(content)
+
+
+async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress) -> AdapterVersion:
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    request = pb.DownloadAdapterRequest(ref=ref, reader_verifies=True)
+    responses = channel.stream(stub.DownloadAdapter, request)
+    async with contextlib.aclosing(responses):
+        first = await anext(responses, pb.DownloadAdapterResponse())
+        if first.WhichOneof("part") != "version":
+            raise DataLoss("the registry sent no version record")
+        version = adapter_version(first.version)
+        received = ReceivedFiles(folder, version.files)
+        done_bytes = 0
+        try:
+            async for response in responses:
+                done_bytes += await received.take(response.chunk)
+                progress("download", done_bytes, version.size_bytes)
+            await received.finish()
+        finally:
+            await received.close()
+    return version
+
+
+def _safe(path: str) -> PurePosixPath:
+    """A relative path that stays inside its folder, whatever a server says."""
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\\" in path:
+        raise DataLoss(f"the registry sent an unsafe path: {path!r}")
+    return parts
+
+
+def _move_into(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`, or its files into it where it exists with content.
+
+    Names are synced too: after a crash of the machine a folder that is there is whole.
+    """
+    partial.chmod(0o755)
+    changed = {folder.parent}
+    _sync_folder(partial)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        for source in [path for path in partial.rglob("*") if path.is_file()]:
+            target = folder / source.relative_to(partial)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
+            changed.add(target.parent)
+    for parent in changed:
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

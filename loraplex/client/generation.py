@@ -1,0 +1,134 @@
+"""Asking for text and what comes back: frozen values, free of gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.residency import AdapterResidency, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation rendered by the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of a stream adds to one choice."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """In the first piece of choice 0, one per token of the prompt; the first token has None."""
+    finish_reason: FinishReason | None = None
+    """In the last piece of a choice."""
+    stop_reason: str = ""
+    """The matched stop string, or the id that stopped, as text."""
+    served_by: ServedBy | None = None
+    """In the first piece of each choice."""
+    usage: Usage | None = None
+    """In the last piece of the stream."""
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished output."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    served_by: ServedBy | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All choices of one prompt."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    prompt_token_ids: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A base or an adapter that can be named in a request."""
+
+    id: str
+    base_id: str
+    digest: str
+    """Empty for a base."""
+    created_unix_s: int
+    max_model_len: int
+    """Context in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentAdapter:
+    """One adapter on one worker."""
+
+    ref: str
+    """As tenant/name:vN; empty where the gateway does not know the name."""
+    residency: AdapterResidency
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as a gateway sees it."""
+
+    worker_id: str
+    address: str
+    base_id: str
+    connected: bool
+    ready: bool
+    draining: bool
+    load: WorkerLoad
+    num_adapters_on_device: int
+    adapters: tuple[ResidentAdapter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An adapter that is loaded where its requests will go."""
+
+    ref: str
+    digest: str
+    worker_ids: tuple[str, ...]
+    """Its home first."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A gateway's view of the stack behind it."""
+
+    ready: bool
+    not_ready_reason: str
+    base_ids: tuple[str, ...]
+    registry_connected: bool
+    num_adapters: int
+    running_requests: int
+    queued_requests: int
+    workers: tuple[WorkerStatus, ...]

@@ -1,0 +1,113 @@
+"""Generation requests to wire messages, and what gateways answer back to plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loraplex.api.sampling import Sampling
+from loraplex.api.wire import (
+    finish_reason_from_proto,
+    load_from_proto,
+    logprobs_from_proto,
+    prompt_logprobs_from_proto,
+    residency_from_proto,
+    sampling_to_proto,
+    served_by_from_proto,
+    timings_from_proto,
+    usage_from_proto,
+)
+from loraplex.client.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
+from loraplex.errors import InvalidRequest
+from loraplex.v1 import admin_pb2
+from loraplex.v1 import inference_pb2 as pb
+
+
+def generate_request(
+    model: str,
+    prompt: Prompt,
+    sampling: Sampling,
+    adapters: Mapping[str, float] | None = None,
+    first_token_s: float | None = None,
+) -> pb.GenerateRequest:
+    """The wire form of one request."""
+    request = pb.GenerateRequest(model=model, sampling=sampling_to_proto(sampling))
+    request.first_token_s = first_token_s or 0.0
+    for ref, weight in (adapters or {}).items():
+        request.adapters.add(ref=ref, weight=weight)
+    prompt_into(request, prompt)
+    return request
+
+
+def prompt_into(message: pb.GenerateRequest | pb.Prompt, prompt: Prompt) -> None:
+    """Put a prompt of any form into a message. Mutates it.
+
+    Raises:
+        InvalidRequest: it mixes forms, or has token ids that the wire cannot carry.
+    """
+    if isinstance(prompt, str):
+        message.text = prompt
+        return
+    messages = [turn for turn in prompt if isinstance(turn, Message)]
+    token_ids = [turn for turn in prompt if isinstance(turn, int)]
+    if messages and not token_ids:
+        message.chat.messages.extend(
+            pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages
+        )
+    elif len(token_ids) == len(prompt):
+        try:
+            message.token_ids.ids.extend(token_ids)
+        except ValueError:
+            raise InvalidRequest("prompt: token ids are 0 to 4294967295") from None
+    else:
+        raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
+
+
+def piece(message: pb.GenerateResponse) -> Piece:
+    """One message of a stream."""
+    return Piece(
+        request_id=message.request_id,
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs_from_proto(message.logprobs),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
+        finish_reason=finish_reason_from_proto(message.finish_reason),
+        stop_reason=message.stop_reason,
+        served_by=served_by_from_proto(message.served_by)
+        if message.HasField("served_by")
+        else None,
+        usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
+        timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def status(message: admin_pb2.GetStatusResponse) -> Status:
+    """A gateway's view of its stack."""
+    return Status(
+        ready=message.ready,
+        not_ready_reason=message.not_ready_reason,
+        base_ids=tuple(message.base_ids),
+        registry_connected=message.registry_connected,
+        num_adapters=message.num_adapters,
+        running_requests=message.running_requests,
+        queued_requests=message.queued_requests,
+        workers=tuple(_worker(worker) for worker in message.workers),
+    )
+
+
+def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=message.worker_id,
+        address=message.address,
+        base_id=message.base_id,
+        connected=message.connected,
+        ready=message.ready,
+        draining=message.draining,
+        load=load_from_proto(message.load),
+        num_adapters_on_device=message.num_adapters_on_device,
+        adapters=tuple(
+            ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
+            for adapter in message.adapters
+        ),
+    )

@@ -1,0 +1,192 @@
+"""The async client of the gateway: stream or collect text, list models, see the stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from loraplex.api.output import ServedBy, Usage
+from loraplex.api.sampling import Sampling
+from loraplex.client import generation_wire, settings, vectors
+from loraplex.client.channel import Channel
+from loraplex.client.generation import Choice, Completion, Fetched, Model, Piece, Prompt, Status
+from loraplex.client.settings import Credentials
+from loraplex.client.vectors import Embeddings, Scores
+from loraplex.errors import Unavailable
+from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from loraplex.v1 import inference_pb2 as pb
+
+PAGE_SIZE = 500
+FETCH_TIMEOUT_S = 300.0
+DEFAULTS = Sampling()
+
+
+class InferenceClient:
+    """Talks to one gateway over gRPC. Use as an async context manager, inside one event loop.
+
+    Methods raise the errors of `loraplex.errors`; Unavailable where no gateway answers.
+    """
+
+    def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
+        """Defaults come from LORAPLEX_GATEWAY_ADDRESS, LORAPLEX_API_KEY[_FILE], LORAPLEX_CA..."""
+        self._channel = Channel(
+            address or settings.gateway_address(os.environ),
+            credentials or settings.credentials(os.environ),
+            "gateway",
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        model: str,
+        prompt: Prompt,
+        sampling: Sampling = DEFAULTS,
+        *,
+        adapters: Mapping[str, float] | None = None,
+        first_token_s: float | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Stream the output of one prompt. Closing the iterator cancels the request.
+
+        Args:
+            model: a base id, or an adapter reference such as `upper:prod`.
+            prompt: text, token ids, or messages for the chat template.
+            adapters: weight by reference, to combine several; `model` is then the base id.
+            first_token_s: how long the first token may take; what cannot make that is given up
+                at once (`DeadlineExceeded`). None = as long as the call's deadline allows.
+        """
+        request = generation_wire.generate_request(model, prompt, sampling, adapters, first_token_s)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
+            async for response in responses:
+                yield generation_wire.piece(response)
+
+    async def complete(
+        self,
+        model: str,
+        prompt: Prompt,
+        sampling: Sampling = DEFAULTS,
+        *,
+        adapters: Mapping[str, float] | None = None,
+        first_token_s: float | None = None,
+    ) -> Completion:
+        """Collect the whole output of one prompt. Arguments as for `generate`."""
+        pieces = [
+            piece
+            async for piece in self.generate(
+                model, prompt, sampling, adapters=adapters, first_token_s=first_token_s
+            )
+        ]
+        return collect(pieces)
+
+    async def embed(
+        self,
+        model: str,
+        inputs: str | Sequence[Prompt],
+        *,
+        pooling: str = "",
+        normalize: bool | None = None,
+        dimensions: int = 0,
+    ) -> Embeddings:
+        """A vector of each input.
+
+        Args:
+            model: a base id, or an adapter reference.
+            inputs: one text, or prompts in any form.
+            pooling: "last" token or "mean"; "" = as the adapter says, else the last.
+            normalize: to length 1; None = as the adapter says, else yes.
+            dimensions: how many first values are kept, before normalising; 0 = all.
+        """
+        request = vectors.embed_request(model, inputs, pooling, normalize, dimensions)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        return vectors.embeddings(await self._channel.call(stub.Embed, request))
+
+    async def score(self, model: str, inputs: str | Sequence[Prompt]) -> Scores:
+        """What the classification head of an adapter says of each input: one text, or prompts."""
+        request = vectors.score_request(model, inputs)
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        return vectors.scores(await self._channel.call(stub.Score, request))
+
+    async def models(self) -> AsyncIterator[Model]:
+        """Bases first, then the adapters the caller may run."""
+        stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
+        request = pb.ListModelsRequest(page_size=PAGE_SIZE)
+        while True:
+            page = await self._channel.call(stub.ListModels, request)
+            for model in page.models:
+                yield Model(
+                    model.id,
+                    model.base_id,
+                    model.digest,
+                    model.created_unix_s,
+                    model.max_model_len,
+                )
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def status(self, *, include_adapters: bool = False) -> Status:
+        """The gateway's view of workers, residency and load."""
+        stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
+        request = admin_pb2.GetStatusRequest(include_adapters=include_adapters)
+        return generation_wire.status(await self._channel.call(stub.GetStatus, request))
+
+    async def fetch(self, ref: str, num_workers: int = 1) -> Fetched:
+        """Have an adapter loaded on its home worker, or on several, before its first request.
+
+        Raises:
+            NotFound, PermissionDenied, Unavailable: no worker of its base is ready.
+        """
+        stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
+        request = admin_pb2.FetchAdapterRequest(ref=ref, num_workers=num_workers)
+        done = await self._channel.call(stub.FetchAdapter, request, FETCH_TIMEOUT_S)
+        return Fetched(done.ref, done.digest, tuple(done.worker_ids), done.took_s)
+
+
+def collect(pieces: list[Piece]) -> Completion:
+    """Join the pieces of a finished stream.
+
+    Raises:
+        Unavailable: the stream ended before every choice had.
+    """
+    usage = next((piece.usage for piece in reversed(pieces) if piece.usage), None)
+    by_index: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    choices = tuple(_choice(by_index[index]) for index in sorted(by_index))
+    if not choices:
+        raise _ended_early()
+    prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
+    return Completion(pieces[0].request_id, choices, usage or Usage(), prompt_ids)
+
+
+def _choice(pieces: list[Piece]) -> Choice:
+    last = pieces[-1]
+    if last.finish_reason is None:
+        raise _ended_early()
+    served_by: ServedBy | None = next((p.served_by for p in pieces if p.served_by), None)
+    return Choice(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        served_by=served_by,
+        timings=last.timings,
+    )
+
+
+def _ended_early() -> Unavailable:
+    return Unavailable("the stream ended early; send the request again")

@@ -1,0 +1,145 @@
+"""What an upload says besides its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
+from loraplex.adapter_format.files import check_files
+from loraplex.adapter_format.findings import Findings
+from loraplex.adapter_format.folder import file_names, left_out, read_config, read_files
+from loraplex.adapter_format.safetensors_header import read_prefix
+from loraplex.client.uploading import LocalFile
+from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest, Violation
+from loraplex.model_layout import is_layout, layout_files
+from loraplex.refs import check_tag, parse_name
+from loraplex.signature_bundle import SIGNATURE_FILE
+from loraplex.signing import sign
+from loraplex.v1 import registry_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Options of one upload."""
+
+    name: str
+    """`[tenant/]name`."""
+    tags: Sequence[str] = ()
+    """Moved to the new version besides `latest`."""
+    latest: bool = True
+    """Whether `latest` moves."""
+    base_id: str = ""
+    """Empty: from the adapter's config, else the only known base."""
+    public: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    """Turn warnings into refusals."""
+    parent: str = ""
+    """Reference this version was made from."""
+    when_loaded_s: float = 0.0
+    """Stage tag moves until gateways have the version loaded, for at most this long."""
+    signing_key: Path | None = None
+    """PEM of an EC private key to sign the files with."""
+    signature: Path | None = None
+    """A bundle of `model_signing` over the files; default: the folder's model.sig, if any."""
+
+    def to_proto(self) -> pb.PublishOptions:
+        """The wire form. Raises InvalidRequest for names and tags that cannot be."""
+        parse_name(self.name)
+        for tag in self.tags:
+            check_tag(tag)
+        return pb.PublishOptions(
+            name=self.name,
+            tags=self.tags,
+            no_latest=not self.latest,
+            base_id=self.base_id,
+            visibility=pb.VISIBILITY_PUBLIC if self.public else pb.VISIBILITY_UNSPECIFIED,
+            labels=self.labels,
+            strict=self.strict,
+            parent=self.parent,
+            when_loaded_s=self.when_loaded_s,
+        )
+
+
+def signatures_of(
+    publication: Publication, folder: Path, specs: Sequence[pb.FileSpec]
+) -> list[pb.Signature]:
+    """What signs the files: the key that was given, the bundle that was, or the folder's own.
+
+    Raises:
+        InvalidRequest: key or bundle cannot be read.
+    """
+    if publication.signing_key is not None:
+        files = {spec.path: spec.sha256 for spec in specs}
+        bundle, public = sign(publication.name, files, publication.signing_key)
+        return [pb.Signature(bundle=bundle, public_key=public)]
+    path = publication.signature
+    if path is None:
+        path = folder / SIGNATURE_FILE
+        if not path.is_file():
+            return []
+    try:
+        return [pb.Signature(bundle=path.read_bytes())]
+    except OSError as error:
+        description = f"cannot be read: {error.strerror}"
+        raise InvalidRequest.field("--signature", str(path), description) from None
+
+
+def local_files(folder: Path) -> list[LocalFile]:
+    """The files of an adapter: of a PEFT folder, a hub cache's snapshot, or an OCI image layout.
+
+    Raises InvalidAdapter naming files that may not be in it.
+    """
+    if is_layout(folder):
+        return layout_files(folder)
+    return [
+        LocalFile(name, folder / name, (folder / name).stat().st_size)
+        for name in file_names(folder)
+    ]
+
+
+def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
+    """Warnings about files next to the adapter that are not uploaded.
+
+    Raises:
+        InvalidAdapter: there is something, and `strict`.
+    """
+    warnings = () if is_layout(folder) else left_out(folder)
+    if strict and warnings:
+        raise InvalidAdapter.of(warnings)
+    return warnings
+
+
+def read_adapter(folder: Path) -> AdapterFolder:
+    """Read and hash the same files for a check on this machine.
+
+    Raises:
+        InvalidAdapter: files are missing, or of a refused kind or size.
+        DataLoss: a blob of a layout is not what its digest says.
+    """
+    files = local_files(folder)
+    findings = Findings()
+    declared = [File(file.path, file.size_bytes, file.sha256 or "0" * 64) for file in files]
+    check_files(declared, findings)
+    findings.raise_if_refused()
+    content = read_files({file.path: file.location for file in files})
+    hashed = {file.path: file.sha256 for file in content.files}
+    for file in files:
+        if file.sha256 not in ("", hashed[file.path]):
+            raise DataLoss(f"{file.path}: {file.location} is damaged")
+    return content
+
+
+def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:
+    """What validation reads: adapter_config.json and the start of the tensor file.
+
+    Empty where such a file is missing: validation says so.
+    """
+    where = {file.path: file.location for file in files}
+    config, tensors = where.get(CONFIG_FILE), where.get(TENSOR_FILE)
+    return (
+        read_config(where) if config else b"",
+        read_prefix(tensors) if tensors else b"",
+    )

@@ -1,0 +1,127 @@
+"""The operators' side of the registry client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from pathlib import Path
+
+from loraplex.adapter_format import geometry_from_folder
+from loraplex.api import registry_wire
+from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Collected, Reindexed, Tenant
+from loraplex.client.channel import Channel
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+
+PAGE_SIZE = 500
+LONG_TIMEOUT_S = 3600.0
+"""Garbage collection and reindexing read the whole store."""
+
+
+class RegistryAdmin:
+    """Bases, keys, tenants, audit and upkeep. Reached as `RegistryClient.admin`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    @property
+    def _stub(self) -> registry_pb2_grpc.RegistryServiceStub:
+        stub: registry_pb2_grpc.RegistryServiceStub = self._channel.stub(
+            registry_pb2_grpc.RegistryServiceStub
+        )
+        return stub
+
+    async def add_base(
+        self,
+        folder: str | Path,
+        base_id: str,
+        *,
+        aliases: Sequence[str] = (),
+        max_lora_rank: int = 0,
+        replace: bool = False,
+    ) -> BaseModel:
+        """Record the geometry of a base from its folder; no weight is read."""
+        base = pb.Base(
+            base_id=base_id,
+            geometry=geometry_to_proto(geometry_from_folder(Path(folder))),
+            aliases=aliases,
+            max_lora_rank=max_lora_rank,
+        )
+        request = pb.RegisterBaseRequest(base=base, replace=replace)
+        answer = await self._channel.call(self._stub.RegisterBase, request)
+        return registry_wire.base_model(answer.base)
+
+    async def bases(self) -> Sequence[BaseModel]:
+        """Known bases, ordered by id."""
+        answer = await self._channel.call(self._stub.ListBases, pb.ListBasesRequest())
+        return [registry_wire.base_model(base) for base in answer.bases]
+
+    async def collect_garbage(self, *, dry_run: bool = False) -> Collected:
+        """Delete objects that nothing refers to and that are older than a day."""
+        request = pb.CollectGarbageRequest(dry_run=dry_run)
+        answer = await self._channel.call(self._stub.CollectGarbage, request, LONG_TIMEOUT_S)
+        return Collected(answer.deleted_objects, answer.deleted_bytes, answer.kept_objects)
+
+    async def reindex(self) -> Reindexed:
+        """Rebuild the metadata index from the objects."""
+        answer = await self._channel.call(self._stub.Reindex, pb.ReindexRequest(), LONG_TIMEOUT_S)
+        return Reindexed(answer.versions, answer.tags, answer.bases, answer.epoch)
+
+    async def audit(self, tenant: str = "") -> AsyncIterator[AuditEntry]:
+        """Changes by everybody, newest first."""
+        request = pb.ListAuditRequest(page_size=PAGE_SIZE, tenant=tenant)
+        while True:
+            page = await self._channel.call(self._stub.ListAudit, request)
+            for entry in page.entries:
+                yield registry_wire.audit_entry(entry)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def create_key(
+        self, tenant: str, scopes: Sequence[str], ttl_s: float = 0.0, description: str = ""
+    ) -> tuple[ApiKey, str]:
+        """A new key and its whole token, which is shown only now."""
+        request = pb.CreateKeyRequest(
+            tenant=tenant, scopes=scopes, ttl_s=ttl_s, description=description
+        )
+        answer = await self._channel.call(self._stub.CreateKey, request)
+        return registry_wire.api_key(answer.key), answer.token
+
+    async def create_first_key(self) -> tuple[ApiKey, str]:
+        """The first admin key and its token. Raises AlreadyExists where there ever was one, and
+        PermissionDenied from another machine than the registry's."""
+        answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
+        return registry_wire.api_key(answer.key), answer.token
+
+    async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
+        """Keys of a tenant, without secrets."""
+        answer = await self._channel.call(self._stub.ListKeys, pb.ListKeysRequest(tenant=tenant))
+        return [registry_wire.api_key(key) for key in answer.keys]
+
+    async def revoke_key(self, key_id: str) -> ApiKey:
+        """Make a key invalid, within seconds everywhere."""
+        request = pb.RevokeKeyRequest(key_id=key_id)
+        answer = await self._channel.call(self._stub.RevokeKey, request)
+        return registry_wire.api_key(answer.key)
+
+    async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
+        """Create a tenant or change those of its `fields` that are named; none named = all."""
+        message = pb.Tenant(
+            tenant=tenant.tenant,
+            max_bytes=tenant.max_bytes,
+            max_versions=tenant.max_versions,
+            requests_per_s=tenant.requests_per_s,
+            tokens_per_s=tenant.tokens_per_s,
+            max_concurrent=tenant.max_concurrent,
+            fairness_weight=tenant.fairness_weight,
+            signature_keys=tenant.signature_keys,
+        )
+        request = pb.SetTenantRequest(tenant=message, fields=fields)
+        answer = await self._channel.call(self._stub.SetTenant, request)
+        return registry_wire.tenant(answer.tenant)
+
+    async def tenants(self) -> Sequence[Tenant]:
+        """All tenants with limits and use."""
+        answer = await self._channel.call(self._stub.ListTenants, pb.ListTenantsRequest())
+        return [registry_wire.tenant(tenant) for tenant in answer.tenants]

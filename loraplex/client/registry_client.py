@@ -1,0 +1,312 @@
+"""The async client of the registry: typed results, typed errors, resumable transfers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from loraplex.api import registry_wire
+from loraplex.api.registry import (
+    AdapterVersion,
+    Change,
+    Checked,
+    Published,
+    Resolved,
+    Sharing,
+    Signed,
+    Tag,
+    TagMove,
+)
+from loraplex.client import settings
+from loraplex.client.channel import Channel
+from loraplex.client.downloading import download, read_file
+from loraplex.client.progress import Progress, ignore_progress
+from loraplex.client.publishing import (
+    Publication,
+    config_and_header,
+    left_behind,
+    local_files,
+    signatures_of,
+)
+from loraplex.client.registry_admin import RegistryAdmin
+from loraplex.client.settings import Credentials
+from loraplex.client.uploading import LocalFile, hash_files, upload
+from loraplex.model_layout import make_layout
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+
+PAGE_SIZE = 500
+
+
+class RegistryClient:
+    """Talks to one registry. Use as an async context manager, inside one event loop.
+
+    Methods raise the errors of `loraplex.errors`; Unavailable where no registry answers.
+    """
+
+    def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
+        """Defaults come from LORAPLEX_REGISTRY_ADDRESS, LORAPLEX_API_KEY[_FILE], LORAPLEX_CA..."""
+        self._channel = Channel(
+            address or settings.registry_address(os.environ),
+            credentials or settings.credentials(os.environ),
+            "registry",
+        )
+        self.admin = RegistryAdmin(self._channel)
+        """Bases, keys, tenants, audit, garbage collection."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    @property
+    def _stub(self) -> registry_pb2_grpc.RegistryServiceStub:
+        stub: registry_pb2_grpc.RegistryServiceStub = self._channel.stub(
+            registry_pb2_grpc.RegistryServiceStub
+        )
+        return stub
+
+    async def upload(
+        self, folder: str | Path, publication: Publication, progress: Progress = ignore_progress
+    ) -> Published:
+        """Publish a PEFT adapter folder as a version; the same content again is the same version.
+
+        Raises:
+            InvalidAdapter: the folder was refused; `violations` name the fields.
+        """
+        options = publication.to_proto()
+        files = local_files(Path(folder))
+        left_out = left_behind(Path(folder), strict=publication.strict)
+        summed = await hash_files(files, progress)
+        specs = [each.spec for each in summed]
+        options.signatures.extend(signatures_of(publication, Path(folder), specs))
+        # What config and header give away is refused before a byte of a large file is sent.
+        await self._validate(options, files, specs)
+        answer = await upload(self._channel, options, files, summed, progress)
+        return Published(
+            registry_wire.adapter_version(answer.version),
+            answer.created,
+            (*left_out, *registry_wire.violations(answer.warnings)),
+        )
+
+    async def check(self, folder: str | Path, publication: Publication) -> Checked:
+        """What an upload would become, storing nothing. Raises as `upload` does."""
+        options = publication.to_proto()
+        files = local_files(Path(folder))
+        left_out = left_behind(Path(folder), strict=publication.strict)
+        specs = [each.spec for each in await hash_files(files, ignore_progress)]
+        options.signatures.extend(signatures_of(publication, Path(folder), specs))
+        answer = await self._validate(options, files, specs)
+        warnings = (*left_out, *registry_wire.violations(answer.warnings))
+        return Checked(answer.base_id, answer.max_rank, warnings)
+
+    async def _validate(
+        self, options: pb.PublishOptions, files: Sequence[LocalFile], specs: Sequence[pb.FileSpec]
+    ) -> pb.ValidateAdapterResponse:
+        config, header = config_and_header(files)
+        request = pb.ValidateAdapterRequest(
+            options=options, files=specs, adapter_config_json=config, safetensors_header=header
+        )
+        answer: pb.ValidateAdapterResponse = await self._channel.call(
+            self._stub.ValidateAdapter, request
+        )
+        return answer
+
+    async def get(self, ref: str, split_key: str = "") -> Resolved:
+        """The version behind a reference. Raises AdapterNotFound."""
+        request = pb.GetAdapterRequest(ref=ref, split_key=split_key)
+        answer = await self._channel.call(self._stub.GetAdapter, request)
+        tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
+        return Resolved(registry_wire.adapter_version(answer.version), tags)
+
+    async def list(
+        self,
+        *,
+        tenant: str = "",
+        name: str = "",
+        name_prefix: str = "",
+        labels: Mapping[str, str] | None = None,
+        base_id: str = "",
+        all_versions: bool = False,
+    ) -> AsyncIterator[AdapterVersion]:
+        """Versions the caller may see: of each adapter what `latest` points at, or all."""
+        request = pb.ListAdaptersRequest(
+            page_size=PAGE_SIZE,
+            tenant=tenant,
+            name=name,
+            name_prefix=name_prefix,
+            labels=labels,
+            base_id=base_id,
+            all_versions=all_versions,
+        )
+        while True:
+            page = await self._channel.call(self._stub.ListAdapters, request)
+            for version in page.versions:
+                yield registry_wire.adapter_version(version)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def pull(
+        self,
+        ref: str,
+        folder: str | Path,
+        *,
+        force: bool = False,
+        progress: Progress = ignore_progress,
+    ) -> AdapterVersion:
+        """Write the files of a version into `folder`, which must be new or empty unless `force`.
+
+        Raises:
+            AlreadyExists: the folder holds files.
+            DataLoss: bytes arrived damaged; nothing was written.
+        """
+        return await download(self._channel, ref, Path(folder), force=force, progress=progress)
+
+    async def export(
+        self,
+        ref: str,
+        folder: str | Path,
+        *,
+        form: str = "modelpack",
+        progress: Progress = ignore_progress,
+    ) -> tuple[AdapterVersion, str]:
+        """Write a version as an OCI image layout; returns it and the manifest's digest.
+
+        Args:
+            folder: new or empty; appears complete or not at all.
+            form: "modelpack" or "oci".
+        """
+        digest = ""
+
+        def finish(partial: Path, version: AdapterVersion) -> None:
+            nonlocal digest
+            digest = make_layout(partial, version, form)
+
+        version = await download(self._channel, ref, Path(folder), progress=progress, finish=finish)
+        return version, digest
+
+    async def read_file(self, ref: str, path: str) -> bytes:
+        """One small file of a version, such as adapter_config.json."""
+        return await read_file(self._channel, ref, path)
+
+    async def set_tag(
+        self,
+        name: str,
+        tag: str,
+        targets: Mapping[int, int],
+        *,
+        expect: str | None = None,
+        when_loaded_s: float = 0.0,
+    ) -> Tag:
+        """Point a tag at versions.
+
+        Args:
+            targets: weight by version number; one entry unless the tag is split.
+            expect: digest the tag must point at now, or "none".
+
+        Raises:
+            Conflict: `expect` does not hold.
+        """
+        request = pb.SetTagRequest(
+            name=name,
+            tag=tag,
+            targets=[pb.TagTarget(version=v, weight=w) for v, w in targets.items()],
+            expect=expect,
+            when_loaded_s=when_loaded_s,
+        )
+        return await self._set_tag(request)
+
+    async def rollback(self, name: str, tag: str, to_version: int = 0) -> Tag:
+        """Move a tag back to what it pointed at before, or to a version it once had."""
+        request = pb.SetTagRequest(name=name, tag=tag, rollback=True, rollback_version=to_version)
+        return await self._set_tag(request)
+
+    async def delete_tag(self, name: str, tag: str, *, expect: str | None = None) -> Tag:
+        """Remove a tag."""
+        return await self._set_tag(pb.SetTagRequest(name=name, tag=tag, delete=True, expect=expect))
+
+    async def _set_tag(self, request: pb.SetTagRequest) -> Tag:
+        answer = await self._channel.call(self._stub.SetTag, request)
+        return registry_wire.tag(answer.tag)
+
+    async def tag_history(self, name: str, tag: str) -> Sequence[TagMove]:
+        """The last moves of a tag, newest first."""
+        request = pb.ListTagHistoryRequest(name=name, tag=tag)
+        answer = await self._channel.call(self._stub.ListTagHistory, request)
+        return [registry_wire.tag_move(move) for move in answer.moves]
+
+    async def delete(
+        self, ref: str, *, every: bool = False, force: bool = False, purge: bool = False
+    ) -> Sequence[AdapterVersion]:
+        """Delete one version, or with `every` all versions and tags of the name `ref`.
+
+        Raises:
+            Blocked: a tag other than `latest` points here and `force` is not given.
+        """
+        request = pb.DeleteAdapterVersionRequest(ref=ref, all=every, force=force, purge=purge)
+        answer = await self._channel.call(self._stub.DeleteAdapterVersion, request)
+        return [registry_wire.adapter_version(version) for version in answer.deleted]
+
+    async def set_sharing(
+        self,
+        name: str,
+        visibility: str = "",
+        *,
+        shared_with: Sequence[str] = (),
+        pullable: bool | None = None,
+    ) -> Sharing:
+        """Say who besides its owner may run, and download, an adapter.
+
+        Args:
+            visibility: "private", "shared" or "public"; "" keeps it.
+            shared_with: tenants, with "shared".
+            pullable: None keeps it.
+        """
+        request = pb.SetSharingRequest(
+            name=name,
+            visibility=registry_wire.visibility_number(visibility),
+            shared_with=shared_with,
+        )
+        if pullable is not None:
+            request.pullable = pullable
+        answer = await self._channel.call(self._stub.SetSharing, request)
+        return registry_wire.sharing(name, answer)
+
+    async def attach_signature(
+        self, ref: str, bundle: bytes, public_key: str = ""
+    ) -> AdapterVersion:
+        """Keep a signature (a sigstore bundle over the version's files) with a version.
+
+        Args:
+            public_key: PEM of the signer's key, for the registry to verify the bundle by.
+        """
+        request = pb.AttachSignatureRequest(ref=ref, bundle=bundle, public_key=public_key)
+        answer = await self._channel.call(self._stub.AttachSignature, request)
+        return registry_wire.adapter_version(answer.version)
+
+    async def signatures(self, ref: str) -> Signed:
+        """The version behind a reference, its signatures, and what its tenant demands."""
+        request = pb.ListSignaturesRequest(ref=ref)
+        answer = await self._channel.call(self._stub.ListSignatures, request)
+        bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
+        version = registry_wire.adapter_version(answer.version)
+        return Signed(version, bundles, tuple(answer.policy_keys))
+
+    async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
+        """A snapshot, or what came after `resume_token`, then every change as it happens."""
+        request = pb.WatchAdaptersRequest(resume_token=resume_token)
+        async with aclosing(self._channel.stream(self._stub.WatchAdapters, request)) as messages:
+            async for message in messages:
+                for change in registry_wire.changes(message):
+                    yield change

@@ -1,0 +1,198 @@
+"""Sending an adapter to the registry: hashed first, in chunks, resumed where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import grpc
+
+from loraplex.client.channel import CHUNK_BYTES, Channel
+from loraplex.client.progress import Progress, ignore_progress
+from loraplex.errors import Blocked, DataLoss, Unavailable
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+
+PAUSES_S = (0.2, 0.5, 1.0, 2.0)
+"""Before each new attempt after the first."""
+FINISH_TIMEOUT_S = 600.0
+"""Validation reads every tensor of a large adapter."""
+
+_READ_AHEAD_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """One file to send."""
+
+    path: str
+    """Path within the adapter."""
+    location: Path
+    size_bytes: int
+    sha256: str = ""
+    """What the content must hash to, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What is known of a file once it was read."""
+
+    spec: pb.FileSpec
+    crc32s: Sequence[int]
+    """Of each chunk of CHUNK_BYTES, the last one shorter."""
+
+
+async def hash_files(files: Sequence[LocalFile], progress: Progress) -> list[Summed]:
+    """The declared form of the files: path, size and sha256; and the sums to send them with."""
+    loop = asyncio.get_running_loop()
+    total_bytes = sum(file.size_bytes for file in files)
+    done_bytes = 0
+    summed = []
+    for file in files:
+
+        def report(num_bytes: int, before: int = done_bytes) -> None:
+            loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
+
+        # While nothing is sent, the sums of chunks cost no time of their own on a second core.
+        (num_bytes, sha256), crc32s = await asyncio.gather(
+            asyncio.to_thread(_hash_file, file.location, report),
+            asyncio.to_thread(_sum_chunks, file.location),
+        )
+        if file.sha256 not in ("", sha256):
+            raise DataLoss(f"{file.path}: {file.location} is damaged, its sha256 is {sha256}")
+        done_bytes += num_bytes
+        summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
+    return summed
+
+
+def _hash_file(path: Path, report: Callable[[int], None]) -> tuple[int, str]:
+    """Size in bytes and sha256."""
+    digest = hashlib.sha256()
+    num_bytes = 0
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            num_bytes += count
+            report(num_bytes)
+    return num_bytes, digest.hexdigest()
+
+
+def _sum_chunks(path: Path) -> list[int]:
+    with path.open("rb", buffering=0) as file:
+        return [zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")]
+
+
+async def upload(
+    channel: Channel,
+    options: pb.PublishOptions,
+    files: Sequence[LocalFile],
+    summed: Sequence[Summed],
+    progress: Progress = ignore_progress,
+) -> pb.FinishUploadResponse:
+    """Send the files, as `hash_files` read them, and publish them as one version.
+
+    Safe to repeat: an upload cut short, by either side, continues with the bytes that are missing.
+    """
+    request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
+    crc32s = {each.spec.path: each.crc32s for each in summed}
+    session = await _open(channel, request)
+    for pause_s in PAUSES_S:
+        try:
+            return await _send(channel, session, files, crc32s, progress)
+        except Unavailable as error:
+            await asyncio.sleep(error.retry_after_s or pause_s)
+        except Blocked as error:
+            # A file that need not be sent was collected meanwhile: open again and send it.
+            if error.reason != "UPLOAD_INCOMPLETE":
+                raise
+        with contextlib.suppress(Unavailable):
+            session = await _open(channel, request)
+    return await _send(channel, session, files, crc32s, progress)
+
+
+async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:
+    """A new session, or the open one for the same files with what it already has."""
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    session: pb.CreateUploadResponse = await channel.call(stub.CreateUpload, request)
+    return session
+
+
+async def _send(
+    channel: Channel,
+    session: pb.CreateUploadResponse,
+    files: Sequence[LocalFile],
+    crc32s: Mapping[str, Sequence[int]],
+    progress: Progress,
+) -> pb.FinishUploadResponse:
+    """Send the bytes that the session lacks, then publish."""
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+    total_bytes = sum(file.size_bytes for file in files)
+    committed = {p.path: p.committed_bytes for p in session.progress}
+    complete = {p.path for p in session.progress if p.complete}
+    done_bytes = sum(committed.values())
+    progress("upload", done_bytes, total_bytes)
+    for file in files:
+        if file.path in complete:
+            continue
+        call = stub.UploadPart(metadata=channel.metadata)
+        with channel.typed_errors():
+            try:
+                begin = committed.get(file.path, 0)
+                parts = _parts(session.upload_id, file, begin, crc32s[file.path])
+                async for part, num_bytes in parts:
+                    await call.write(part)
+                    done_bytes += num_bytes
+                    progress("upload", done_bytes, total_bytes)
+                await call.done_writing()
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                pass  # The server has ended the call already: its status, below, says why.
+            await call
+    finish = pb.FinishUploadRequest(upload_id=session.upload_id)
+    answer: pb.FinishUploadResponse = await channel.call(
+        stub.FinishUpload, finish, FINISH_TIMEOUT_S
+    )
+    return answer
+
+
+async def _parts(
+    upload_id: str, file: LocalFile, offset: int, crc32s: Sequence[int]
+) -> AsyncIterator[tuple[pb.UploadPartRequest, int]]:
+    """(message, bytes in it) from `offset` on; at least one, as the first names the file."""
+    names = upload_id, file.path
+    async for chunk in _chunks(file.location, offset):
+        index, inside = divmod(offset, CHUNK_BYTES)
+        crc32 = zlib.crc32(chunk) if inside or index >= len(crc32s) else crc32s[index]
+        part = pb.UploadPartRequest(
+            upload_id=names[0], path=names[1], offset=offset, data=chunk, crc32=crc32
+        )
+        yield part, len(chunk)
+        offset += len(chunk)
+        names = "", ""
+    if names[0]:
+        yield pb.UploadPartRequest(upload_id=names[0], path=names[1], offset=offset), 0
+
+
+async def _chunks(path: Path, offset: int) -> AsyncIterator[bytes]:
+    """Chunks from `offset` on. The next ones are read while some are in use."""
+
+    def read() -> list[bytes]:
+        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        return list(islice(chunks, _READ_AHEAD_CHUNKS))
+
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        reading = asyncio.ensure_future(asyncio.to_thread(read))
+        try:
+            while current := await reading:
+                reading = asyncio.ensure_future(asyncio.to_thread(read))
+                for chunk in current:
+                    yield chunk
+        finally:
+            await asyncio.wait([reading])

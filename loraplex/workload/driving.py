@@ -1,0 +1,113 @@
+"""Send a trace through a gateway as it says, whatever the answers do (open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from loraplex.api.sampling import Sampling
+from loraplex.client.generation import Model
+from loraplex.client.inference_client import InferenceClient
+from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.workload import Outcome, TracedRequest
+
+TEXT_VOCAB = 256
+"""Prompts hold ids below this: every vocabulary has them."""
+
+
+async def targets(client: InferenceClient, num_adapters: int, prefix: str) -> list[Model]:
+    """The base, then `num_adapters` adapters whose id starts with `prefix`, as the gateway lists.
+
+    Raises:
+        InvalidRequest: there are fewer.
+    """
+    models = [model async for model in client.models()]
+    bases = [model for model in models if not model.digest]
+    adapters = [model for model in models if model.digest and model.id.startswith(prefix)]
+    if not bases or len(adapters) < num_adapters:
+        raise InvalidRequest.field(
+            "--adapters",
+            num_adapters,
+            f"the gateway lists {len(adapters)}: publish more, or let --prepare-from do it",
+        )
+    return [bases[0], *adapters[:num_adapters]]
+
+
+def check_lengths(base: Model, max_tokens: int) -> None:
+    """Raises InvalidRequest when the workload's longest request could not be served."""
+    if base.max_model_len and max_tokens > base.max_model_len:
+        raise InvalidRequest.field(
+            "--lengths",
+            max_tokens,
+            f"prompt and output together may have {base.max_model_len} tokens on {base.id}",
+        )
+
+
+async def drive(
+    client: InferenceClient,
+    trace: Sequence[TracedRequest],
+    models: Sequence[Model],
+    seed: int,
+    first_token_s: float | None = None,
+) -> list[Outcome]:
+    """Send every request at its time and wait for all. `models[0]` is the base.
+
+    A request that fails is an outcome, not an error.
+    """
+    begin_s = time.monotonic()
+
+    async def send(index: int, request: TracedRequest) -> Outcome:
+        model = models[0 if request.adapter is None else request.adapter + 1]
+        prompt = random_prompt(f"{seed}/{index}", request.num_input)
+        await asyncio.sleep(begin_s + request.arrival_s - time.monotonic())
+        return await _one(client, model.id, prompt, request, (begin_s, first_token_s))
+
+    return await asyncio.gather(*(send(i, request) for i, request in enumerate(trace)))
+
+
+def random_prompt(seed: str, num_tokens: int) -> list[int]:
+    """Token ids that no other seed's prompt begins with, but by chance."""
+    rng = random.Random(seed)
+    return [rng.randrange(TEXT_VOCAB) for _ in range(num_tokens)]
+
+
+async def _one(
+    client: InferenceClient,
+    model: str,
+    prompt: list[int],
+    request: TracedRequest,
+    times: tuple[float, float | None],
+) -> Outcome:
+    """`times`: when the trace began, and how long first tokens may take."""
+    begin_s, first_token_s = times
+    sampling = Sampling(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
+    first_s: float | None = None
+    engine_s: float | None = None
+    num_output = 0
+    reason = ""
+    try:
+        answer = client.generate(model, prompt, sampling, first_token_s=first_token_s)
+        async with aclosing(answer) as pieces:
+            async for piece in pieces:
+                if piece.token_ids and first_s is None:
+                    first_s = time.monotonic() - begin_s
+                num_output += len(piece.token_ids)
+                if piece.timings:
+                    engine_s = piece.timings.queue_s + piece.timings.prefill_s
+    except LoraplexError as error:
+        reason = error.reason
+    end_s = time.monotonic() - begin_s
+    finished = not reason and num_output == request.num_output
+    reason = reason or ("" if finished else "ENDED_EARLY")
+    return Outcome(
+        arrival_s=request.arrival_s,
+        first_token_s=first_s,
+        end_s=end_s,
+        num_output=num_output,
+        finished=finished,
+        reason=reason,
+        engine_s=engine_s,
+    )

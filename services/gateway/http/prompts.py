@@ -1,0 +1,86 @@
+"""Prompts of OpenAI request bodies: texts, token ids, conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.gateway.http.body import Body, bad_type, is_id
+from loraplex_services.gateway.http.tool_choice import template_messages
+from loraplex_services.gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from loraplex_services.gateway.tools.tool_use import ToolUse
+
+MAX_PROMPTS = 1024
+
+
+def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
+    """Text, a list of texts, token ids, or a list of those; ids are taken as they are."""
+    if isinstance(value, str):
+        return [TextPrompt(value, add_special_tokens)]
+    if value is None or value == []:
+        raise InvalidRequest.field(field, "", f"the {field} is missing or empty")
+    if not isinstance(value, list):
+        raise _bad_prompt(field, value)
+    if all(is_id(item) for item in value):
+        return [TokenPrompt(tuple(value))]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest.field(field, len(value), f"at most {MAX_PROMPTS} prompts at once")
+    return [_listed_prompt(field, item, add_special_tokens) for item in value]
+
+
+def _listed_prompt(field: str, item: Any, add_special_tokens: bool) -> Prompt:
+    if isinstance(item, str):
+        return TextPrompt(item, add_special_tokens)
+    if isinstance(item, list) and all(is_id(token_id) for token_id in item):
+        return TokenPrompt(tuple(item))
+    raise _bad_prompt(field, item)
+
+
+def _bad_prompt(field: str, value: object) -> InvalidRequest:
+    return bad_type(field, value, "text, a list of texts, token ids or a list of token id lists")
+
+
+def parse_conversation(body: Body, tool_use: ToolUse) -> ChatPrompt:
+    """A conversation and the options of its template. Raises: InvalidRequest."""
+    options = body.raw("chat_template_kwargs")
+    if options is not None and not isinstance(options, dict):
+        raise bad_type("chat_template_kwargs", options, "an object")
+    effort = body.text("reasoning_effort")
+    return ChatPrompt(
+        template_messages(_messages(body.raw("messages"))),
+        body.flag("add_special_tokens"),
+        tool_use.tools,
+        {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
+    )
+
+
+def _messages(value: Any) -> tuple[dict[str, object], ...]:
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest.field("messages", "", "must be a list of at least one message")
+    return tuple(_message(message, index) for index, message in enumerate(value))
+
+
+def _message(message: Any, index: int) -> dict[str, object]:
+    field = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad_type(field, message, "an object with role and content")
+    if not isinstance(message.get("role"), str):
+        raise bad_type(f"{field}.role", message.get("role"), "a string")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = enumerate(content)
+        content = "".join(_text_part(part, f"{field}.content[{i}]") for i, part in parts)
+    if content is not None and not isinstance(content, str):
+        raise bad_type(f"{field}.content", content, "a string or a list of text parts")
+    if content is None and not message.get("tool_calls"):
+        raise InvalidRequest.field(f"{field}.content", "", "the message needs content")
+    return {**message, "content": content}
+
+
+def _text_part(part: Any, field: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else None
+    named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
+    description = f"{named}, but only parts of type text are served; send no images, audio or files"
+    raise Unsupported.field(field, "", description)

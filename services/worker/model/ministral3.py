@@ -1,0 +1,53 @@
+"""Ministral 3: Mistral without a window, with yarn, and queries that grow with the position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import Defaults, read_plain
+from loraplex_services.worker.types.model_config import ModelConfig, QueryScale
+
+DEFAULTS = Defaults(
+    head_dim=128, norm_eps=1e-5, max_position_embeddings=262144, rope_theta=1_000_000.0
+)
+BETA, CONTEXT_LEN = "llama_4_scaling_beta", "original_max_position_embeddings"
+REPEATED = "max_position_embeddings"
+"""Of the config, written again among the rotary parameters."""
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json."""
+    params = reader.get("rope_parameters", reader.get("rope_scaling"))
+    if not isinstance(params, dict):
+        raise reader.refuse("rope_parameters", params, "must be an object")
+    rope = {key: value for key, value in params.items() if key not in (BETA, REPEATED)}
+    config = read_plain(
+        reader.replaced("rope_parameters", rope), "ministral3", eos_token_ids, DEFAULTS
+    )
+    window = None if reader.get("sliding_window") is None else reader.integer("sliding_window")
+    return replace(
+        config,
+        windows=(window,) * config.num_layers,
+        query_scale=_query_scale(reader, params),
+    )
+
+
+def _query_scale(reader: ConfigReader, params: dict[str, object]) -> QueryScale | None:
+    beta, context_len = params.get(BETA), params.get(CONTEXT_LEN)
+    if beta is None:
+        return None
+    if not isinstance(beta, int | float):
+        raise reader.refuse(f"rope_parameters.{BETA}", beta, "must be a number")
+    if not isinstance(context_len, int) or context_len < 1:
+        raise reader.refuse(f"rope_parameters.{CONTEXT_LEN}", context_len, "must be an integer")
+    return QueryScale(float(beta), context_len)
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build()

@@ -1,0 +1,170 @@
+// y = x W^T in bfloat16, accumulated in float32, with AMX or AVX-512's pairwise dot products. W is
+// packed once at load.
+//
+// A panel is 32 outputs: for every 32 inputs two tiles of 1 KiB (see tiles.h), one after another. A
+// product streams its panels from memory in order. Inputs are padded with zeros to whole tiles.
+//
+// Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
+// a row's result does not depend on its neighbours.
+#include "pool.h"
+#include "tiles.h"
+#include "vec.h"
+
+#if defined(LPX_HAS_TILES)
+#if defined(__AMX_BF16__)
+#include "tiles_amx.h"
+#else
+#include "tiles_avx512.h"
+#endif
+
+namespace lpx {
+namespace {
+
+// Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
+constexpr int64_t kCachedBytes = 512 << 10;
+// Outputs of one task: few enough to share out, enough to outweigh claiming it.
+constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kMaxTaskPanels = 12;
+
+struct TileProduct {
+    const bf16* x;
+    int64_t ldx;
+    const bf16* packed;
+    int64_t num_rows, num_tiles, num_outputs, ldy;
+};
+
+template <class T>
+void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int64_t num_rows,
+                int64_t panel) {
+    const int64_t first = panel * kTilePanel;
+    const int64_t left = smaller(g.num_outputs - first, kTilePanel);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        T* out = y + (row + r) * g.ldy + first;
+        store_n(out, load(sums + r * kTilePanel), left);
+        if (left > kLanes) {
+            store_n(out + kLanes, load(sums + r * kTilePanel + kLanes), left - kLanes);
+        }
+    }
+}
+
+// What the block of rows number `block` of `num_blocks` asks for. A single block asks for what follows
+// in memory a few tiles later. Of several, the first two ask for half of the next panel each: it
+// arrives while they all compute.
+Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t block,
+               int64_t num_blocks) {
+    constexpr int64_t kLine = 64, kDistance = 16 * kTileItems;
+    if (num_blocks == 1) return {reinterpret_cast<const char*>(weights + kDistance), 2 * kLine};
+    if (block > 1) return {reinterpret_cast<const char*>(weights), 0};
+    return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
+}
+
+// Long inputs are taken in chunks that stay in the cache for all panels; the sums wait in between,
+// in float32, so chunks change no bit.
+template <class T>
+void multiply_panels(const TileProduct& g, T* y, int64_t row, int64_t num_rows, int64_t begin,
+                     int64_t end) {
+    const int64_t num_blocks = ceil_div(num_rows, PanelProduct::kMaxRows);
+    const int64_t fitting = kCachedBytes / (num_rows * kTileBytes);
+    int64_t chunk = num_blocks == 1 ? g.num_tiles : smaller(fitting, PanelProduct::kSharedTiles);
+    chunk = smaller(g.num_tiles, chunk < 1 ? 1 : chunk);
+    const bool is_whole = chunk == g.num_tiles;
+    float* sums = scratch(0, (is_whole ? PanelProduct::kMaxRows : num_rows * (end - begin)) *
+                                 kTilePanel);
+    PanelProduct product;
+    for (int64_t tile = 0; tile < g.num_tiles; tile += chunk) {
+        const int64_t num_tiles = smaller(chunk, g.num_tiles - tile);
+        const bool is_last = tile + num_tiles == g.num_tiles;
+        const bf16* weights = g.packed + (begin * g.num_tiles + tile) * 2 * kTileItems;
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const bf16* next = weights + g.num_tiles * 2 * kTileItems;
+            int64_t done = 0;
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t n = ceil_div(num_rows - done, num_blocks - block);
+                float* out =
+                    is_whole ? sums : sums + ((panel - begin) * num_rows + done) * kTilePanel;
+                product.multiply(n, g.x + (row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
+                                 num_tiles, out, tile > 0,
+                                 ahead_of(weights, next, num_tiles, block, num_blocks));
+                if (is_last) store_sums(g, out, y, row + done, n, panel);
+                done += n;
+            }
+            weights = next;
+        }
+    }
+}
+
+template <class T>
+void multiply(const TileProduct& g, T* y) {
+    constexpr int64_t kTaskRows = PanelProduct::kTaskRows;
+    const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    int64_t panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
+    panels = panels < 1 ? 1 : smaller(panels, kMaxTaskPanels);
+    parallel_for(ceil_div(num_panels, panels) * num_row_tasks, [&](int64_t task) {
+        const int64_t begin = task / num_row_tasks * panels;
+        const int64_t end = smaller(begin + panels, num_panels);
+        const int64_t row = task % num_row_tasks * kTaskRows;
+        multiply_panels(g, y, row, smaller(g.num_rows - row, kTaskRows), begin, end);
+    });
+}
+
+// Rows of x with zeros up to whole tiles.
+const bf16* padded(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_inputs,
+                   int64_t padded_inputs) {
+    bf16* copy = reinterpret_cast<bf16*>(scratch(3, num_rows * padded_inputs / 2));
+    for (int64_t row = 0; row < num_rows; ++row) {
+        std::memcpy(copy + row * padded_inputs, x + row * ldx, num_inputs * sizeof(bf16));
+        std::memset(copy + row * padded_inputs + num_inputs, 0,
+                    (padded_inputs - num_inputs) * sizeof(bf16));
+    }
+    return copy;
+}
+
+}  // namespace
+}  // namespace lpx
+
+// Items that `lpx_pack_tiles` writes for a weight [num_outputs, num_inputs].
+LPX_EXPORT int64_t lpx_tile_items(int64_t num_outputs, int64_t num_inputs) {
+    using namespace lpx;
+    return ceil_div(num_outputs, kTilePanel) * 2 * tiles_of(num_inputs) * kTileItems;
+}
+
+LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t num_inputs,
+                               void* packed) {
+    using namespace lpx;
+    const bf16* from = static_cast<const bf16*>(weight);
+    const int64_t num_tiles = tiles_of(num_inputs);
+    parallel_for(ceil_div(num_outputs, kTilePanel), [&](int64_t panel) {
+        bf16* out = static_cast<bf16*>(packed) + panel * num_tiles * 2 * kTileItems;
+        for (int64_t i = 0; i < num_tiles * 2 * kTileItems; ++i) {
+            const int64_t k = i / (2 * kTileItems) * kTileInputs + i % kTileItems / 32 * 2 + i % 2;
+            const int64_t row =
+                panel * kTilePanel + i / kTileItems % 2 * kTileRows + i % 32 / 2;
+            out[i] = row < num_outputs && k < num_inputs ? from[row * num_inputs + k] : bf16();
+        }
+    });
+}
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T; x in bfloat16, y in `dtype`.
+LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed, void* y,
+                                 int64_t ldy, int64_t dtype, int64_t num_rows, int64_t num_inputs,
+                                 int64_t num_outputs) {
+    using namespace lpx;
+    TileProduct g{static_cast<const bf16*>(x), ldx, static_cast<const bf16*>(packed), num_rows,
+                  tiles_of(num_inputs),        num_outputs, ldy};
+    if (num_inputs % kTileInputs != 0) {
+        g.ldx = g.num_tiles * kTileInputs;
+        g.x = padded(g.x, ldx, num_rows, num_inputs, g.ldx);
+    }
+    with_activation(dtype, [&](auto t) { multiply(g, static_cast<decltype(t)*>(y)); });
+}
+
+#else
+
+// Built for a processor without tiles: 0 items say so, and nobody calls the rest.
+LPX_EXPORT int64_t lpx_tile_items(int64_t, int64_t) { return 0; }
+LPX_EXPORT void lpx_pack_tiles(const void*, int64_t, int64_t, void*) {}
+LPX_EXPORT void lpx_linear_tiles(const void*, int64_t, const void*, void*, int64_t, int64_t, int64_t,
+                                 int64_t, int64_t) {}
+
+#endif

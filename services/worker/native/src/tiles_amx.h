@@ -1,0 +1,168 @@
+// Products of tiles on AMX: 8 registers of 16 rows of 64 bytes.
+#pragma once
+#include <immintrin.h>
+
+#include <initializer_list>
+
+#include "attention.h"
+#include "tiles.h"
+
+namespace lpx {
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t num_rows[16] = {};
+
+    void set(int tile, uint8_t rows, uint16_t bytes) {
+        num_rows[tile] = rows;
+        row_bytes[tile] = bytes;
+    }
+};
+
+// The registers are in use from construction to destruction.
+class PanelProduct {
+public:
+    static constexpr int64_t kMaxRows = 2 * kTileRows;
+    static constexpr int64_t kTaskRows = 256;  // of one task when there are many
+    static constexpr int64_t kSharedTiles = INT64_MAX;
+
+    ~PanelProduct() { _tile_release(); }
+
+    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
+    void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
+                  float* sums, bool continues, const Ahead&) {
+        if (n != configured_) configure(configured_ = n);
+        if (n > kTileRows) {
+            multiply_tiles<true>(x, ldx, panel, num_tiles, sums, continues);
+        } else {
+            multiply_tiles<false>(x, ldx, panel, num_tiles, sums, continues);
+        }
+    }
+
+private:
+    // Sums in tiles 0 to 3 (0, 1: the first 16 rows), left operands in 4 and 5, right operands in 6
+    // and 7.
+    static void configure(int64_t num_rows) {
+        TileConfig config;
+        const uint8_t first = static_cast<uint8_t>(num_rows < kTileRows ? num_rows : kTileRows);
+        const uint8_t second =
+            static_cast<uint8_t>(num_rows > kTileRows ? num_rows - kTileRows : 1);
+        for (int tile : {0, 1, 4}) config.set(tile, first, kTileBytes);
+        for (int tile : {2, 3, 5}) config.set(tile, second, kTileBytes);
+        for (int tile : {6, 7}) config.set(tile, kTileRows, kTileBytes);
+        _tile_loadconfig(&config);
+    }
+
+    template <bool kTwo>
+    static void multiply_tiles(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
+                               float* sums, bool continues) {
+        constexpr int64_t kStride = kTilePanel * sizeof(float);
+        const int64_t stride = ldx * int64_t(sizeof(bf16));
+        float* second = sums + kTileRows * kTilePanel;
+        if (continues) {
+            _tile_loadd(0, sums, kStride);
+            _tile_loadd(1, sums + kTileRows, kStride);
+            if (kTwo) {
+                _tile_loadd(2, second, kStride);
+                _tile_loadd(3, second + kTileRows, kStride);
+            }
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            if (kTwo) {
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+        }
+        for (int64_t k = 0; k < num_tiles; ++k) {
+            const bf16* weights = panel + k * 2 * kTileItems;
+            _tile_loadd(4, x + k * kTileInputs, stride);
+            _tile_loadd(6, weights, kTileBytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weights + kTileItems, kTileBytes);
+            _tile_dpbf16ps(1, 4, 7);
+            if (kTwo) {
+                _tile_loadd(5, x + kTileRows * ldx + k * kTileInputs, stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums, kStride);
+        _tile_stored(1, sums + kTileRows, kStride);
+        if (kTwo) {
+            _tile_stored(2, second, kStride);
+            _tile_stored(3, second + kTileRows, kStride);
+        }
+    }
+
+    int64_t configured_ = 0;
+};
+
+// Tiles: 0 to 3 sums, 4 left operand of scores (32 dimensions), 5 left operand of values (16
+// tokens), 6 keys, 7 values. In use from construction to destruction.
+class RowProducts {
+public:
+    explicit RowProducts(int64_t num_rows) {
+        TileConfig config;
+        const uint8_t rows = static_cast<uint8_t>(num_rows);
+        for (int i = 0; i < 4; ++i) config.set(i, rows, 64);
+        config.set(4, rows, 64);
+        config.set(5, rows, 2 * kTokens);
+        config.set(6, 16, 64);
+        config.set(7, kTokens / 2, 64);
+        _tile_loadconfig(&config);
+    }
+    ~RowProducts() { _tile_release(); }
+
+    // scores[row][16 * (block - first) ...] = q . k
+    void score(const bf16* queries, const Blocks& keys, int64_t head_dim, int64_t first,
+               int64_t end, float* scores, int64_t width) const {
+        for (int64_t block = first; block < end; ++block) {
+            if (block + 1 < end) keys.prefetch(block + 1);
+            _tile_zero(0);
+            for (int64_t d = 0; d < head_dim; d += kTileInputs) {
+                _tile_loadd(4, queries + d, head_dim * sizeof(bf16));
+                _tile_loadd(6, keys.at(block) + d * kTokens, kTileBytes);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, scores + (block - first) * kTokens, width * sizeof(float));
+        }
+    }
+
+    // out[row][d] = weights . values, four tiles of dimensions at a time.
+    void gather(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t first,
+                int64_t end, float* out, int64_t width) const {
+        const int64_t stride = 2 * head_dim * sizeof(bf16);
+        for (int64_t d = 0; d < head_dim; d += 4 * 16) {
+            const bool more = d + 32 < head_dim;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t block = first; block < end; ++block) {
+                const bf16* from = values.at(block) + 2 * d;
+                if (block + 1 < end) values.prefetch(block + 1);
+                _tile_loadd(5, weights + (block - first) * kTokens, width * sizeof(bf16));
+                _tile_loadd(7, from, stride);
+                _tile_dpbf16ps(0, 5, 7);
+                _tile_loadd(7, from + 32, stride);
+                _tile_dpbf16ps(1, 5, 7);
+                if (more) {
+                    _tile_loadd(7, from + 64, stride);
+                    _tile_dpbf16ps(2, 5, 7);
+                    _tile_loadd(7, from + 96, stride);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, out + d, head_dim * sizeof(float));
+            _tile_stored(1, out + d + 16, head_dim * sizeof(float));
+            if (more) {
+                _tile_stored(2, out + d + 32, head_dim * sizeof(float));
+                _tile_stored(3, out + d + 48, head_dim * sizeof(float));
+            }
+        }
+    }
+};
+
+}  // namespace lpx

@@ -1,0 +1,178 @@
+// Products of tiles with AVX-512's pairwise dot products of bfloat16 (VDPBF16PS).
+#pragma once
+#include "attention.h"
+#include "pairs.h"
+#include "tiles.h"
+
+namespace lpx {
+
+class PanelProduct {
+public:
+    // 24 sums, two weights and an input fill the 32 registers.
+    static constexpr int64_t kMaxRows = 12;
+    static constexpr int64_t kTaskRows = 240;  // of one task when there are many
+    // Tiles of a panel that several blocks of rows read one after another: they stay in the
+    // second-level cache beside the next panel's and the rows.
+    static constexpr int64_t kSharedTiles = 64;
+
+    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
+    void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
+                  float* sums, bool continues, const Ahead& ahead) {
+        with_count<kMaxRows>(n, [&](auto count) {
+            multiply_rows<count.value>(x, ldx, panel, num_tiles, sums, continues, ahead);
+        });
+    }
+
+private:
+    template <int R>
+    static void multiply_rows(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
+                              float* sums, bool continues, Ahead ahead) {
+        __m512 totals[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            float* from = sums + r * kTilePanel;
+            totals[r][0] = continues ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
+            totals[r][1] = continues ? _mm512_loadu_ps(from + kTileRows) : _mm512_setzero_ps();
+        }
+        for (int64_t k = 0; k < num_tiles; ++k) {
+            const bf16* weights = panel + k * 2 * kTileItems;
+            for (int64_t pair = 0; pair < kTileRows; ++pair) {
+                const __m512bh low = load_pairs(weights + pair * kTileInputs);
+                const __m512bh high = load_pairs(weights + kTileItems + pair * kTileInputs);
+                _mm_prefetch(ahead.from, _MM_HINT_T0);
+                _mm_prefetch(ahead.from + ahead.step / 2, _MM_HINT_T0);
+                ahead.from += ahead.step;
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) {
+                    const __m512bh input = broadcast_pair(x + r * ldx + k * kTileInputs + 2 * pair);
+                    totals[r][0] = _mm512_dpbf16_ps(totals[r][0], input, low);
+                    totals[r][1] = _mm512_dpbf16_ps(totals[r][1], input, high);
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            _mm512_storeu_ps(sums + r * kTilePanel, totals[r][0]);
+            _mm512_storeu_ps(sums + r * kTilePanel + kTileRows, totals[r][1]);
+        }
+    }
+};
+
+// Rows go through the blocks in groups of up to four, and each group's sums stay in registers.
+class RowProducts {
+public:
+    explicit RowProducts(int64_t num_rows) : num_rows_(num_rows) {}
+
+    // scores[row][16 * (block - first) ...] = q . k
+    void score(const bf16* queries, const Blocks& keys, int64_t head_dim, int64_t first,
+               int64_t end, float* scores, int64_t width) const {
+        for (int64_t block = first; block < end; block += kBlocks) {
+            const int64_t ahead = smaller(block + 2 * kBlocks, end);
+            for (int64_t next = block + kBlocks; next < ahead; ++next) keys.prefetch(next);
+            with_count<kBlocks>(end - block, [&](auto blocks) {
+                each_group([&](auto rows, int64_t row) {
+                    score_group<rows.value, blocks.value>(
+                        queries + row * head_dim, keys, head_dim, block,
+                        scores + row * width + (block - first) * kTokens, width);
+                });
+            });
+        }
+    }
+
+    // out[row][d] = weights . values.
+    void gather(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t first,
+                int64_t end, float* out, int64_t width) const {
+        each_group([&](auto rows, int64_t row) {
+            for (int64_t d = 0; d < head_dim; d += 4 * kTileRows) {
+                const auto run = [&](auto vectors) {
+                    gather_group<rows.value, vectors.value>(
+                        weights + row * width, values, head_dim, d, first, end,
+                        out + row * head_dim + d, width);
+                };
+                if (d + 2 * kTileRows < head_dim) {
+                    run(std::integral_constant<int, 4>());
+                } else {
+                    run(std::integral_constant<int, 2>());
+                }
+            }
+        });
+    }
+
+private:
+    static constexpr int kRows = 4, kBlocks = 4;
+
+    template <class F>
+    void each_group(const F& f) const {
+        for (int64_t row = 0; row < num_rows_; row += kRows) {
+            with_count<kRows>(num_rows_ - row, [&](auto rows) { f(rows, row); });
+        }
+    }
+
+    template <int R, int B>
+    static void score_group(const bf16* queries, const Blocks& keys, int64_t head_dim,
+                            int64_t block, float* scores, int64_t width) {
+        const bf16* from[B];
+        __m512 totals[R][B];
+        for (int b = 0; b < B; ++b) {
+            from[b] = keys.at(block + b);
+            for (int r = 0; r < R; ++r) totals[r][b] = _mm512_setzero_ps();
+        }
+        for (int64_t d = 0; d < head_dim; d += 2) {
+            __m512bh pairs[R];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) pairs[r] = broadcast_pair(queries + r * head_dim + d);
+#pragma GCC unroll 4
+            for (int b = 0; b < B; ++b) {
+                const __m512bh tokens = load_pairs(from[b] + d * kTokens);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    totals[r][b] = _mm512_dpbf16_ps(totals[r][b], pairs[r], tokens);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int b = 0; b < B; ++b) {
+                _mm512_storeu_ps(scores + r * width + b * kTokens, totals[r][b]);
+            }
+        }
+    }
+
+    // V vectors of dimensions from d on.
+    template <int R, int V>
+    static void gather_group(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t d,
+                             int64_t first, int64_t end, float* out, int64_t width) {
+        __m512 totals[R][V];
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) totals[r][v] = _mm512_setzero_ps();
+        }
+        for (int64_t block = first; block < end; ++block) {
+            const bf16* from = values.at(block) + 2 * d;
+            if (block + 2 < end) values.prefetch(block + 2);
+            for (int64_t pair = 0; pair < kTokens / 2; ++pair) {
+                __m512bh dims[V];
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) {
+                    dims[v] = load_pairs(from + pair * 2 * head_dim + v * kTileInputs);
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const __m512bh weight =
+                        broadcast_pair(weights + r * width + (block - first) * kTokens + 2 * pair);
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) {
+                        totals[r][v] = _mm512_dpbf16_ps(totals[r][v], weight, dims[v]);
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) {
+                _mm512_storeu_ps(out + r * head_dim + v * kTileRows, totals[r][v]);
+            }
+        }
+    }
+
+    int64_t num_rows_;
+};
+
+}  // namespace lpx
