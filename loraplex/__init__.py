@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loraplex.api.registry import AdapterVersion, Published, Tag
+    from loraplex.api.registry import AdapterVersion, Published, Tag, UsageEntry
     from loraplex.api.sampling import Grammar, Sampling
     from loraplex.client.blocking import BlockingInference, BlockingRegistry
     from loraplex.client.generation import Completion, Message, Piece
@@ -40,6 +40,7 @@ _HOMES = {
     "Score": "client.vectors",
     "Scores": "client.vectors",
     "Tag": "api.registry",
+    "UsageEntry": "api.registry",
 }
 
 __all__ = [
@@ -61,7 +62,13 @@ __all__ = [
     "Score",
     "Scores",
     "Tag",
+    "UsageEntry",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:

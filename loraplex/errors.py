@@ -121,12 +121,13 @@ class AdapterNotFound(NotFound):
     """No adapter, version or tag answers to a reference."""
 
     reason = "ADAPTER_NOT_FOUND"
-    ref = ""
-    """Not known after a wire, where the message carries it."""
+    ref = hint = ""
+    """Not known after a wire, where the message carries them."""
 
     def __init__(self, ref: str, hint: str = "") -> None:
         super().__init__(f"no adapter {ref!r}" + (f": {hint}" if hint else ""))
         self.ref = ref
+        self.hint = hint
 
 
 class AlreadyExists(LoraplexError):

@@ -7,9 +7,10 @@ tag    = [a-z0-9_][a-z0-9._-]{0,63}, never v[0-9]+
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,9 @@ MAX_NAME_CHARS = 96
 MAX_TAG_CHARS = 64
 MAX_VERSION = 10**10 - 1
 """Version records are numbered with ten digits."""
+
+_MAX_SHOWN = 8
+"""Versions and tags that one error names."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _TAG = re.compile(r"[a-z0-9_][a-z0-9._-]{0,63}")
@@ -136,6 +140,35 @@ def check_digest(digest: str, *, field: str = "digest") -> str:
     hint = f"; try {fixed!r}" if _DIGEST.fullmatch(fixed) else ""
     raise InvalidRequest.field(
         field, digest, f"must be 'sha256:' and 64 lower-case hex characters{hint}"
+    )
+
+
+def why_missing(
+    ref: Ref, versions: Collection[int], tags: Collection[str], names: Collection[str] = ()
+) -> str:
+    """Which part of a reference does not exist, and what does.
+
+    Args:
+        versions: those of the adapter that are not deleted; empty = there is no such adapter.
+        tags: its tags.
+        names: other adapters that the caller may see.
+    """
+    name = f"{ref.tenant}/{ref.name}"
+    if not versions:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+        hint = f"; did you mean {near[0]}?" if near else "; see `registry list` or /v1/models"
+        return f"there is no adapter {name}{hint}"
+    numbers = ", ".join(f"v{number}" for number in sorted(versions)[-_MAX_SHOWN:])
+    more = "..., " if len(versions) > _MAX_SHOWN else ""
+    if ref.digest is not None:
+        return f"no version of {name} has this digest; its versions are {more}{numbers}"
+    if ref.version is not None:
+        return f"{name} has no version v{ref.version}; its versions are {more}{numbers}"
+    shown = ", ".join(sorted(tags)[:_MAX_SHOWN]) or "none"
+    more_tags = ", ..." if len(tags) > _MAX_SHOWN else ""
+    return (
+        f"{name} has no tag {ref.tag}; its tags are {shown}{more_tags} and its versions "
+        f"{more}{numbers}"
     )
 
 

@@ -32,6 +32,16 @@ and the reason `TOO_MANY_CALLS`.
 
 """
 
+POOLS = """\
+## Work in processes of their own
+
+What tenants send is read, rendered or compiled in processes with a memory limit (of the address
+space) and a time limit. Tenants get the processes in rotation, and no tenant holds all of them at
+one time. An adapter's template or a grammar that ran out of time is refused for 30 seconds without
+another try. Configs and headers of up to 64 KiB are validated in the registry's own process.
+
+"""
+
 COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
@@ -42,10 +52,20 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
-    "MAX_QUEUED_JOB_BYTES_PER_TENANT": "bytes of one tenant's requests that wait to be sent to one "
-    "worker; more are refused with status 429",
+    "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
+    "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
+    "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
+    "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
+    "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
+    "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
+    "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
+    "`DEADLINE_EXCEEDED`; what arrived is kept",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
     "is refused before it is tokenized",
+    "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "
+    "once, and one more each second; further keys that the server does not know are refused with "
+    "status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`",
 }
@@ -76,6 +96,15 @@ def page() -> Iterator[str]:
         count = getattr(limits, name)
         shown = _sized(count) if "bytes" in meaning else f"{count:,}"
         yield f"| {shown} | {meaning} |"
+    yield ""
+    yield from POOLS.splitlines()
+    yield "| service | work | processes | memory of each | seconds for one job |"
+    yield "|---|---|---|---|---|"
+    for service, pools in limits.POOLS.items():
+        for pool in pools:
+            memory = _sized(pool.memory_bytes)
+            row = (service, pool.work, str(pool.num_processes), memory, f"{pool.timeout_s:g}")
+            yield f"| {' | '.join(row)} |"
     yield ""
     yield "## Numbers"
     yield ""

@@ -98,11 +98,15 @@ def compare(
     peer.run(warm, num_adapters, 2)
     ours.run(warm, num_adapters, 2)
     runs, as_ours, as_base = [], 0, 0
+    cpu_ratios: list[float] = []
     for repetition in range(args.repetitions):
         prompts = make_prompts(count, vocab_size, seed=1000 * count + repetition)
         answer = peer.run(prompts, num_adapters, args.new_tokens)
         assert all(len(output) == args.new_tokens for output in answer["outputs"])
-        runs.append((ours.run(prompts, num_adapters, args.new_tokens).wall_s, answer["wall_s"]))
+        own = ours.run(prompts, num_adapters, args.new_tokens)
+        runs.append((own.wall_s, answer["wall_s"]))
+        if "cpu_s" in answer:
+            cpu_ratios.append(answer["cpu_s"] / own.cpu_s)
         as_ours += num_alike(answer["outputs"], ours.outputs)
         ours.run(prompts, 0, 1)
         as_base += num_alike(answer["outputs"], ours.outputs)
@@ -113,9 +117,11 @@ def compare(
         row["first_tokens_as_the_base"] = as_base
     row["is_right"] = as_ours >= RIGHT_SHARE * num_answers
     if row["is_right"]:
-        speed = statistics.median(theirs / own for own, theirs in runs)
+        speed = statistics.median(theirs / mine for mine, theirs in runs)
         medians = (statistics.median(side) for side in zip(*runs, strict=True))
         row["speed_over_peer"] = round(speed, 3)
+        if cpu_ratios:
+            row["cpu_of_peer_over_ours"] = round(statistics.median(cpu_ratios), 3)
         row["tokens_per_s"] = [round(count * args.new_tokens / s, 1) for s in medians]
         row["seconds"] = runs
     return row

@@ -47,7 +47,7 @@ from loraplex_services.worker.runner.cuda_graphs import (
     DecodeGraphs,
     GraphMemory,
 )
-from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, PieceRecorder
+from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, SegmentRecorder
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
@@ -77,23 +77,23 @@ class EmptyDecodeGraphs(DecodeGraphs):
         return DecodeGraph(NoGraph(), self.inputs, batch, hidden)
 
 
-class EmptyRecorder(PieceRecorder):
+class EmptyRecorder(SegmentRecorder):
     """Leaves out what computes."""
 
-    def end_piece(self) -> None:
-        """The piece replays nothing."""
-        self.pieces[-1].graph = NoGraph()
+    def end_segment(self) -> None:
+        """The segment replays nothing."""
+        self.segments[-1].graph = NoGraph()
 
 
 class EmptyMixedGraphs(MixedGraphs):
-    """Pieces whose replay computes nothing, and no attention between them."""
+    """Segments whose replay computes nothing, and no attention between them."""
 
     def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
         recorder = EmptyRecorder(self.inputs, size)
-        recorder.end_piece()
+        recorder.end_segment()
         batch = self.inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
         hidden = torch.zeros(size, SHAPE.hidden_size)
-        return MixedGraph(self.inputs, recorder.pieces, batch, hidden, hidden)
+        return MixedGraph(self.inputs, recorder.segments, batch, hidden, hidden)
 
 
 def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:

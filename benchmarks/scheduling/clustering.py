@@ -24,7 +24,7 @@ from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
-from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.engine.engine import CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE, POLICIES
 from loraplex_services.worker.scheduling.policies import Policy, ServiceCounters, clustered
 
@@ -41,7 +41,7 @@ def floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def measure(fleet_: Fleet, mix: str, workload: Workload) -> Summary:
+def measure(fleet_: SimulatedFleet, mix: str, workload: Workload) -> Summary:
     """One run."""
     ranks = ranks_of(RANK_MIXES[mix], NUM_ADAPTERS)
     return summarize(Simulation(fleet_, ranks).run(generate(workload)))
@@ -70,7 +70,7 @@ def main() -> None:
             own = msgspec.structs.replace(base.engine, policy=name)
             summaries = [
                 measure(
-                    Fleet(base.costs, own, on_disk=True),
+                    SimulatedFleet(base.costs, own, on_disk=True),
                     args.mix,
                     Workload(NUM_ADAPTERS, share * per_s, args.duration, seed=seed),
                 )

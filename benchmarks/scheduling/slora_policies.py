@@ -21,7 +21,7 @@ from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.rooflines import ROOFLINES
-from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.engine.engine import POLICIES
 from loraplex_services.worker.types.messages import EngineConfig
 
@@ -31,7 +31,9 @@ ARENA_BYTES = 8 << 30
 NUM_ADAPTERS = 200
 
 
-def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = None) -> Fleet:
+def fleet(
+    policy: str, deadline_s: float | None, first_token_s: float | None = None
+) -> SimulatedFleet:
     """One worker whose host memory holds every adapter."""
     engine = EngineConfig(
         model_dir="",
@@ -44,7 +46,9 @@ def fleet(policy: str, deadline_s: float | None, first_token_s: float | None = N
         max_running=256,
         policy=policy,
     )
-    return Fleet(COSTS, engine, on_disk=True, deadline_s=deadline_s, first_token_s=first_token_s)
+    return SimulatedFleet(
+        COSTS, engine, on_disk=True, deadline_s=deadline_s, first_token_s=first_token_s
+    )
 
 
 class Capacity(NamedTuple):
@@ -56,7 +60,7 @@ class Capacity(NamedTuple):
     """Requests in the batch, by Little's law."""
 
 
-def capacity(fleet_: Fleet, num_adapters: int, mix: Sequence[int]) -> Capacity:
+def capacity(fleet_: SimulatedFleet, num_adapters: int, mix: Sequence[int]) -> Capacity:
     """For requests of U[8,512] tokens in and out."""
     trace = generate(Workload(num_adapters, 1000.0, 1.0))
     simulation = Simulation(fleet_, ranks_of(mix, num_adapters))

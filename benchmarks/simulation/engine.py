@@ -49,7 +49,7 @@ from loraplex.workload import (
 )
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.fitting import fit_trace
-from loraplex_services.simulate.simulation import Fleet, Simulation
+from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner
 from loraplex_services.worker.types.messages import Command, Submit
@@ -139,7 +139,7 @@ def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -
 def simulate(costs: Costs, args: argparse.Namespace, trace: list[TracedRequest]) -> Summary:
     """The same trace through the simulator."""
     config = make_config(Path(), args.arena_bytes)
-    fleet = Fleet(costs, config, on_disk=True)
+    fleet = SimulatedFleet(costs, config, on_disk=True)
     return summarize(Simulation(fleet, ranks_of(RANKS, NUM_ADAPTERS)).run(trace))
 
 

@@ -16,11 +16,23 @@ class Findings:
 
     refusals: list[Violation] = field(default_factory=list)
     warnings: list[Violation] = field(default_factory=list)
+    misfits: list[Violation] = field(default_factory=list)
+    """Refusals of tensors that would fit another base."""
 
     def refuse(self, path: str, value: object, description: str) -> None:
         """Record that the adapter cannot be served right."""
         if len(self.refusals) < MAX_FINDINGS:
             self.refusals.append(Violation.of(path, value, description))
+
+    def misfit(self, path: str, value: object, description: str) -> None:
+        """Record a tensor that does not fit the base."""
+        self.misfits.append(Violation.of(path, value, description))
+        self.refuse(path, value, description)
+
+    def name_base(self, violation: Violation) -> None:
+        """Put one refusal, about the base, in the place of all tensors that do not fit it."""
+        others = [each for each in self.refusals if each not in self.misfits]
+        self.refusals = [violation, *others]
 
     def warn(self, path: str, value: object, description: str) -> None:
         """Record something harmless that its publisher should know."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapter_format.files import IGNORED, PICKLE_FILE, File, name_problem
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.leftovers import file_left_out, folder_left_out
+from loraplex.adapter_format.leftovers import HARMLESS, file_left_out, folder_left_out
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
 from loraplex.adapter_format.sentence_folder import check_pooling
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
-from loraplex.errors import InvalidRequest, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,22 @@ def file_names(path: Path, tensor_file: str = TENSOR_FILE) -> tuple[str, ...]:
     return _look(path, tensor_file)[0]
 
 
-def left_out(path: Path) -> tuple[Violation, ...]:
-    """What is in a folder and no part of the adapter: the state of its training, pictures, logs.
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What is in a folder and no part of its adapter."""
 
-    Raises as `file_names` does.
-    """
+    names: tuple[str, ...]
+    """The state of a training, pictures, logs: nobody needs to act on them."""
+    warnings: tuple[Violation, ...]
+    """Other adapters."""
+
+
+def left_out(path: Path) -> LeftOut:
+    """What is in a folder and no part of the adapter. Raises as `file_names` does."""
     return _look(path, TENSOR_FILE)[1]
 
 
-def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], tuple[Violation, ...]]:
+def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], LeftOut]:
     if not path.is_dir():
         raise InvalidRequest.field("DIR", str(path), "is not a folder; give an adapter's folder")
     findings = Findings()
@@ -107,11 +114,15 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], tuple[Violatio
     present = {entry.name for entry in entries}
     missing = [name for name in (CONFIG_FILE, tensor_file) if name not in present]
     inner = [entry.name for entry in entries if _holds_adapter(entry)]
-    names = []
+    if len(missing) == 2:
+        raise InvalidAdapter.of([Violation.of("DIR", str(path), _why_none(path, inner))])
+    names, harmless = [], []
     for entry in entries:
         reason = _reason_to_leave(entry, is_whole=not missing)
         problem = None if reason else _entry_problem(entry, tensor_file)
-        if reason:
+        if reason and reason in HARMLESS:
+            harmless.append(entry.name)
+        elif reason:
             findings.warn(entry.name, entry.name, reason)
         elif problem:
             findings.refuse(entry.name, entry.name, problem)
@@ -120,12 +131,29 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], tuple[Violatio
     for name in missing:
         if name == TENSOR_FILE and PICKLE_FILE in present:
             continue  # Refused above, with the command that makes the missing file of it.
-        there = f"; {path / _newest(inner)} holds an adapter, give that folder" if inner else ""
-        findings.refuse(name, "missing", f"is needed; save the adapter with PEFT{there}")
+        findings.refuse(name, "missing", "is missing; save the adapter with PEFT's save_pretrained")
     if not missing and CONFIG_FILE in names:  # Not through a link, nor from a pipe.
         check_pooling(path, (path / CONFIG_FILE).read_bytes(), findings)
     findings.raise_if_refused()
-    return tuple(names), tuple(findings.warnings)
+    return tuple(names), LeftOut(tuple(harmless), tuple(findings.warnings))
+
+
+def _why_none(path: Path, inner: list[str]) -> str:
+    """Why a folder is no adapter, and where one is."""
+    if not inner:
+        return (
+            f"holds no adapter: {CONFIG_FILE} and {TENSOR_FILE} are missing; save it with PEFT's "
+            "save_pretrained"
+        )
+    newest = _newest(inner)
+    if newest.startswith("checkpoint-"):
+        return (
+            f"holds no adapter itself; its latest checkpoint is {path / newest}: give that folder"
+        )
+    return (
+        "holds no adapter itself, but one that was saved under another name than 'default': give "
+        f"{path / newest}"
+    )
 
 
 def _holds_adapter(entry: os.DirEntry[str]) -> bool:

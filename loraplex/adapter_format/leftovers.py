@@ -60,6 +60,11 @@ _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
+_LEFT_OUT = "; it is left out"
+HARMLESS = frozenset(f"{reason}{_LEFT_OUT}" for _, reason in (*_FILES, *_FOLDERS))
+"""Reasons that no publisher needs to act on."""
+
+
 def file_left_out(name: str) -> str | None:
     """Why a file of this name stays behind; None if it does not for its name alone."""
     return _match(_FILES, name)
@@ -72,4 +77,4 @@ def folder_left_out(name: str) -> str | None:
 
 def _match(table: tuple[tuple[re.Pattern[str], str], ...], name: str) -> str | None:
     reason = next((reason for pattern, reason in table if pattern.fullmatch(name)), None)
-    return f"{reason}; it is left out" if reason else None
+    return f"{reason}{_LEFT_OUT}" if reason else None

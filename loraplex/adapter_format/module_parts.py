@@ -139,12 +139,11 @@ class ModuleParts:
                 why = f"must be [labels, {module.in_features}], a row for each label"
                 findings.refuse(f"{TENSOR_FILE}:{info.name}", list(info.shape), why)
             elif info.shape != expected[part]:
-                findings.refuse(
+                findings.misfit(
                     f"{TENSOR_FILE}:{info.name}",
                     list(info.shape),
-                    f"must be {list(expected[part])}: the config gives {module.name} rank {rank} "
-                    "(r, or the first matching key of rank_pattern, which PEFT sorts when it "
-                    f"saves) and the base {module.in_features} -> {module.out_features} features",
+                    f"must be {list(expected[part])} on this base, for rank {rank} (r, or the "
+                    "first matching key of rank_pattern)",
                 )
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:

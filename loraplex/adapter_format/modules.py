@@ -138,8 +138,9 @@ def _base_module(
         return _implied_module(name, tensors, config)
     module = base.get(name)
     if module is None:
+        refuse = findings.refuse if name in SAVED_HEADS else findings.misfit
         for info in tensors.values():
-            findings.refuse(_path(info), name, _why_unknown(name, config))
+            refuse(_path(info), name, _why_unknown(name, config))
     return module
 
 

@@ -121,7 +121,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Branches:
     """Any one of several parts."""
 
     parts: tuple[Node, ...]

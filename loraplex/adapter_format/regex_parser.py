@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from loraplex.adapter_format.regex import (
     BadPattern,
+    Branches,
     Char,
-    Choice,
     Here,
     Look,
     Node,
@@ -110,7 +110,7 @@ class _Parser:
         branches = [self.sequence()]
         while self.skip("|"):
             branches.append(self.sequence())
-        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+        return branches[0] if len(branches) == 1 else Branches(tuple(branches))
 
     def sequence(self) -> Node:
         parts = []

@@ -20,8 +20,14 @@ def check_targets(
     modules: Sequence[AdapterModule],
     geometry: Geometry | None,
     findings: Findings,
+    *,
+    allow_missing: bool,
 ) -> None:
-    """Refuse LoRA that PEFT would not load; warn of selected modules without tensors."""
+    """Refuse LoRA that PEFT would not load, and selected modules without tensors.
+
+    Args:
+        allow_missing: only warn of the latter, unless PEFT would make them random.
+    """
     base = {module.name: module for module in geometry.modules} if geometry else {}
     _refuse_incomplete(config, modules, base, findings)
     targets = _effective_targets(config, geometry, findings)
@@ -33,10 +39,11 @@ def check_targets(
         for module in adapted.values():
             if not _is_selected(config, selector, module, base):
                 _refuse_unselected(module, findings)
-        for name, base_module in base.items():
-            is_missing = base_module.kind == LINEAR and name not in adapted
-            if is_missing and selector.selects(name, base_module):
-                _note_missing(config, name, findings)
+        linear = [name for name, module in base.items() if module.kind == LINEAR]
+        selected = [name for name in linear if selector.selects(name, base[name])]
+        missing = [name for name in selected if name not in adapted]
+        if missing and not findings.refusals:
+            _note_missing(config, missing, len(selected), findings, allow_missing=allow_missing)
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:target_modules", targets, str(error))
 
@@ -112,10 +119,26 @@ def _refuse_unselected(module: AdapterModule, findings: Findings) -> None:
     )
 
 
-def _note_missing(config: AdapterConfig, name: str, findings: Findings) -> None:
-    path = f"{TENSOR_FILE}:{name}"
+def _note_missing(
+    config: AdapterConfig,
+    missing: Sequence[str],
+    num_selected: int,
+    findings: Findings,
+    *,
+    allow_missing: bool,
+) -> None:
+    count = f"{len(missing)} of {num_selected} modules"
+    what = f"target_modules selects modules that have no tensors, such as {missing[0]}"
     if config.init_is_random:
-        why = "is selected but has no tensors, and init_lora_weights=false would make it random"
-        findings.refuse(path, "missing", why)
+        findings.refuse(
+            TENSOR_FILE, count, f"{what}, and init_lora_weights=false would make them random"
+        )
+    elif allow_missing:
+        findings.warn(TENSOR_FILE, count, f"{what}; they stay as they are in the base")
     else:
-        findings.warn(path, "missing", "is selected but has no tensors; it stays the base's")
+        findings.refuse(
+            TENSOR_FILE,
+            count,
+            f"{what}; the file is probably incomplete, so save the adapter again, or publish it as "
+            "it is with --allow-missing",
+        )

@@ -17,13 +17,13 @@ from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.modules import build_modules
 from loraplex.adapter_format.pooling_fields import check_labels
-from loraplex.adapter_format.report import Report
+from loraplex.adapter_format.report import AdapterModule, Report
 from loraplex.adapter_format.safetensors_header import Header, parse_header
 from loraplex.adapter_format.serving_fields import check_eos_token_ids, check_rope_scaling
 from loraplex.adapter_format.targets import check_targets
 from loraplex.adapter_format.task_geometry import geometry_of_task, in_base, num_labels_of
 from loraplex.adapter_format.vocabulary import complete_tables
-from loraplex.errors import InvalidAdapter
+from loraplex.errors import InvalidAdapter, Violation
 
 MAX_RANK = 256
 _OF_TRAINING = ".lora_velora_embed"
@@ -38,6 +38,9 @@ def validate(
     geometry: Geometry | None = None,
     max_rank: int = MAX_RANK,
     strict: bool = False,
+    *,
+    base_names: Sequence[str] = (),
+    allow_missing: bool = False,
 ) -> Report:
     """Check an adapter and describe it.
 
@@ -50,6 +53,8 @@ def validate(
         geometry: the base; None checks what can be checked without one.
         max_rank: the largest rank that is served.
         strict: whether warnings refuse too.
+        base_names: the base's id and other names, for errors.
+        allow_missing: whether modules that the config selects may have no tensors.
 
     Raises:
         InvalidAdapter: with every violation found, each naming field, value and the way out.
@@ -62,20 +67,18 @@ def validate(
     findings.raise_if_refused()
     assert config is not None and header is not None, "refused above"
     findings.warnings.extend(config.warnings)
-    fingerprint = geometry.fingerprint if geometry else ""
     if geometry is not None:
         geometry = geometry_of_task(geometry, config.task, header, findings)
     modules = build_modules(config, header, geometry, max_rank, findings)
-    check_targets(config, modules, geometry, findings)
+    check_targets(config, modules, geometry, findings, allow_missing=allow_missing)
     if geometry is not None:
-        brings = any(file.path in TOKENIZER_FILES for file in files)
-        modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
-        sizes = (module.num_rows for module in modules)
-        check_eos_token_ids(config.eos_token_ids, geometry.vocab_size, sizes, findings)
+        modules = _check_vocabulary(config, modules, geometry, files, findings)
         check_rope_scaling(config.rope_scaling, geometry.rotary_pairs, findings)
     modules = in_base(modules, config.task, header)
     num_labels = num_labels_of(modules, config.task)
     check_labels(config.pooling, num_labels, findings, CONFIG_FILE)
+    if findings.misfits and base_names:
+        _name_wrong_base(config, base_names, findings)
     findings.raise_if_refused(strict=strict)
     return Report(
         config=config,
@@ -83,9 +86,42 @@ def validate(
         max_rank=max(module.rank for module in modules),
         num_modules=sum(module.rank > 0 for module in modules),
         tensor_file_size=tensor_file_size,
-        base_fingerprint=fingerprint,
+        base_fingerprint=geometry.fingerprint if geometry else "",
         num_labels=num_labels,
         warnings=tuple(findings.warnings),
+    )
+
+
+def _check_vocabulary(
+    config: AdapterConfig,
+    modules: tuple[AdapterModule, ...],
+    geometry: Geometry,
+    files: Sequence[File],
+    findings: Findings,
+) -> tuple[AdapterModule, ...]:
+    """The modules with the sizes of their tables, which EOS ids must fit."""
+    brings = any(file.path in TOKENIZER_FILES for file in files)
+    modules = complete_tables(modules, geometry, config, findings, brings_tokenizer=brings)
+    sizes = (module.num_rows for module in modules)
+    check_eos_token_ids(config.eos_token_ids, geometry.vocab_size, sizes, findings)
+    return modules
+
+
+def _name_wrong_base(config: AdapterConfig, base_names: Sequence[str], findings: Findings) -> None:
+    """Say in one sentence that the adapter was trained on another base. Mutates: findings."""
+    named = config.base_model_name_or_path or ""
+    if named in base_names:
+        return
+    first = findings.misfits[0]
+    trained = f"the adapter was trained on {named}" if named else "the adapter names no base"
+    findings.name_base(
+        Violation.of(
+            f"{CONFIG_FILE}:base_model_name_or_path",
+            named,
+            f"{trained} and was checked against {base_names[0]}, which it does not fit: "
+            f"{len(findings.misfits)} tensors differ, such as {first.field} = {first.value}, which "
+            f"{first.description}; choose the right base with --base",
+        )
     )
 
 

@@ -237,3 +237,23 @@ class Reindexed:
     tags: int
     bases: int
     epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsageEntry:
+    """What one tenant used of one model on one day."""
+
+    day: str
+    """YYYY-MM-DD, in UTC."""
+    tenant: str
+    model: str
+    """tenant/name of the adapter, several joined by +, or the id of the base."""
+    requests: int
+    """That ended, with errors and cancelled ones."""
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompts, not computed again."""
+    generated_tokens: int
+    duration_s: float
+    """From arrival to end, summed over the requests."""

@@ -16,6 +16,7 @@ from loraplex.api.registry import (
     TagMove,
     TagTarget,
     Tenant,
+    UsageEntry,
 )
 from loraplex.errors import Violation
 from loraplex.v1 import common_pb2
@@ -180,4 +181,19 @@ def tenant(message: pb.Tenant) -> Tenant:
         used_bytes=message.used_bytes,
         used_versions=message.used_versions,
         signature_keys=tuple(message.signature_keys),
+    )
+
+
+def usage_entry(message: pb.UsageEntry) -> UsageEntry:
+    """One line of a tenant's usage."""
+    return UsageEntry(
+        day=message.day,
+        tenant=message.tenant,
+        model=message.model,
+        requests=message.requests,
+        errors=message.errors,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        generated_tokens=message.generated_tokens,
+        duration_s=message.duration_ms / 1000,
     )

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
+from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
-from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
+from loraplex.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -250,4 +251,48 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     """The inverse."""
     return WorkerLoad(
         **{name: getattr(message, name) for name in _LOAD_FIELDS}, is_full=message.full
+    )
+
+
+def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
+    """The wire form."""
+    models = [
+        admin_pb2.ModelLoad(
+            model=each.model,
+            requests=each.requests,
+            errors=each.errors,
+            generated_tokens=each.generated_tokens,
+        )
+        for each in load.models
+    ]
+    return admin_pb2.RecentLoad(
+        window_s=load.window_s,
+        requests=load.requests,
+        failures=load.failures,
+        prompt_tokens=load.prompt_tokens,
+        generated_tokens=load.generated_tokens,
+        first_token_p50_s=load.first_token_p50_s,
+        first_token_p95_s=load.first_token_p95_s,
+        duration_p50_s=load.duration_p50_s,
+        duration_p95_s=load.duration_p95_s,
+        models=models,
+    )
+
+
+def recent_load_from_proto(message: admin_pb2.RecentLoad) -> RecentLoad:
+    """The plain form."""
+    return RecentLoad(
+        window_s=message.window_s,
+        requests=message.requests,
+        failures=dict(message.failures),
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        first_token_p50_s=message.first_token_p50_s,
+        first_token_p95_s=message.first_token_p95_s,
+        duration_p50_s=message.duration_p50_s,
+        duration_p95_s=message.duration_p95_s,
+        models=tuple(
+            ModelLoad(each.model, each.requests, each.errors, each.generated_tokens)
+            for each in message.models
+        ),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, key_value
+from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, count, key_value
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="every version, not only what latest points at"
     )
+    parser.add_argument(
+        "--sort", choices=_ORDERS, default="name", help="name (default), or largest or newest first"
+    )
+    parser.add_argument("--limit", type=count, default=0, metavar="N", help="the first N only")
     add_connection(parser, "registry")
+    _add_others(commands)
 
+
+def _add_others(commands: Any) -> None:
     parser = add_command(
         commands, "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
     )
@@ -77,8 +84,15 @@ def add(commands: Any) -> None:
     add_connection(parser, "registry")
 
 
+_ORDERS: dict[str, Callable[[AdapterVersion], Any]] = {
+    "name": lambda version: (version.tenant, version.name, version.version),
+    "created": lambda version: -version.created_unix_s,
+    "size": lambda version: -version.size_bytes,
+    "rank": lambda version: -version.max_rank,
+}
+
+
 async def _list(args: argparse.Namespace) -> None:
-    rows = []
     async with client_of(args) as client:
         tenant, _, name = args.name.rpartition("/")
         versions = client.list(
@@ -89,25 +103,40 @@ async def _list(args: argparse.Namespace) -> None:
             base_id=args.base,
             all_versions=args.all or bool(args.name),
         )
-        async for version in versions:
-            if args.json:
-                print_json(version)
-                continue
-            rows.append(
-                (
-                    f"{version.tenant}/{version.name}",
-                    f"v{version.version}",
-                    ",".join(version.tags),
-                    short_digest(version.digest),
-                    str(version.max_rank),
-                    sized(version.size_bytes),
-                    version.base_id,
-                    moment(version.created_unix_s),
-                )
-            )
-    if not args.json:
-        header = ("NAME", "VERSION", "TAGS", "DIGEST", "RANK", "SIZE", "BASE", "CREATED")
-        print_table(header, rows)
+        found = await _ordered(versions, args.sort, args.limit)
+    if args.json:
+        for version in found:
+            print_json(version)
+        return
+    header = ("NAME", "VERSION", "TAGS", "DIGEST", "RANK", "SIZE", "BASE", "CREATED", "CREATOR")
+    print_table(header, [_row(version) for version in found])
+
+
+async def _ordered(
+    versions: AsyncIterator[AdapterVersion], order: str, limit: int
+) -> list[AdapterVersion]:
+    """Versions come ordered by name; for that order, no more than `limit` are asked for."""
+    found: list[AdapterVersion] = []
+    async for version in versions:
+        found.append(version)
+        if order == "name" and len(found) == limit:
+            break
+    found.sort(key=_ORDERS[order])
+    return found[:limit] if limit else found
+
+
+def _row(version: AdapterVersion) -> tuple[str, ...]:
+    return (
+        f"{version.tenant}/{version.name}",
+        f"v{version.version}",
+        ",".join(version.tags),
+        short_digest(version.digest),
+        str(version.max_rank),
+        sized(version.size_bytes),
+        version.base_id,
+        moment(version.created_unix_s),
+        version.creator,
+    )
 
 
 async def _show(args: argparse.Namespace) -> None:

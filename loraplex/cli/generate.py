@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from loraplex.api.residency import AdapterResidency
     from loraplex.api.sampling import Grammar, Sampling
-    from loraplex.client.generation import Completion, Message, Piece, Status
+    from loraplex.client.generation import Completion, Message, Piece, Status, WorkerStatus
     from loraplex.client.inference_client import InferenceClient
 
 
@@ -31,6 +31,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
     parser.add_argument("prompt", metavar="PROMPT", help="text; - reads it from stdin")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="send the text as it is; otherwise it is a user's message if there is a chat template",
+    )
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     _add_grammar(parser)
@@ -125,13 +130,24 @@ def client_of(args: argparse.Namespace) -> InferenceClient:
 
 
 async def _generate(args: argparse.Namespace) -> None:
+    from loraplex.client.generation import Message
     from loraplex.client.inference_client import collect
+    from loraplex.errors import InvalidRequest
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     streamed = not args.json and args.n == 1
-    async with client_of(args) as client:
+
+    async def answer(client: InferenceClient, prompt: str | list[Message]) -> Completion:
         pieces = client.generate(args.ref, prompt, _sampling(args))
-        completion = collect([piece async for piece in _shown(pieces, streamed)])
+        return collect([piece async for piece in _shown(pieces, streamed)])
+
+    async with client_of(args) as client:
+        try:
+            completion = await answer(client, prompt if args.raw else [Message("user", prompt)])
+        except InvalidRequest as error:
+            if error.reason != "NO_CHAT_TEMPLATE":
+                raise
+            completion = await answer(client, prompt)
     if not streamed:
         _print_completion(completion, args.json)
 
@@ -212,10 +228,13 @@ async def _status(args: argparse.Namespace) -> None:
     print_status(status, as_json=args.json)
 
 
+LOAD_COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
+
+
 def print_status(status: Status, *, as_json: bool) -> None:
     """A status for people, or as one JSON object."""
     if as_json:
-        print_json(_status_object(status))
+        print_json(status_object(status))
         return
     print_fields(
         {
@@ -229,19 +248,19 @@ def print_status(status: Status, *, as_json: bool) -> None:
     rows = [
         (
             worker.worker_id or worker.address,
-            _state(worker.connected, worker.ready, worker.draining),
+            state_of(worker),
             str(worker.load.running_requests),
             str(worker.load.waiting_requests),
             f"{worker.load.total_blocks - worker.load.free_blocks}/{worker.load.total_blocks}",
             str(worker.num_adapters_on_device),
             str(worker.load.max_distinct_adapters),
             f"{worker.load.step_s * 1000:.1f} ms",
+            " ".join((worker.dtype, worker.kernels)).strip(),
         )
         for worker in status.workers
     ]
     print()
-    header = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
-    print_table(header, rows)
+    print_table((*LOAD_COLUMNS, "ARITHMETIC"), rows)
     for worker in status.workers:
         for adapter in worker.adapters:
             where = adapter.residency
@@ -251,7 +270,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
             print(f"  {worker.worker_id}  {name}  {_tier_name(where)}  {rank}  {size}")
 
 
-def _status_object(status: Status) -> dict[str, Any]:
+def status_object(status: Status) -> dict[str, Any]:
     """The status with the load of a worker, and the residency of an adapter, among its fields."""
     shown = dataclasses.asdict(status)
     for worker, shown_worker in zip(status.workers, shown["workers"], strict=True):
@@ -266,9 +285,10 @@ def _tier_name(residency: AdapterResidency) -> str:
     return residency.tier.name.lower()
 
 
-def _state(connected: bool, ready: bool, draining: bool) -> str:
-    if not connected:
+def state_of(worker: WorkerStatus) -> str:
+    """One word about a worker."""
+    if not worker.connected:
         return "away"
-    if draining:
+    if worker.draining:
         return "draining"
-    return "ready" if ready else "starting"
+    return "ready" if worker.ready else "starting"

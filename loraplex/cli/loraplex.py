@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 
-from loraplex.cli import bench, completion, fetch, generate, top, vectors
-from loraplex.cli.parsing import Parser
+from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
+from loraplex.cli.parsing import Parser, add_version
 from loraplex.cli.running import main_of
 
 UP_SUMMARY = "Run registry, gateway and workers on this machine."
@@ -29,6 +29,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("up", help=UP_SUMMARY, add_help=False)
     commands.add_parser("simulate", help=SIMULATE_SUMMARY, add_help=False)
@@ -36,6 +37,7 @@ def make_parser() -> Parser:
     vectors.add(commands)
     fetch.add(commands)
     top.add(commands)
+    usage.add(commands)
     bench.add(commands)
     completion.add(commands, "loraplex", make_parser)
     return parser

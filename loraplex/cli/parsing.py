@@ -47,6 +47,21 @@ def with_nearest(message: str) -> str:
     return f"{message}; did you mean {near[0]!r}?" if near else message
 
 
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """`--version`."""
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for, which costs time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"{parser.prog} {version('loraplex')}")
+        parser.exit(0)
+
+
 def add_command(
     commands: Any, name: str, run: Run | None, summary: str, example: str, **options: Any
 ) -> Parser:
@@ -156,7 +171,18 @@ def add_when_loaded(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_BEFORE_COMMANDS = ("--registry", "--gateway", "--ca", "--cert", "--key")
+
+
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """Arguments with the bare `--when-loaded` given its value, so that it takes no operand."""
+    """Arguments with connection flags that precede the command moved behind it, and with the bare
+    `--when-loaded` given its value, so that it takes no operand."""
     bare = "--when-loaded"
-    return [f"{bare}={DEFAULT_WHEN_LOADED}" if word == bare else word for word in argv]
+    words = [f"{bare}={DEFAULT_WHEN_LOADED}" if word == bare else word for word in argv]
+    moved: list[str] = []
+    while words and words[0].partition("=")[0] in (*_BEFORE_COMMANDS, "--json"):
+        num_words = 2 if words[0] in _BEFORE_COMMANDS else 1
+        moved += words[:num_words]
+        words = words[num_words:]
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *moved, *words[end:]]

@@ -64,6 +64,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="check only, publish nothing")
     parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
+    _add_allow_missing(parser)
     add_when_loaded(parser)
     add_connection(parser, "registry")
 
@@ -77,7 +78,16 @@ def add(commands: Any) -> None:
     parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
     parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check it against")
     parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
+    _add_allow_missing(parser)
     add_json(parser)
+
+
+def _add_allow_missing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="accept an adapter that lacks tensors of modules which its config selects",
+    )
 
 
 def client_of(args: argparse.Namespace) -> RegistryClient:
@@ -101,6 +111,7 @@ def _upload(args: argparse.Namespace) -> None:
         public=args.public,
         labels=dict(args.label),
         strict=args.strict,
+        allow_missing=args.allow_missing,
         parent=args.parent,
         when_loaded_s=args.when_loaded,
         signing_key=args.signing_key,
@@ -189,12 +200,15 @@ async def _validate(args: argparse.Namespace) -> None:
         folder.files,
         geometry,
         strict=args.strict,
+        base_names=[Path(args.base).name] if args.base else [],
+        allow_missing=args.allow_missing,
     )
     header = parse_header(folder.header_prefix, folder.tensor_file_size)
     zero_tensors = scan_file(folder.tensor_path, header)
-    warnings = (*left_out, *report.warnings, *warnings_of_zeros(report, zero_tensors))
-    if args.strict and warnings:
-        raise InvalidAdapter.of(warnings)
+    found = (*report.warnings, *warnings_of_zeros(report, zero_tensors))
+    if args.strict and found:
+        raise InvalidAdapter.of(found)
+    warnings = (*left_out, *found)
     print_warnings(warnings)
     fingerprint = geometry.fingerprint if geometry else ""
     digest = digest_of(core_manifest(report, folder.files, fingerprint)) if geometry else None

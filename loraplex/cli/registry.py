@@ -16,7 +16,7 @@ from loraplex.cli import (
     sharing,
     tags,
 )
-from loraplex.cli.parsing import Parser
+from loraplex.cli.parsing import Parser, add_version
 from loraplex.cli.running import main_of
 
 EPILOG = """example:
@@ -35,6 +35,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for group in (publish, rewriting, catalog, tags, sharing, provenance, admin, access):
         group.add(commands)

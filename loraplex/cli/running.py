@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from loraplex.cli.output import print_error
 from loraplex.cli.parsing import Parser, spelled_out
+from loraplex.client import settings
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
 
 INTERRUPTED = 130
@@ -17,11 +18,16 @@ OTHER_FAILURE = 1
 
 
 def main_of(parser: Parser, argv: Sequence[str]) -> int:
-    """Parse and run one command; returns its exit code."""
+    """Parse and run one command; returns its exit code. Without a command, prints the help."""
+    if not argv:
+        parser.print_help()
+        return 0
     args = parser.parse_args(spelled_out(argv))
     as_json = bool(getattr(args, "json", False))
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack what a model says
         sys.stdout.reconfigure(errors="backslashreplace")
+    for warning in settings.unknown_variables(os.environ):
+        print(f"warning: {warning}", file=sys.stderr)
     try:
         _run(args)
         return 0

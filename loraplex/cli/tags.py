@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.catalog import pending_of, sides_of, spelled
 from loraplex.cli.output import moment, print_json
-from loraplex.cli.parsing import add_command, add_connection, add_when_loaded
+from loraplex.cli.parsing import add_command, add_connection, add_when_loaded, key_value
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.api.registry import Tag, TagTarget
+    from loraplex.client.registry_client import RegistryClient
 
 MAX_WEIGHT = 1_000_000
 
@@ -80,10 +81,23 @@ def _add_delete(commands: Any) -> None:
         commands,
         "delete",
         _delete,
-        "Delete a version, or everything under a name.",
-        "registry delete acme/support:v2",
+        "Delete a version, everything under a name, or all adapters that match.",
+        "registry delete 'trace-*' --all --dry-run",
     )
-    parser.add_argument("ref", metavar="REF", help="NAME:vN; or NAME with --all")
+    parser.add_argument(
+        "ref",
+        metavar="REF",
+        help="NAME:vN; with --all NAME, or a pattern such as 'trace-*' of the tenant's names",
+    )
+    parser.add_argument(
+        *("--label", "-l"),
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="K=V",
+        help="with --all: only adapters whose latest version has this label; repeatable",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="with --all: only show the names")
     parser.add_argument("--all", action="store_true", help="every version and tag of NAME")
     parser.add_argument(
         "--force", action="store_true", help="although tags point there; they go too"
@@ -196,10 +210,58 @@ async def _delete(args: argparse.Namespace) -> None:
         raise InvalidRequest.field(
             "REF", args.ref, "name one version as NAME:vN, or every one as NAME --all"
         )
+    if not args.all and (args.label or args.dry_run):
+        raise InvalidRequest.field("--label", args.ref, "--label and --dry-run need --all")
     async with client_of(args) as client:
-        deleted = await client.delete(args.ref, every=args.all, force=args.force, purge=args.purge)
+        names = await _matching(client, args) if args.all else [args.ref]
+        if args.dry_run:
+            _print_names(names, args.json)
+            return
+        deleted = [
+            version
+            for name in names
+            for version in await client.delete(
+                name, every=args.all, force=args.force, purge=args.purge
+            )
+        ]
     for version in deleted:
         if args.json:
             print_json(version)
         else:
             print(f"deleted {version.ref}")
+
+
+def _print_names(names: Sequence[str], as_json: bool) -> None:
+    for name in names:
+        if as_json:
+            print_json({"name": name})
+        else:
+            print(f"would delete {name}")
+
+
+async def _matching(client: RegistryClient, args: argparse.Namespace) -> list[str]:
+    """Names that the pattern and the labels select; a plain name without labels is taken as it is.
+
+    Raises: NotFound if nothing matches, InvalidRequest if adapters of several tenants do.
+    """
+    import fnmatch
+
+    from loraplex.errors import InvalidRequest, NotFound
+
+    is_pattern = any(char in args.ref for char in "*?[")
+    if not is_pattern and not args.label:
+        return [args.ref]
+    tenant, _, pattern = args.ref.rpartition("/")
+    found = [
+        (version.tenant, version.name)
+        async for version in client.list(tenant=tenant, labels=dict(args.label))
+        if fnmatch.fnmatchcase(version.name, pattern)
+    ]
+    if not found:
+        raise NotFound(f"no adapter matches {args.ref!r} and the labels")
+    tenants = sorted({owner for owner, _ in found})
+    if len(tenants) > 1:
+        shown = ", ".join(tenants)
+        why = f"matches adapters of the tenants {shown}; write TENANT/PATTERN"
+        raise InvalidRequest.field("REF", args.ref, why)
+    return [f"{owner}/{name}" for owner, name in found]

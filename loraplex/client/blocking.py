@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
@@ -112,6 +113,18 @@ def _stream(
         thread: _LoopThread = self._thread
         return thread.iterate(method(self._client, *args, **kwargs))
 
+    return _shown_as_iterator(stream, method)
+
+
+def _shown_as_iterator(
+    stream: Callable[Concatenate[Any, P], Iterator[T]], method: Callable[..., Any]
+) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """With the signature that `help` shows: an iterator in place of the asynchronous one."""
+    signature = inspect.signature(method)
+    returns = str(signature.return_annotation)
+    for name in ("AsyncGenerator", "AsyncIterator"):
+        returns = returns.replace(name, "Iterator")
+    stream.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
     return stream
 
 
@@ -130,6 +143,7 @@ class BlockingRegistry(_Blocking):
     delete_tag = _call(RegistryClient.delete_tag)
     tag_history = _call(RegistryClient.tag_history)
     delete = _call(RegistryClient.delete)
+    usage = _call(RegistryClient.usage)
     set_sharing = _call(RegistryClient.set_sharing)
     list = _stream(RegistryClient.list)
     watch = _stream(RegistryClient.watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.api.load import RecentLoad
 from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 
@@ -107,6 +108,10 @@ class WorkerStatus:
     load: WorkerLoad
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
+    dtype: str = ""
+    """Of its arithmetic; "" while it has never answered."""
+    kernels: str = ""
+    """"triton", "torch", or an instruction set such as "avx512_bf16"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +137,5 @@ class Status:
     running_requests: int
     queued_requests: int
     workers: tuple[WorkerStatus, ...]
+    recent: RecentLoad | None = None
+    """None for callers who may not see all adapters."""

@@ -10,6 +10,7 @@ from loraplex.api.wire import (
     load_from_proto,
     logprobs_from_proto,
     prompt_logprobs_from_proto,
+    recent_load_from_proto,
     residency_from_proto,
     sampling_to_proto,
     served_by_from_proto,
@@ -93,6 +94,7 @@ def status(message: admin_pb2.GetStatusResponse) -> Status:
         running_requests=message.running_requests,
         queued_requests=message.queued_requests,
         workers=tuple(_worker(worker) for worker in message.workers),
+        recent=recent_load_from_proto(message.recent) if message.HasField("recent") else None,
     )
 
 
@@ -110,4 +112,6 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
             ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
             for adapter in message.adapters
         ),
+        dtype=message.dtype,
+        kernels=message.kernels,
     )

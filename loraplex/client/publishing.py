@@ -19,6 +19,8 @@ from loraplex.signature_bundle import SIGNATURE_FILE
 from loraplex.signing import sign
 from loraplex.v1 import registry_pb2 as pb
 
+_MAX_SHOWN = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Publication:
@@ -36,6 +38,8 @@ class Publication:
     labels: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     """Turn warnings into refusals."""
+    allow_missing: bool = False
+    """Accept modules that the config selects and that have no tensors."""
     parent: str = ""
     """Reference this version was made from."""
     when_loaded_s: float = 0.0
@@ -58,6 +62,7 @@ class Publication:
             visibility=pb.VISIBILITY_PUBLIC if self.public else pb.VISIBILITY_UNSPECIFIED,
             labels=self.labels,
             strict=self.strict,
+            allow_missing=self.allow_missing,
             parent=self.parent,
             when_loaded_s=self.when_loaded_s,
         )
@@ -101,15 +106,27 @@ def local_files(folder: Path) -> list[LocalFile]:
 
 
 def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
-    """Warnings about files next to the adapter that are not uploaded.
+    """What stands in a folder beside the adapter and is not uploaded: a note about the harmless
+    files of a training, and a warning about each other adapter.
 
     Raises:
-        InvalidAdapter: there is something, and `strict`.
+        InvalidAdapter: there is another adapter, and `strict`.
     """
-    warnings = () if is_layout(folder) else left_out(folder)
-    if strict and warnings:
-        raise InvalidAdapter.of(warnings)
-    return warnings
+    if is_layout(folder):
+        return ()
+    found = left_out(folder)
+    if strict and found.warnings:
+        raise InvalidAdapter.of(found.warnings)
+    return (*_notes(folder, found.names), *found.warnings)
+
+
+def _notes(folder: Path, names: Sequence[str]) -> tuple[Violation, ...]:
+    if not names:
+        return ()
+    shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
+    count = "1 entry" if len(names) == 1 else f"{len(names)} entries"
+    description = f"{count} that decoding does not need left out: {shown}"
+    return (Violation.of("DIR", str(folder), description),)
 
 
 def read_adapter(folder: Path) -> AdapterFolder:

@@ -96,8 +96,14 @@ class RegistryAdmin:
 
     async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
         """Keys of a tenant, without secrets."""
-        answer = await self._channel.call(self._stub.ListKeys, pb.ListKeysRequest(tenant=tenant))
-        return [registry_wire.api_key(key) for key in answer.keys]
+        request = pb.ListKeysRequest(tenant=tenant, page_size=1000)
+        keys: list[ApiKey] = []
+        while True:
+            answer = await self._channel.call(self._stub.ListKeys, request)
+            keys += (registry_wire.api_key(key) for key in answer.keys)
+            if not answer.next_page_token:
+                return keys
+            request.page_token = answer.next_page_token
 
     async def revoke_key(self, key_id: str) -> ApiKey:
         """Make a key invalid, within seconds everywhere."""

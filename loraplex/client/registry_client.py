@@ -20,6 +20,7 @@ from loraplex.api.registry import (
     Signed,
     Tag,
     TagMove,
+    UsageEntry,
 )
 from loraplex.client import settings
 from loraplex.client.channel import Channel
@@ -302,6 +303,22 @@ class RegistryClient:
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
         version = registry_wire.adapter_version(answer.version)
         return Signed(version, bundles, tuple(answer.policy_keys))
+
+    async def usage(
+        self, *, tenant: str = "", all_tenants: bool = False, model: str = "", since: str = ""
+    ) -> Sequence[UsageEntry]:
+        """What a tenant used, by day and model.
+
+        Args:
+            tenant: "" = the caller's own.
+            model: tenant/name of an adapter, or the id of a base; "" = all.
+            since: first day, as YYYY-MM-DD; "" = the last 30 days.
+        """
+        request = pb.ListUsageRequest(
+            tenant=tenant, all_tenants=all_tenants, model=model, since=since
+        )
+        answer = await self._channel.call(self._stub.ListUsage, request)
+        return [registry_wire.usage_entry(entry) for entry in answer.entries]
 
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
         """A snapshot, or what came after `resume_token`, then every change as it happens."""

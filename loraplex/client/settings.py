@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,34 @@ class Credentials:
     def __repr__(self) -> str:
         key = "..." if self.api_key else ""
         return f"Credentials(api_key={key!r}, ca={self.ca}, cert={self.cert}, key={self.key})"
+
+
+VARIABLES = frozenset(
+    {
+        *("LORAPLEX_REGISTRY_ADDRESS", "LORAPLEX_GATEWAY_ADDRESS"),
+        *("LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"),
+        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
+    }
+)
+"""What the tools read."""
+_LOOKS_MISSPELT = frozenset({"LORAPLEX_ADMIN_KEY_FILE"})
+"""Variables of the servers that look like one of the tools."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each LORAPLEX_* variable that looks like a misspelt one of the tools."""
+    names = sorted(name for name in environ if name.startswith("LORAPLEX_"))
+    near = {name: _nearest(name) for name in names if name not in VARIABLES | _LOOKS_MISSPELT}
+    return [
+        f"unknown variable {name} is ignored; the nearest known one is {variable}"
+        for name, variable in near.items()
+        if variable
+    ]
+
+
+def _nearest(name: str) -> str:
+    found = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.9)
+    return found[0] if found else ""
 
 
 def registry_address(environ: Mapping[str, str]) -> str:

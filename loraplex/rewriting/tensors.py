@@ -80,7 +80,9 @@ def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: obje
     if changes:
         raw = json.dumps({**json.loads(raw), **changes}).encode()
     size = content.tensor_file_size
-    report = validate(raw, content.header_prefix, size, content.files, geometry, _MAX_RANK)
+    report = validate(
+        raw, content.header_prefix, size, content.files, geometry, _MAX_RANK, allow_missing=True
+    )
     if report.config.task != CAUSAL_LM:
         description = f"is not rewritten; only adapters of task_type {CAUSAL_LM} are"
         field = f"{CONFIG_FILE}:task_type"
@@ -120,7 +122,15 @@ def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
     """
     made = read_folder(folder)
     size = made.tensor_file_size
-    report = validate(made.config_bytes, made.header_prefix, size, made.files, geometry, _MAX_RANK)
+    report = validate(
+        made.config_bytes,
+        made.header_prefix,
+        size,
+        made.files,
+        geometry,
+        _MAX_RANK,
+        allow_missing=True,
+    )
     scan_file(made.tensor_path, parse_header(made.header_prefix, size))
     return report
 

@@ -30,7 +30,7 @@ class FileSpec(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class PublishOptions(_message.Message):
-    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures")
+    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures", "allow_missing")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class PublishOptions(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     WHEN_LOADED_S_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
     name: str
     tags: _containers.RepeatedScalarFieldContainer[str]
     no_latest: bool
@@ -58,7 +59,8 @@ class PublishOptions(_message.Message):
     parent: str
     when_loaded_s: float
     signatures: _containers.RepeatedCompositeFieldContainer[Signature]
-    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ...) -> None: ...
+    allow_missing: bool
+    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., allow_missing: bool = ...) -> None: ...
 
 class CreateUploadRequest(_message.Message):
     __slots__ = ("options", "files")
@@ -610,16 +612,22 @@ class CreateFirstKeyResponse(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class ListKeysRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "page_size", "page_token")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListKeysResponse(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "next_page_token")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[Key]
-    def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class RevokeKeyRequest(_message.Message):
     __slots__ = ("key_id",)
@@ -780,3 +788,55 @@ class FinishStagedMoveResponse(_message.Message):
     TAG_FIELD_NUMBER: _ClassVar[int]
     tag: Tag
     def __init__(self, tag: _Optional[_Union[Tag, _Mapping]] = ...) -> None: ...
+
+class UsageEntry(_message.Message):
+    __slots__ = ("day", "tenant", "model", "requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens", "duration_ms")
+    DAY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_MS_FIELD_NUMBER: _ClassVar[int]
+    day: str
+    tenant: str
+    model: str
+    requests: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    duration_ms: int
+    def __init__(self, day: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., errors: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., duration_ms: _Optional[int] = ...) -> None: ...
+
+class RecordUsageRequest(_message.Message):
+    __slots__ = ("report_id", "entries")
+    REPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    report_id: str
+    entries: _containers.RepeatedCompositeFieldContainer[UsageEntry]
+    def __init__(self, report_id: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[UsageEntry, _Mapping]]] = ...) -> None: ...
+
+class RecordUsageResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListUsageRequest(_message.Message):
+    __slots__ = ("tenant", "all_tenants", "model", "since")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    all_tenants: bool
+    model: str
+    since: str
+    def __init__(self, tenant: _Optional[str] = ..., all_tenants: bool = ..., model: _Optional[str] = ..., since: _Optional[str] = ...) -> None: ...
+
+class ListUsageResponse(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[UsageEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[UsageEntry, _Mapping]]] = ...) -> None: ...

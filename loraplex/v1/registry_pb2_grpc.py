@@ -175,6 +175,16 @@ class RegistryServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveResponse.FromString,
                 _registered_method=True)
+        self.RecordUsage = channel.unary_unary(
+                '/loraplex.v1.RegistryService/RecordUsage',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.RecordUsageRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.RecordUsageResponse.FromString,
+                _registered_method=True)
+        self.ListUsage = channel.unary_unary(
+                '/loraplex.v1.RegistryService/ListUsage',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.ListUsageRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.ListUsageResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -378,6 +388,20 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordUsage(self, request, context):
+        """RecordUsage adds what a gateway has served to the counts of a day; for other services of the house.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUsage(self, request, context):
+        """ListUsage returns what a tenant has used, by day and model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -520,6 +544,16 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.FinishStagedMove,
                     request_deserializer=loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveResponse.SerializeToString,
+            ),
+            'RecordUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordUsage,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.RecordUsageRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.RecordUsageResponse.SerializeToString,
+            ),
+            'ListUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUsage,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.ListUsageRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.ListUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1279,6 +1313,60 @@ class RegistryService(object):
             '/loraplex.v1.RegistryService/FinishStagedMove',
             loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveRequest.SerializeToString,
             loraplex_dot_v1_dot_registry__pb2.FinishStagedMoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/RecordUsage',
+            loraplex_dot_v1_dot_registry__pb2.RecordUsageRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.RecordUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/ListUsage',
+            loraplex_dot_v1_dot_registry__pb2.ListUsageRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.ListUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,8 @@ class Caller:
     """Id of the API key; "" without auth."""
     scopes: frozenset[str]
     """Among "reader", "publisher", "admin"."""
+    expires_unix_s: float = 0.0
+    """When the API key expires; 0 = never."""
 
 
 LOCAL = Caller(DEFAULT_TENANT, "", ALL_SCOPES)

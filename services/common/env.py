@@ -84,8 +84,15 @@ AUTH: Knob[str] = Knob(
     "LORAPLEX_AUTH",
     choice("off", "keys"),
     "off",
-    "up registry gateway",
+    "up registry gateway worker",
     "keys = callers need an API key.",
+)
+MAX_UNCHECKED_KEY_S: Knob[float] = Knob(
+    "LORAPLEX_MAX_UNCHECKED_KEY_S",
+    parse_seconds,
+    24 * 3600.0,
+    "gateway",
+    "How long an API key stays valid that the registry cannot check, because it is away.",
 )
 ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
@@ -230,6 +237,13 @@ LORA_DTYPE: Knob[str] = Knob(
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
+CPU_ISA: Knob[str] = Knob(
+    "LORAPLEX_CPU_ISA",
+    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
+    "auto",
+    "worker",
+    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+)
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
@@ -238,7 +252,18 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
 )
 TENSOR_PARALLEL: Knob[int] = Knob(
-    "LORAPLEX_TENSOR_PARALLEL", whole(1), 1, "up worker", "Ranks that share one model."
+    "LORAPLEX_TENSOR_PARALLEL",
+    whole(1),
+    1,
+    "up worker",
+    "Ranks of one machine that divide a base; must divide its heads.",
+)
+FULLY_SHARDED_LORAS: Knob[bool] = Knob(
+    "LORAPLEX_FULLY_SHARDED_LORAS",
+    parse_bool,
+    False,
+    "up worker",
+    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
 )
 
 # Worker: memory
@@ -247,16 +272,14 @@ KV_MEMORY: Knob[Memory] = Knob(
     parse_memory,
     Memory(),
     "up worker",
-    "Arena (KV cache and adapters together): bytes, or percent of what is free once the base is "
-    "loaded; 0 = chosen by the worker.",
+    "Arena (KV cache and adapters): bytes, or percent of what the base leaves free; 0 = chosen.",
 )
 GPU_MEMORY_UTILIZATION: Knob[float] = Knob(
     "LORAPLEX_GPU_MEMORY_UTILIZATION",
     parse_share,
     0.0,
     "up worker",
-    "Share of a GPU's memory for weights, steps and arena, if LORAPLEX_KV_MEMORY is not set; "
-    "unset = 0.9.",
+    "Share of a GPU's memory for weights, steps and arena; unset = 0.9.",
 )
 MAX_LORA_RANK: Knob[int] = Knob(
     "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
@@ -300,13 +323,6 @@ MAX_STEP_S: Knob[float] = Knob(
     0.2,
     "worker",
     "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
-)
-CPU_ISA: Knob[str] = Knob(
-    "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
-    "auto",
-    "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",

@@ -19,6 +19,7 @@ from loraplex.api.error_wire import to_status
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
 from loraplex_services.common.limits import OpenCalls, check_message
+from loraplex_services.common.wrong_keys import current_peer, peer_of_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,7 @@ async def _identify(method: str, auth: Auth | None, context: Context) -> Caller:
     Mutates the context variables that auth and handlers read, within the call's own task.
     """
     peer_names.set(_names_shown(context))
+    current_peer.set(peer_of_grpc(context.peer()))
     caller = LOCAL
     if auth is not None:
         caller = await auth.check(method, _text_metadata(context.invocation_metadata()))

@@ -78,6 +78,59 @@ class NumberLimits:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Limits of the processes that do one kind of work on what tenants send."""
+
+    work: str
+    """Names the work in errors, such as "grammars"."""
+    num_processes: int
+    memory_bytes: int
+    """Of each process."""
+    timeout_s: float
+    """For one job, once a process has it."""
+    max_wait_s: float = 30.0
+    """For a process, before the job begins."""
+    start_timeout_s: float = 30.0
+    """For the start of a process."""
+    keeps_processes: bool = True
+    """False ends a process after each job, which returns its memory."""
+    num_answers: int = 0
+    """Answers that are remembered by their key."""
+
+
+# Together they leave the gateway's pod (2 GiB) 832 MiB, the registry's (1 GiB) 448 MiB and the
+# worker's (8 GiB) 5 GiB. `tests/deploy` compares them with the manifests.
+TEMPLATES = PoolLimits(
+    "chat templates", num_processes=3, memory_bytes=192 * MIB, timeout_s=2.0, max_wait_s=10.0
+)
+TOKENIZER_FILES = PoolLimits(
+    # Twice what the tokenizers of today's largest vocabularies take (25 MB of JSON: 325 MB).
+    "tokenizer files",
+    num_processes=1,
+    memory_bytes=640 * MIB,
+    timeout_s=20.0,
+    max_wait_s=60.0,
+    keeps_processes=False,
+)
+GRAMMARS = PoolLimits(
+    "grammars",
+    num_processes=2,
+    memory_bytes=1536 * MIB,
+    timeout_s=5.0,
+    start_timeout_s=60.0,  # for Python and a large vocabulary
+    num_answers=1024,
+)
+VALIDATIONS = PoolLimits(
+    "validations", num_processes=2, memory_bytes=288 * MIB, timeout_s=30.0, max_wait_s=60.0
+)
+POOLS = {
+    "gateway": (TEMPLATES, TOKENIZER_FILES),
+    "registry": (VALIDATIONS,),
+    "worker": (GRAMMARS,),
+}
+"""By service."""
+
 YEAR_S = 365.0 * 24 * 3600
 KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
 WAIT_S = NumberLimits(0, YEAR_S)
@@ -98,13 +151,32 @@ MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 64
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
-MAX_QUEUED_JOB_BYTES_PER_TENANT = 64 * MIB
-"""Bytes of one tenant's jobs that wait to be sent to one worker: each choice carries its prompt."""
+MAX_SMALL_BODY_BYTES = 256 * KIB
+"""HTTP bodies beyond it wait for each other."""
+MAX_LARGE_BODIES = 8
+"""Large HTTP bodies that one gateway has in memory before they are parsed."""
+MAX_LARGE_BODIES_PER_TENANT = 2
+MAX_LARGE_BODY_S = 60
+"""For a large HTTP body to arrive."""
+MAX_UPLOAD_STREAMS = 32
+"""Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
+MAX_UPLOAD_STREAMS_PER_TENANT = 8
+"""Of these; further ones wait until one ends."""
+MAX_UPLOAD_IDLE_S = 30
+"""Seconds without a chunk after which an upload's stream ends; what arrived is kept."""
 MAX_CHARS_PER_TOKEN = 128
 """A text with more characters per token of the context is refused before it is tokenized. Tokens of
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+
+
+MAX_WRONG_KEYS_PER_PEER = 60
+"""Wrong API keys that one address may send at once before its unknown keys are refused."""
+WRONG_KEYS_PER_S = 1.0
+"""How fast it may send further ones."""
+DEFAULT_MAX_UNCHECKED_S = 24 * 3600.0
+"""How long a key that cannot be checked stays valid, by default."""
 
 
 def limits_of(method: str) -> MethodLimits:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +19,13 @@ from loraplex_services.common.log import setup_logging
 from loraplex_services.common.stacks import print_stacks_on_signal
 
 USAGE_STATUS = 2
+
+
+def die_with_parent() -> None:
+    """On Linux, have this process killed when its parent ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def run_service(

@@ -11,6 +11,7 @@ from pathlib import Path
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
+from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S
 from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from loraplex_services.gateway.admission.queue import AdmissionLimits
@@ -37,6 +38,7 @@ class GatewayConfig:
     admission: AdmissionLimits
     wants_keys: bool = False
     """True if every call needs an API key."""
+    max_unchecked_key_s: float = DEFAULT_MAX_UNCHECKED_S
     service_token: str = ""
     tls: TlsFiles = PLAIN
     """For the gRPC API, and for calls to the registry and workers."""
@@ -77,6 +79,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         http_tls=http_tls_files(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
+        max_unchecked_key_s=env.MAX_UNCHECKED_KEY_S.read(environ),
         tool_format=env.TOOL_FORMAT.read(environ),
         reasoning=env.REASONING.read(environ),
         replaces_bases=env.REPLACE_BASES.read(environ),

@@ -33,6 +33,7 @@ from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
@@ -40,6 +41,7 @@ from loraplex_services.gateway.registry.registrar import BaseRegistrar
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.staging import Stager
 from loraplex_services.gateway.registry.tenants import TenantDirectory
+from loraplex_services.gateway.registry.usage_reports import UsageReports
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.template_pool import TemplatePool
@@ -95,7 +97,11 @@ class Gateway:
         self._registrar = BaseRegistrar(
             self._registry, self._base_refused, replaces=config.replaces_bases
         )
-        self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
+        self._keys = (
+            KeyRing(self._registry.check_key, max_unchecked_s=config.max_unchecked_key_s)
+            if config.wants_keys
+            else None
+        )
         self._fleet = Fleet(
             config.workers,
             config.gateway_id,
@@ -124,6 +130,7 @@ class Gateway:
             self._tenants,
             max_request_s=config.max_request_s,
         )
+        self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
         self.readiness = Readiness(self._first_missing)
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc_server.RunningServer | None = None
@@ -157,6 +164,7 @@ class Gateway:
             self._become_ready(),
             self._follow_workers(),
             self._concurrency.run(),
+            self._usage_reports.run(),
             Stager(self._resolver, self._fleet, self._registry).run(),
             *(
                 [self._rate_limit_store.run()]
@@ -184,17 +192,24 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._usage_reports.send()
         await self._tenants.close()
         await self._registry.close()
         if isinstance(self._rate_limit_store, RedisRateLimitStore):
             await self._rate_limit_store.close()
         await self._pool.close()
+        await self._adapter_text.close()
         if self._metrics is not None:
             await self._metrics.stop()
 
     async def _started_grpc(self) -> grpc_server.RunningServer:
         operators = admin.AdminServicer(
-            self._fleet, self._registry, self._resolver, self._controller, self.readiness.missing
+            self._fleet,
+            self._registry,
+            self._resolver,
+            self._controller,
+            self.readiness.missing,
+            self._generation.usage.recent,
         )
         return await grpc_server.start(
             [server.service(self._generation, self._resolver), admin.service(operators)],
@@ -217,7 +232,8 @@ class Gateway:
             self._adapter_text,
             self._generation.charge_request,
         )
-        others = [*tokenize.routes(), *console.routes()]
+        usage = UsageEndpoint(context.caller, self._registry.usage)
+        others = [*tokenize.routes(), *usage.routes(), *console.routes()]
         if self._config.lora_root is not None:
             others += AliasEndpoints(
                 context.caller, self._registry_of, self._config.lora_root

@@ -47,6 +47,8 @@ class ChatPrompt:
     template_options: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The prompt ends with the last message, which the output continues."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -80,6 +82,18 @@ class GenerateCall:
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
+    truncate_prompt_tokens: int | None = None
+    """The most tokens of the prompt that are used, the last ones, or the first ones for a vector;
+    -1 = what fits the context, None = a prompt that is too long is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens of a prompt that is too long are used."""
+
+    max_tokens: int
+    keeps_end: bool
+    """Otherwise the beginning is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from loraplex_services.registry.layout import check_layout_number
 from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
+    copy_usage_regularly,
     expire_regularly,
 )
 from loraplex_services.registry.publish import failpoint
@@ -48,6 +49,7 @@ async def run(config: RegistryConfig) -> None:
         catalog = Catalog(connect_redis(metadata_url))
         stack.push_async_callback(catalog.close)
         registry = assemble(store, catalog)
+        stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],
             config.listen,
@@ -105,6 +107,7 @@ async def _become_ready(
             registry.catalog, registry.collector, registry.audit, config.gc_interval_s
         ),
         copy_regularly(registry.catalog, registry.snapshots),
+        copy_usage_regularly(registry.catalog, registry.usage),
         expire_regularly(registry.staging),
     )
 

@@ -12,6 +12,7 @@ from loraplex_services.registry.access.sharing import AdapterSharing
 from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.usage import UsageBook
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.indexing import Indexer
@@ -24,6 +25,7 @@ from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import Tags
 from loraplex_services.registry.publish.uploads import Uploads
+from loraplex_services.registry.publish.validation import Validations
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Registry:
     snapshots: Snapshots
     collector: Collector
     keys: Keys
+    usage: UsageBook
+    validations: Validations
 
 
 def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
@@ -59,12 +63,23 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     versions = Versions(store, catalog)
     signatures = Signatures(store, audit, tenants)
     tags = Tags(store, catalog, versions, audit, signatures)
-    scans = Scans()
+    scans, validations = Scans(), Validations()
     uploads = Uploads(store, scans)
     blobs = Blobs(store, uploads)
     staging = Staging(store, catalog, tags, versions, audit)
     publisher = Publisher(
-        store, catalog, uploads, blobs, bases, tags, staging, versions, tenants, audit, scans
+        store,
+        catalog,
+        uploads,
+        blobs,
+        bases,
+        tags,
+        staging,
+        versions,
+        tenants,
+        audit,
+        scans,
+        validations,
     )
     snapshots = Snapshots(store)
     indexer = Indexer(store, catalog, uploads, publisher, snapshots)
@@ -89,4 +104,6 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         snapshots=snapshots,
         collector=Collector(store),
         keys=Keys(store),
+        usage=UsageBook(store, catalog),
+        validations=validations,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from loraplex.errors import DataLoss
@@ -43,11 +43,10 @@ async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
     return await read_all(store, [i.key async for i in store.list_objects(prefix)], cls)
 
 
-async def read_intact(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
-    """The documents under a prefix that can be read, ordered by key; the others are logged."""
-    keys = [i.key async for i in store.list_objects(prefix)]
+async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> list[R]:
+    """The documents under `keys` that can be read; the others are logged."""
     records = []
-    for key, data in zip(keys, await store.get_many(keys), strict=True):
+    for key, data in zip(keys, await store.get_many(list(keys)), strict=True):
         if data is None:
             continue
         try:

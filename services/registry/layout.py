@@ -14,6 +14,7 @@ uploads/<upload id>/session.json                what will be sent
 uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
 uploads/<upload id>/intent.json                 written before anything becomes visible
 uploads/<upload id>/finished.json               the acknowledgement
+usage/<yyyy-mm-dd>.json                         a copy of what was used on a day
 index/snapshot-<ulid>-<sha256>.gz               copies of all of adapters/, see snapshots.py
 """
 
@@ -35,6 +36,7 @@ TENANTS = "tenants/"
 KEYS = "keys/"
 AUDIT = "audit/"
 UPLOADS = "uploads/"
+USAGE = "usage/"
 SNAPSHOTS = "index/snapshot-"
 
 blob = store.blob_key
@@ -47,6 +49,10 @@ def adapter_folder(tenant: str, name: str) -> str:
 
 def adapter(tenant: str, name: str) -> str:
     return f"{adapter_folder(tenant, name)}adapter.json"
+
+
+def usage(day: str) -> str:
+    return f"{USAGE}{day}.json"
 
 
 def versions_folder(tenant: str, name: str) -> str:

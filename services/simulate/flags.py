@@ -15,7 +15,7 @@ from loraplex.workload import RANK_MIXES
 
 if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
     from loraplex_services.simulate.costs import Costs
-    from loraplex_services.simulate.simulation import Fleet
+    from loraplex_services.simulate.simulation import SimulatedFleet
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
 POLICY_NAMES = ("clustered", "fair", "fcfs")
@@ -102,13 +102,13 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
+def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> SimulatedFleet:
     """The fleet that the flags describe, with `arena_bytes` unless they say otherwise.
 
     Raises: InvalidRequest.
     """
     from loraplex_services.gateway.admission.queue import AdmissionLimits
-    from loraplex_services.simulate.simulation import Fleet
+    from loraplex_services.simulate.simulation import SimulatedFleet
     from loraplex_services.worker.types.messages import EngineConfig
 
     for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
@@ -132,7 +132,9 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Fleet:
         max_loras=args.max_loras or None,
         policy=args.policy,
     )
-    fleet = Fleet(costs, engine, args.workers, args.on_disk, args.deadline, args.first_token)
+    fleet = SimulatedFleet(
+        costs, engine, args.workers, args.on_disk, args.deadline, args.first_token
+    )
     if args.direct:
         return fleet
     # One admission controller stands for all gateways of such a fleet.

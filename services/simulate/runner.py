@@ -151,6 +151,7 @@ class TimedRunner:
             eos_token_ids=(),
             dtype="float32",
             device="simulated",
+            kernels="simulated",
             numerics_fingerprint="simulated",
             geometry=Geometry("simulated", "sha256:simulated", 1, VOCAB_SIZE, False, ()),
         )

@@ -27,7 +27,7 @@ _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """What the trace is run on."""
 
     costs: Costs
@@ -95,7 +95,7 @@ class _Flight:
 class Simulation:
     """A trace on its way through a fleet."""
 
-    def __init__(self, fleet: Fleet, ranks: Sequence[int]) -> None:
+    def __init__(self, fleet: SimulatedFleet, ranks: Sequence[int]) -> None:
         """`ranks`: of each adapter of the trace."""
         self._fleet = fleet
         self._digests = [_digest(index) for index in range(len(ranks))]

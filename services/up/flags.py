@@ -65,6 +65,7 @@ class UpConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor_parallel: int
+    fully_sharded_loras: bool
     drain_s: float
     auth: str
     insecure: bool
@@ -108,6 +109,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
         max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
         tensor_parallel=given("tensor_parallel", env.TENSOR_PARALLEL),
+        fully_sharded_loras=args.fully_sharded_loras or env.FULLY_SHARDED_LORAS.read(environ),
         drain_s=given("drain_s", env.DRAIN_S),
         auth=env.AUTH.read(environ),
         insecure=args.insecure or env.INSECURE.read(environ),
@@ -249,7 +251,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for flag in UNSUPPORTED:
         parser.add_argument(flag, help=argparse.SUPPRESS)
-    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that share a model (1)")
+    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")
+    parser.add_argument(
+        "--fully-sharded-loras", action="store_true", help="ranks divide adapters completely"
+    )
     parser.add_argument("--drain-s", metavar="SECONDS", help="longest drain (20)")
     parser.add_argument("--insecure", action="store_true", help="allow --host without keys")
     return parser

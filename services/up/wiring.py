@@ -121,6 +121,7 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
         "LORAPLEX_MAX_NUM_SEQS": str(config.max_num_seqs),
         "LORAPLEX_MAX_NUM_BATCHED_TOKENS": str(config.max_num_batched_tokens),
         "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
+        "LORAPLEX_FULLY_SHARDED_LORAS": "true" if config.fully_sharded_loras else "false",
     }
     if config.gpu_memory_utilization:
         environ[env.GPU_MEMORY_UTILIZATION.name] = f"{config.gpu_memory_utilization:g}"

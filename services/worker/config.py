@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
 from loraplex_services.common.service_token import read_service_token
@@ -59,6 +59,8 @@ class WorkerConfig:
     overlap: str
     adapter_dtype: str
     host_cache_bytes: int
+    tensor_parallel: int
+    fully_sharded_loras: bool
 
     def engine(self, model_dir: Path) -> EngineConfig:
         """The part that the engine process gets."""
@@ -83,6 +85,8 @@ class WorkerConfig:
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
             host_cache_bytes=self.host_cache_bytes,
+            tensor_parallel=self.tensor_parallel,
+            fully_sharded_loras=self.fully_sharded_loras,
         )
 
     @property
@@ -106,10 +110,6 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
     if not objects_url:
         raise InvalidRequest.field(
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
-        )
-    if (ranks := env.TENSOR_PARALLEL.read(environ)) != 1:
-        raise Unsupported.field(
-            "LORAPLEX_TENSOR_PARALLEL", ranks, "this build runs one rank; use 1"
         )
     max_step_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return WorkerConfig(
@@ -143,6 +143,8 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
+        tensor_parallel=env.TENSOR_PARALLEL.read(environ),
+        fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),
     )
 
 
@@ -151,6 +153,15 @@ def _service_token(environ: Mapping[str, str]) -> str:
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
     known = token or tls_files(environ).proves_services
+    wants_keys = env.AUTH.read(environ) == "keys"
+    if wants_keys and not known and not listen.startswith("unix:"):
+        raise InvalidRequest.field(
+            env.SERVICE_TOKEN_FILE.name,
+            "",
+            f"{env.AUTH.name}=keys needs the service token that gateways show, or a certificate "
+            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}): every process of this machine "
+            "could use the worker",
+        )
     if not (known or is_local(listen) or env.INSECURE.read(environ)):
         raise InvalidRequest.field(
             env.WORKER_LISTEN.name,

@@ -182,11 +182,25 @@ class Adapter:
         return replace(self, tensors=tensor_file(kept, {"format": "pt"}))
 
     def validate(
-        self, geometry: Geometry | None = None, *, max_rank: int = 256, strict: bool = False
+        self,
+        geometry: Geometry | None = None,
+        *,
+        max_rank: int = 256,
+        strict: bool = False,
+        allow_missing: bool = False,
     ) -> Report:
         """Run the validator on the files."""
         size = len(self.tensors)
-        return validate(self.config, self.tensors, size, (), geometry, max_rank, strict)
+        return validate(
+            self.config,
+            self.tensors,
+            size,
+            (),
+            geometry,
+            max_rank,
+            strict,
+            allow_missing=allow_missing,
+        )
 
 
 def write(folder: Path, **fields: object) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_format import read_folder
-from loraplex.adapter_format.folder import left_out
+from loraplex.adapter_format.folder import LeftOut, left_out
 from tests.adapter_format.builders import refused, write
 
 
@@ -18,22 +18,22 @@ from tests.adapter_format.builders import refused, write
      "eval_results.json", "CARD.md", "requirements.txt", "config.json", "NOTICE",
      "training_loss.png", "trainer_log.jsonl", "spiece.model"],
 )  # fmt: skip
-def test_files_of_training_and_pages_are_left_out_with_a_warning(name: str, tmp_path: Path) -> None:
+def test_files_of_training_and_pages_are_left_out(name: str, tmp_path: Path) -> None:
     (write(tmp_path) / name).write_bytes(b"x")
     assert name not in {file.path for file in read_folder(tmp_path).files}
-    assert [warning.field for warning in left_out(tmp_path)] == [name]
+    assert left_out(tmp_path) == LeftOut((name,), ())
 
 
 @pytest.mark.parametrize("name", ["checkpoint-500", "runs", "wandb", "images"])
-def test_folders_of_training_are_left_out_with_a_warning(name: str, tmp_path: Path) -> None:
+def test_folders_of_training_are_left_out(name: str, tmp_path: Path) -> None:
     (write(tmp_path) / name).mkdir()
-    assert [warning.field for warning in left_out(tmp_path)] == [name]
+    assert left_out(tmp_path) == LeftOut((name,), ())
 
 
 @pytest.mark.parametrize("name", [".cache", ".git", ".gitattributes"])
 def test_what_a_download_leaves_is_not_worth_a_word(name: str, tmp_path: Path) -> None:
     (write(tmp_path) / name).mkdir()
-    assert left_out(tmp_path) == ()
+    assert left_out(tmp_path) == LeftOut((), ())
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_other_weights_code_and_archives_stay_refused(name: str, tmp_path: Path)
 def test_another_adapter_in_the_folder_is_left_out_with_the_way_to_it(tmp_path: Path) -> None:
     (write(tmp_path) / "poet").mkdir()
     write(tmp_path / "poet")
-    (warning,) = left_out(tmp_path)
+    (warning,) = left_out(tmp_path).warnings
     assert warning.field == "poet" and "upload that folder" in warning.description
 
 
@@ -91,7 +91,7 @@ def test_a_pipeline_that_says_what_the_config_says_is_read(
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    assert {"1_Pooling", "modules.json"} <= {warning.field for warning in left_out(tmp_path)}
+    assert {"1_Pooling", "modules.json"} <= set(left_out(tmp_path).names)
 
 
 @pytest.mark.parametrize(

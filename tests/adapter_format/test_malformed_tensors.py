@@ -256,13 +256,15 @@ def test_dora_magnitudes_have_the_width_of_the_output() -> None:
     assert caught.value.violations[0].field == f"{FILE}:{M0}"
 
 
-def test_a_selected_module_without_tensors_is_warned_about() -> None:
+def test_selected_modules_without_tensors_are_refused_unless_they_are_allowed() -> None:
     adapter = Adapter().with_config(target_modules=["q_proj", "v_proj", "o_proj"])
-    warnings = adapter.validate(tiny_geometry()).warnings
-    assert [warning.field for warning in warnings] == [
-        f"{FILE}:model.layers.0.self_attn.o_proj",
-        f"{FILE}:model.layers.1.self_attn.o_proj",
-    ]
+    with pytest.raises(InvalidAdapter) as caught:
+        adapter.validate(tiny_geometry())
+    (violation,) = caught.value.violations
+    assert (violation.field, violation.value) == (FILE, "2 of 6 modules")
+    assert "model.layers.0.self_attn.o_proj" in violation.description
+    (warning,) = adapter.validate(tiny_geometry(), allow_missing=True).warnings
+    assert (warning.field, warning.value) == (FILE, "2 of 6 modules")
 
 
 def test_a_selected_module_without_tensors_is_refused_if_peft_would_make_it_random() -> None:

@@ -51,6 +51,12 @@ class Command:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    def lines(self, *args: str) -> list[Any]:
+        """The objects that a command which must succeed prints, one a line."""
+        done = self(*args, "--json")
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
     def error(self, *args: str) -> tuple[int, dict[str, Any]]:
         """Exit code and error object of a command which must fail."""
         done = self(*args, "--json")

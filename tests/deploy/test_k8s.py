@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from loraplex_services.common import env, variables
+from loraplex_services.common.limits import POOLS
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.gateway import config as gateway_config
 from loraplex_services.registry import config as registry_config
@@ -270,3 +271,27 @@ def test_with_mtls_the_gateway_dials_the_port_that_demands_certificates() -> Non
     assert (only, int(listen)) in opened and (None, int(listen)) not in opened
     reached = {p["port"] for rule in policies["gateway"]["spec"]["egress"] for p in rule["ports"]}
     assert int(listen) in reached and 50052 not in reached
+
+
+@pytest.mark.hostile
+def test_metrics_are_open_to_the_namespace_that_monitors_and_to_nobody_else(overlay: Path) -> None:
+    policies = [doc for doc in render(overlay) if doc["kind"] == "NetworkPolicy"]
+    if not overlay.name.startswith("prod"):
+        return
+    rules = [
+        rule
+        for policy in policies
+        for rule in policy["spec"].get("ingress", ())
+        if any(port["port"] == 9090 for port in rule["ports"])
+    ]
+    monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert [rule["from"] for rule in rules] == [[{"namespaceSelector": monitoring}]] * 3
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_processes_of_a_pod_together_stay_within_its_memory(overlay: Path, name: str) -> None:
+    limit = _container(render(overlay), name)["resources"]["limits"]["memory"]
+    pod_bytes = int(limit.removesuffix("Gi")) << 30
+    helpers = sum(pool.num_processes * pool.memory_bytes for pool in POOLS[name])
+    assert helpers <= 0.6 * pod_bytes, "what is left is for the service itself"

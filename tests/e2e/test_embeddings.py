@@ -61,6 +61,34 @@ def test_vectors_are_those_of_transformers_and_peft(
     assert answer.usage.prompt_tokens == sum(len(text) + 1 for text in TEXTS)
 
 
+def test_a_conversation_has_the_vector_of_its_rendered_template(
+    client: openai.OpenAI, stack: Stack
+) -> None:
+    body = {"model": BASE_ID, "messages": [{"role": "user", "content": "hello"}]}
+    tokens = client.post(
+        f"{stack.http}/tokenize", body=body | {"add_generation_prompt": False}, cast_to=object
+    )
+    answer: Any = client.post("/embeddings", body=body, cast_to=object)
+    by_ids = client.embeddings.create(
+        model=BASE_ID,
+        input=tokens["tokens"],  # type: ignore[index]
+        encoding_format="float",
+    )
+    assert answer["data"][0]["embedding"] == by_ids.data[0].embedding
+    assert answer["usage"]["prompt_tokens"] == tokens["count"]  # type: ignore[index]
+
+
+def test_a_truncated_input_keeps_its_beginning(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": BASE_ID, "encoding_format": "float"}
+    short = client.embeddings.create(input="hello", **fields)
+    cut = client.embeddings.create(
+        input="hello, world",
+        extra_body={"truncate_prompt_tokens": short.usage.prompt_tokens},
+        **fields,
+    )
+    assert cut.data[0].embedding == short.data[0].embedding
+
+
 def test_all_forms_of_input_and_encoding_give_the_same_vector(
     client: openai.OpenAI, stack: Stack
 ) -> None:

@@ -175,6 +175,23 @@ def test_a_kill_is_hidden(pair: Stack) -> None:
     kill_under_load(Load(pair, undisturbed(pair)), 1)
 
 
+RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("pair", [("--tensor-parallel", "2")], indirect=True)
+def test_a_killed_rank_is_hidden(pair: Stack) -> None:
+    """Each worker is two ranks; the one that dies takes its worker's streams along."""
+    load = Load(pair, undisturbed(pair))
+    with running(load):
+        eventually(lambda: load.num_done > 2)
+        pair.service(RANK_MODULE).kill()
+        eventually(lambda: not both_ready(pair))
+        eventually(lambda: both_ready(pair), timeout_s=300)
+    assert load.failures == []
+    assert metric(pair, "loraplex_gateway_continuations_total") > 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(10))

@@ -5,13 +5,16 @@ The base knows nothing of JSON: whatever it writes here is held by the grammar a
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import time
 from typing import Any
 
 import openai
 import pytest
 
+from loraplex_services.common.limits import GRAMMARS
 from tests.e2e.stack import ADAPTERS, BASE_ID, Stack
 
 SCHEMA = {
@@ -126,3 +129,21 @@ def test_a_grammar_that_would_crash_its_reader_is_refused_and_others_go_on(stack
     assert status == 400 and answer["error"]["param"] == "guided_grammar", answer
     again = stack.complete(BASE_ID, PROMPT, guided_choice=["fine"])
     assert again["choices"][0]["text"] == "fine"
+
+
+@pytest.mark.hostile
+def test_grammars_of_clients_that_left_do_not_hold_up_other_requests(stack: Stack) -> None:
+    host, _, port = stack.http.removeprefix("http://").rpartition(":")
+    for number in range(8):
+        schema = {"type": "integer", "multipleOf": 900_001 + 2 * number}
+        body = {"model": BASE_ID, "prompt": PROMPT, "guided_json": schema}
+        left = http.client.HTTPConnection(host, int(port))
+        left.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        time.sleep(0.1)  # it reaches the worker
+        left.close()
+    begin_s = time.monotonic()
+    answer = stack.complete(BASE_ID, PROMPT, guided_choice=["late?"])
+    assert answer["choices"][0]["text"] == "late?"
+    assert time.monotonic() - begin_s < 4 * GRAMMARS.timeout_s, "all eight were compiled first"

@@ -130,7 +130,7 @@ def test_an_installed_stack_serves_with_compiled_kernels(installation: Installat
         assert ready, log
         assert re.search(rf"cpu kernels: {isa}\b", log), log
         options = ["--gateway", ready.group(1), "--temperature", "0"]
-        status, text, errors = installation.run("loraplex", "generate", "base", "abc 12=", *options)
+        status, text, errors = installation.run("loraplex", "generate", "base", "abc 12", *options)
         assert (status, text.strip()) == (0, "abc 12"), errors
     finally:
         lines.close()

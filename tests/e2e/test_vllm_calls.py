@@ -47,5 +47,5 @@ def test_only_folders_below_the_opened_one_are_read(stack: Stack, path: str) -> 
     status, said = _post(
         stack, "/v1/load_lora_adapter", f'{{"lora_name": "x", "lora_path": "{path}"}}'
     )
-    assert status == 400
+    assert status == 404
     assert '"param": "lora_path"' in said

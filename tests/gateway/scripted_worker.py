@@ -123,6 +123,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             bos_token_id=BOS_ID,
             max_lora_rank=256,
             dtype="float32",
+            kernels="torch",
             numerics_fingerprint="scripted",
             tokenizer_digest=hashlib.sha256(b"".join(self.files.values())).hexdigest(),
             tokenizer_files=files,

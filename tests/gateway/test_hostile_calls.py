@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import tracemalloc
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,11 +15,10 @@ import pytest
 
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.api.sampling import Sampling, SamplingParams
-from loraplex.errors import InvalidRequest, ResourceExhausted
-from loraplex.v1 import inference_pb2, inference_pb2_grpc
+from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_services.common.limits import (
     MAX_CACHE_SALT_CHARS,
-    MAX_QUEUED_JOB_BYTES_PER_TENANT,
     MAX_SEQUENCES_PER_REQUEST,
     MAX_TOKEN_IDS_PER_FIELD,
 )
@@ -32,17 +35,51 @@ pytestmark = pytest.mark.hostile
 TOO_LONG = "x" * (MAX_CACHE_SALT_CHARS + 1)
 
 
-class SilentStub:
-    """Opens a call that is never written to."""
+class SlowCall:
+    """A call whose messages are sent when `is_flowing` is set."""
+
+    def __init__(self) -> None:
+        self.sent: list[worker_pb2.SessionRequest] = []
+        self.is_flowing = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def Session(self, metadata: Any) -> Any:
-        return None
+        return self
+
+    async def write(self, message: worker_pb2.SessionRequest) -> None:
+        await self.is_flowing.wait()
+        self.sent.append(message)
+
+    async def read(self) -> Any:
+        await self._ended.wait()
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        self._ended.set()
 
 
-def _open_session() -> WorkerSession:
-    session = WorkerSession(SilentStub(), (), WakeupPacer())  # type: ignore[arg-type]
-    session.is_open = True
-    return session
+@pytest.fixture
+async def call() -> SlowCall:
+    return SlowCall()
+
+
+@pytest.fixture
+async def session(call: SlowCall) -> AsyncIterator[WorkerSession]:
+    opened = WorkerSession(call, (), WakeupPacer())  # type: ignore[arg-type]
+    opened.is_open = True
+    running = asyncio.create_task(opened.run(lambda: None))
+    yield opened
+    call.cancel()
+    with contextlib.suppress(LoraplexError):
+        await running
+
+
+async def _sent(call: SlowCall, count: int) -> list[str]:
+    call.is_flowing.set()
+    async with asyncio.timeout(10):
+        while len(call.sent) < count:
+            await asyncio.sleep(0)
+    return [message.submit.tenant for message in call.sent]
 
 
 def _job(tenant: str, salt_bytes: int) -> WorkerJob:
@@ -89,33 +126,56 @@ async def test_long_cache_salt_and_too_many_sequences_are_refused_over_http(stac
     assert stack.workers[0].requests == []
 
 
-async def test_job_that_no_worker_takes_is_refused_and_the_session_lives() -> None:
-    session = _open_session()
-    with pytest.raises(InvalidRequest, match="workers accept at most"):
-        session.submit(_job("globex", MAX_JOB_BYTES))
-    assert session.is_open and session.in_flight == 0
+async def test_job_that_no_worker_takes_is_refused_and_the_session_lives(
+    session: WorkerSession, call: SlowCall
+) -> None:
+    large = session.submit(_job("globex", MAX_JOB_BYTES))
     session.submit(_job("acme", 10))
-    assert session.in_flight == 1
+    assert await _sent(call, 1) == ["acme"]
+    with pytest.raises(InvalidRequest, match="workers accept at most"):
+        await large.next()
+    assert session.is_open and session.in_flight == 1
 
 
-async def test_bytes_of_one_tenant_that_wait_for_a_worker_are_bounded() -> None:
-    session = _open_session()
-    num_bytes = MAX_JOB_BYTES // 2
-    for _ in range(MAX_QUEUED_JOB_BYTES_PER_TENANT // MAX_JOB_BYTES * 2 - 1):
-        session.submit(_job("globex", num_bytes))
-    in_flight = session.in_flight
-    with pytest.raises(ResourceExhausted, match="retry later"):
-        session.submit(_job("globex", num_bytes))
-    assert session.in_flight == in_flight
-    session.submit(_job("acme", num_bytes))
+async def test_many_choices_of_a_long_prompt_wait_without_copies_of_it(
+    session: WorkerSession, call: SlowCall
+) -> None:
+    prompt_ids = tuple(range(100_000))
+    tracemalloc.start()
+    try:
+        for index in range(128):
+            job = replace(_job("globex", 10), prompt_ids=prompt_ids, sample_index=index)
+            session.submit(job)
+        await asyncio.sleep(0)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20, "128 messages of 300 kB"
+    assert await _sent(call, 128) == ["globex"] * 128
 
 
-async def test_bytes_sent_count_no_longer(stack: Stack) -> None:
-    await stack.start()
-    answers = [stack.openai().completions.create(model="base", prompt="x") for _ in range(8)]
-    await asyncio.gather(*answers)
-    [session] = [link._session for link, _ in stack.running._fleet._links.values()]
-    assert session is not None and not session._queued_bytes
+async def test_jobs_of_one_tenant_do_not_delay_the_jobs_of_another_on_their_way_to_a_worker(
+    session: WorkerSession, call: SlowCall
+) -> None:
+    for _ in range(50):
+        session.submit(_job("globex", 1000))
+    await asyncio.sleep(0)
+    session.submit(_job("acme", 10))
+    assert "acme" in (await _sent(call, 51))[:3]
+
+
+async def test_jobs_that_were_cancelled_before_they_were_sent_are_not_sent(
+    session: WorkerSession, call: SlowCall
+) -> None:
+    session.submit(_job("globex", 10))
+    await asyncio.sleep(0)  # the writer has taken it
+    left = session.submit(_job("globex", 10))
+    left.cancel()
+    session.submit(_job("acme", 10))
+    call.is_flowing.set()
+    await _sent(call, 3)
+    kinds = [message.WhichOneof("message") for message in call.sent]
+    assert kinds == ["submit", "cancel", "submit"]
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "bad_token_ids"])

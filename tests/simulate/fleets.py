@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loraplex_services.simulate.costs import Costs
-from loraplex_services.simulate.simulation import Fleet
+from loraplex_services.simulate.simulation import SimulatedFleet
 from loraplex_services.worker.types.messages import EngineConfig
 from tests.worker.commands import make_config
 
@@ -44,6 +44,6 @@ def engine_config(**changes: Any) -> EngineConfig:
     return make_config(**{**fields, **changes})
 
 
-def fleet(**changes: Any) -> Fleet:
+def fleet(**changes: Any) -> SimulatedFleet:
     """One worker with nothing on disk."""
-    return Fleet(**{"costs": COSTS, "engine": engine_config(), **changes})
+    return SimulatedFleet(**{"costs": COSTS, "engine": engine_config(), **changes})

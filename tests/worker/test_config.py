@@ -24,7 +24,7 @@ def test_defaults_keep_the_door_on_this_machine() -> None:
     [
         ({"LORAPLEX_MODEL": ""}, "LORAPLEX_MODEL"),
         ({"LORAPLEX_OBJECTS": ""}, "LORAPLEX_OBJECTS"),
-        ({"LORAPLEX_TENSOR_PARALLEL": "2"}, "LORAPLEX_TENSOR_PARALLEL"),
+        ({"LORAPLEX_TENSOR_PARALLEL": "0"}, "LORAPLEX_TENSOR_PARALLEL"),
         ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_POLICY": "random"}, "LORAPLEX_POLICY"),
@@ -44,6 +44,18 @@ def test_an_open_door_needs_a_token_or_consent(tmp_path: Path) -> None:
     token_file = {"LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")}
     assert from_env({**beyond, **token_file}).service_token == "secret"
     assert from_env({**beyond, "LORAPLEX_INSECURE": "true"}).service_token == ""
+
+
+@pytest.mark.hostile
+def test_a_worker_that_anybody_on_the_machine_could_use_does_not_start_with_keys_on(
+    tmp_path: Path,
+) -> None:
+    keys = {**GOOD, "LORAPLEX_AUTH": "keys"}
+    with pytest.raises(InvalidRequest, match="LORAPLEX_SERVICE_TOKEN_FILE"):
+        from_env(keys)
+    (tmp_path / "token").write_text("secret\n")
+    from_env({**keys, "LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")})
+    from_env({**keys, "LORAPLEX_WORKER_LISTEN": f"unix:{tmp_path}/socket"})
 
 
 def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from loraplex_services.gateway.console import state
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.view import no_worker_reason
 
 MAX_LISTED = 500
 _TYPES = {
@@ -68,7 +69,7 @@ class ConsoleEndpoints:
     async def state(self, request: Request) -> Response:
         """Current state. Only admins see workers, whose load reveals other tenants."""
         caller = await self._caller(request)
-        reason = self._not_ready_reason()
+        reason = self._not_ready_reason() or no_worker_reason(self._fleet.views())
         shown: dict[str, Any] = {
             "time_s": time.time(),
             "not_ready_reason": reason,

@@ -10,20 +10,21 @@ from typing import Any
 import grpc
 
 from loraplex.api.residency import Tier
-from loraplex.api.wire import load_to_proto, residency_to_proto
+from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.routing.router import rendezvous_order
 from loraplex_services.gateway.workers.fleet import Fleet
-from loraplex_services.gateway.workers.view import WorkerView
+from loraplex_services.gateway.workers.view import WorkerView, no_worker_reason
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
@@ -40,12 +41,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         resolver: Resolver,
         controller: AdmissionController,
         not_ready_reason: Callable[[], str],
+        recent: RecentRequests,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._resolver = resolver
         self._controller = controller
         self._not_ready_reason = not_ready_reason
+        self._recent = recent
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -53,7 +56,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Bases, workers, and the adapters that they hold."""
         views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
         labels = self._labels() if request.include_adapters else None
-        reason = self._not_ready_reason()
+        reason = self._not_ready_reason() or no_worker_reason(views)
+        shows_load = sees_all_adapters(current_caller.get())
         return admin_pb2.GetStatusResponse(
             ready=not reason,
             not_ready_reason=reason,
@@ -63,6 +67,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             num_adapters=self._resolver.snapshot.num_adapters,
             running_requests=self._controller.num_running,
             queued_requests=self._controller.num_waiting,
+            recent=recent_load_to_proto(self._recent.load()) if shows_load else None,
         )
 
     def _labels(self) -> ShownLabels:
@@ -119,6 +124,8 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         draining=view.draining,
         load=load_to_proto(view.load),
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
+        dtype=view.dtype,
+        kernels=view.kernels,
     )
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]

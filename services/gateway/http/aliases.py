@@ -16,11 +16,17 @@ from starlette.routing import Route
 
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
-from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, PermissionDenied
+from loraplex.errors import (
+    AdapterNotFound,
+    LoraplexError,
+    NotFound,
+    PermissionDenied,
+    Violation,
+)
 from loraplex.refs import check_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.request import with_names
 
 _LABEL, _SOURCE = "published-by", "load_lora_adapter"
@@ -54,8 +60,8 @@ class AliasEndpoints:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: the same content again is the same version."""
-        await self._caller(request)
-        body = Body(await read_json(request))
+        caller = await self._caller(request)
+        body = Body(await read_json(request, caller.tenant))
         name, folder = _name(body), body.text("lora_path") or ""
         body.flag("load_inplace")
         body.finish()
@@ -70,8 +76,8 @@ class AliasEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: deletes all versions, if `load` made them."""
-        await self._caller(request)
-        body = Body(await read_json(request))
+        caller = await self._caller(request)
+        body = Body(await read_json(request, caller.tenant))
         name = _name(body)
         body.integer("lora_int_id")
         body.finish()
@@ -87,16 +93,15 @@ class AliasEndpoints:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _inside(self, folder: str) -> Path:
-        """The folder with links resolved. Raises: InvalidRequest unless it is below the root."""
+        """The folder with links resolved. Raises: NotFound unless it is below the root."""
         try:
             path = (self._root / folder).resolve()
             is_there = bool(folder) and path.is_relative_to(self._root) and path.is_dir()
         except (OSError, ValueError):
             is_there = False
         if not is_there:
-            raise InvalidRequest.field(
-                "lora_path", "", "must be a folder of the gateway's machine in LORAPLEX_LORA_ROOT"
-            )
+            why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
+            raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
         return path
 
 

@@ -24,7 +24,7 @@ from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat,
 from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
-from loraplex_services.gateway.http.embeddings import FIELD_NAMES, embeddings_body, parse_embeddings
+from loraplex_services.gateway.http.embeddings import embeddings_body, parse_embeddings
 from loraplex_services.gateway.http.errors import error_body, error_headers
 from loraplex_services.gateway.http.formatting import (
     CollectedChoice,
@@ -32,7 +32,8 @@ from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
     headers_of,
 )
-from loraplex_services.gateway.http.guard import Guard, HostRule, read_json
+from loraplex_services.gateway.http.guard import Guard, HostRule
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import EventStream, until_gone
 from loraplex_services.gateway.metrics import REQUESTS
@@ -115,19 +116,23 @@ class OpenAIEndpoints:
     async def embeddings(self, request: Request) -> Any:
         """POST /v1/embeddings."""
         caller = await self._context.caller(request)
-        call = parse_embeddings(await read_json(request), _origin(request, caller.tenant))
+        call = parse_embeddings(
+            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+        )
         try:
             embed = embed_all(self._generation, call.calls, call.finish)
             pooled = await until_gone(request.receive, embed)
         except LoraplexError as error:
-            raise with_names(error, FIELD_NAMES) from None
+            raise with_names(error, call.field_names) from None
         REQUESTS.labels("http", "ok").inc()
         return _json(embeddings_body(call, pooled), headers_of(pooled.prepared[0].target))
 
     async def classify(self, request: Request) -> Any:
         """POST /classify."""
         caller = await self._context.caller(request)
-        call = parse_classify(await read_json(request), _origin(request, caller.tenant))
+        call = parse_classify(
+            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+        )
         try:
             score = score_all(self._generation, call.calls)
             pooled, scores = await until_gone(request.receive, score)
@@ -163,7 +168,7 @@ class OpenAIEndpoints:
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
-        call = parse(await read_json(request), _origin(request, caller.tenant))
+        call = parse(await read_json(request, caller.tenant), _origin(request, caller.tenant))
         try:
             prepared = await self._generation.prepare_all(call.calls)
             prepared = [self._styled(each, call) for each in prepared]

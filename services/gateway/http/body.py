@@ -15,23 +15,29 @@ from typing import Any
 from loraplex.errors import InvalidRequest, Unsupported
 
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "verbosity"),
+    }
 )
-"""Accepted without effect, except that user and prompt_cache_key choose the side of a split."""
+"""Fields of OpenAI's own that change nothing here, except that user and prompt_cache_key choose the
+side of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "beam_width": (1,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
+    "detokenize": (True,),
     "documents": ([],),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "padding": (False,),
     "parallel_tool_calls": (True, False),
     "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
@@ -43,6 +49,7 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 """Values of unsupported fields that have no effect, and are therefore accepted."""
 
 
+_MAX_SHOWN_CHARS = 24
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -127,8 +134,14 @@ class Body:
     def bias(self, name: str) -> dict[int, float]:
         """An object from token id to number."""
         value = self._left.pop(name, {})
-        if not isinstance(value, dict) or not all(_is_integer_text(key) for key in value):
+        if not isinstance(value, dict):
             raise bad_type(self._prefix + name, value, "an object from token id to number")
+        for key in value:
+            if not _is_integer_text(key):
+                shown = key[:_MAX_SHOWN_CHARS]
+                raise InvalidRequest.field(
+                    self._prefix + name, shown, f"the key {shown!r} is not a token id"
+                )
         biases = {int(key): _float(self._prefix + name, bias) for key, bias in value.items()}
         if len(biases) < len(value):
             raise InvalidRequest.field(self._prefix + name, "", "names a token twice")

@@ -117,6 +117,7 @@ def _call(
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     first_token_s = body.number("first_token_s")
+    truncation = body.integer("truncate_prompt_tokens")
     grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
     asked = replace(asked, grammar=grammar)
     body.finish()
@@ -134,6 +135,7 @@ def _call(
             timeout_s=origin.timeout_s,
             first_token_s=first_token_s,
             trace=origin.trace,
+            truncate_prompt_tokens=truncation,
         )
         for index, prompt in enumerate(prompts)
     )

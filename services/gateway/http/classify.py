@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from loraplex.api.pooling import Pooling
-from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
-from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
+from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Pooled
 from loraplex_services.gateway.pipeline.scoring import PromptScore
-from loraplex_services.gateway.request import GenerateCall, Prompt
-from loraplex_services.gateway.tools.tool_use import ToolUse
+from loraplex_services.gateway.request import GenerateCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +33,11 @@ def parse_classify(fields: dict[str, Any], origin: Origin) -> ClassifyCall:
     body = Body(fields)
     model = model_of(body)
     use_activation = body.flag("use_activation", default=True)
-    prompts, field = _prompts(body, fields)
+    prompts, field = parse_inputs(body, fields)
+    truncation = body.integer("truncate_prompt_tokens")
     body.finish()
-    calls = vector_calls(fields, origin, model, prompts, Pooling.HEAD)
+    calls = vector_calls(fields, origin, model, prompts, Pooling.HEAD, truncation)
     return ClassifyCall(model, calls, {"prompt": field}, use_activation)
-
-
-def _prompts(body: Body, fields: dict[str, Any]) -> tuple[Sequence[Prompt], str]:
-    """Inputs or one conversation, and the field they came in. Raises: InvalidRequest."""
-    if fields.get("messages") is None:
-        special = body.flag("add_special_tokens", default=True)
-        return parse_prompts("input", body.raw("input"), special), "input"
-    if fields.get("input") is not None:
-        raise InvalidRequest.field("messages", "", "send input or messages, not both")
-    generates = body.flag("add_generation_prompt")
-    conversation = parse_conversation(body, ToolUse())
-    return [replace(conversation, add_generation_prompt=generates)], "messages"
 
 
 def classes_body(

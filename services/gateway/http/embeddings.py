@@ -12,12 +12,10 @@ from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin, split_key_of
-from loraplex_services.gateway.http.prompts import parse_prompts
+from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from loraplex_services.gateway.request import GenerateCall, Prompt
 
-FIELD_NAMES = {"prompt": "input"}
-"""Names that callers use for our fields."""
 POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
 
 
@@ -29,14 +27,16 @@ class EmbeddingsCall:
     calls: tuple[GenerateCall, ...]
     finish: Finish
     is_base64: bool
+    field_names: dict[str, str]
+    """Names that the caller uses for our fields."""
 
 
 def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
     """Body of /v1/embeddings. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
     model = model_of(body)
-    special = body.flag("add_special_tokens", default=True)
-    prompts = parse_prompts("input", body.raw("input"), special)
+    prompts, field = parse_inputs(body, fields)
+    truncation = body.integer("truncate_prompt_tokens")
     encoding = body.text("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise InvalidRequest.field("encoding_format", encoding, "must be float or base64")
@@ -48,8 +48,9 @@ def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
         raise InvalidRequest.field("dimensions", dimensions, "must be at least 1")
     normalize = body.flag("normalize") if fields.get("normalize") is not None else None
     body.finish()
-    calls = vector_calls(fields, origin, model, prompts, pooling)
-    return EmbeddingsCall(model, calls, Finish(normalize, dimensions or 0), encoding == "base64")
+    calls = vector_calls(fields, origin, model, prompts, pooling, truncation)
+    finish = Finish(normalize, dimensions or 0)
+    return EmbeddingsCall(model, calls, finish, encoding == "base64", {"prompt": field})
 
 
 def model_of(body: Body) -> str:
@@ -66,6 +67,7 @@ def vector_calls(
     model: str,
     prompts: Sequence[Prompt],
     pooling: Pooling,
+    truncate_prompt_tokens: int | None,
 ) -> tuple[GenerateCall, ...]:
     """A call per prompt of one HTTP request."""
     return tuple(
@@ -78,6 +80,7 @@ def vector_calls(
             split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         for index, prompt in enumerate(prompts)
     )

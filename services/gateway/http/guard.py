@@ -7,19 +7,16 @@ import contextlib
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from loraplex.errors import LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
-from loraplex_services.common.limits import HTTP_BODY
-from loraplex_services.gateway.http.body import parse_object
+from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.errors import error_body
+from loraplex_services.gateway.http.json_body import LargeBodies
 
-MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_IDLE_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -47,6 +44,7 @@ class Guard:
         """`hosts` is None where callers authenticate."""
         self._app = app
         self._hosts = hosts
+        self._large_bodies = LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give the request an id, answer it or refuse it."""
@@ -55,7 +53,10 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get("x-request-id", ""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"], state["large_bodies"] = request_id, self._large_bodies
+        client = scope.get("client")
+        current_peer.set(peer_of_host(client[0]) if client else "")
 
         intake = _Intake(receive)
 
@@ -104,32 +105,6 @@ class _Intake:
 def request_id_of(given: str) -> str:
     """The client's id if it is safe in logs, else a new one."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as an object. Raises: InvalidRequest for type, size and syntax."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise InvalidRequest.field(
-            "content-type", media_type, "JSON bodies need content-type: application/json"
-        )
-    return parse_object(await _read_capped(request))
-
-
-async def _read_capped(request: Request) -> bytes:
-    """The body. Raises: InvalidRequest if it is too large."""
-    too_large = InvalidRequest(
-        f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)
 
 
 def _host_of(header: str) -> str:

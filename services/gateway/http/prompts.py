@@ -40,18 +40,40 @@ def _bad_prompt(field: str, value: object) -> InvalidRequest:
     return bad_type(field, value, "text, a list of texts, token ids or a list of token id lists")
 
 
-def parse_conversation(body: Body, tool_use: ToolUse) -> ChatPrompt:
-    """A conversation and the options of its template. Raises: InvalidRequest."""
+def parse_conversation(body: Body, tool_use: ToolUse, *, generates: bool = True) -> ChatPrompt:
+    """A conversation and the options of its template. Raises: InvalidRequest.
+
+    Args:
+        generates: the default of add_generation_prompt.
+    """
     options = body.raw("chat_template_kwargs")
     if options is not None and not isinstance(options, dict):
         raise bad_type("chat_template_kwargs", options, "an object")
     effort = body.text("reasoning_effort")
+    continues = body.flag("continue_final_message")
+    generates = body.flag("add_generation_prompt", default=generates)
+    if continues and generates:
+        raise InvalidRequest.field(
+            "continue_final_message", "true", "needs add_generation_prompt: false"
+        )
     return ChatPrompt(
         template_messages(_messages(body.raw("messages"))),
         body.flag("add_special_tokens"),
         tool_use.tools,
         {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
+        add_generation_prompt=generates,
+        continue_final_message=continues,
     )
+
+
+def parse_inputs(body: Body, fields: dict[str, Any]) -> tuple[list[Prompt], str]:
+    """What `input` holds, or one conversation, and the field it came in. Raises: InvalidRequest."""
+    if fields.get("messages") is None:
+        special = body.flag("add_special_tokens", default=True)
+        return parse_prompts("input", body.raw("input"), special), "input"
+    if fields.get("input") is not None:
+        raise InvalidRequest.field("messages", "", "send input or messages, not both")
+    return [parse_conversation(body, ToolUse(), generates=False)], "messages"
 
 
 def _messages(value: Any) -> tuple[dict[str, object], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,7 +12,7 @@ from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.guard import read_json
+from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -53,14 +52,14 @@ class TokenizeEndpoints:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
         prompt, field = _prompt(body)
         body.finish()
         served = await self._served(model, caller, prompt)
         try:
-            ids = await served.tokenizer.encode(prompt, served.model)
+            ids = await served.tokenizer.encode(prompt, served.model, caller.tenant)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field}) from None
         name_of = served.tokenizer.tokens.name_of
@@ -77,7 +76,7 @@ class TokenizeEndpoints:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
         await self._charge(caller.tenant)
-        body = Body(await read_json(request))
+        body = Body(await read_json(request, caller.tenant))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._served(model, caller, TokenPrompt(ids))
@@ -102,18 +101,17 @@ class TokenizeEndpoints:
         call = GenerateCall("", caller.tenant, model, prompt, Sampling())
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
+        tokenizer = await self._adapter_text.tokenizer(served, target, caller.tenant)
         return ServedBase(served.model.under(target.adapters), tokenizer)
 
 
 def _prompt(body: Body) -> tuple[Prompt, str]:
     """A text or a conversation, and the field it came in. Raises: InvalidRequest."""
-    generates = body.flag("add_generation_prompt", default=True)
     text = body.raw("prompt")
     if text is None:
-        conversation = parse_conversation(body, read_tools(body))
-        return replace(conversation, add_generation_prompt=generates), "messages"
+        return parse_conversation(body, read_tools(body)), "messages"
     if not isinstance(text, str):
         raise InvalidRequest.field("prompt", "", "must be a string; or send messages")
+    body.flag("add_generation_prompt", default=True)
     (prompt,) = parse_prompts("prompt", text, body.flag("add_special_tokens", default=True))
     return prompt, "prompt"

@@ -12,7 +12,7 @@ from loraplex_services.common.limits import (
     MAX_TRACE_CHARS,
     check_chars,
 )
-from loraplex_services.gateway.request import GenerateCall
+from loraplex_services.gateway.request import GenerateCall, ServedModel, Truncation
 
 
 def check_call(call: GenerateCall) -> None:
@@ -31,3 +31,21 @@ def check_call(call: GenerateCall) -> None:
         )
     for adapter in call.adapters:
         check_chars("adapters.ref", adapter.ref, MAX_MODEL_CHARS)
+
+
+def truncation_of(call: GenerateCall, model: ServedModel) -> Truncation | None:
+    """How the prompt is shortened; None = not at all. Raises: InvalidRequest."""
+    if (given := call.truncate_prompt_tokens) is None:
+        return None
+    if given != -1 and not 1 <= given <= model.max_model_len:
+        raise InvalidRequest.field(
+            "truncate_prompt_tokens",
+            given,
+            f"must be 1 to {model.max_model_len}, the context length, or -1 for what fits it",
+        )
+    if given > 0:
+        return Truncation(given, keeps_end=not call.pooling)
+    if call.pooling:
+        return Truncation(model.max_model_len, keeps_end=False)
+    num_output = call.sampling.max_tokens
+    return Truncation(max(1, model.max_model_len - (num_output or 1)), keeps_end=True)

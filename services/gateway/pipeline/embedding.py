@@ -61,6 +61,7 @@ def vector_call(
     split_key: str = "",
     timeout_s: float | None = None,
     trace: str = "",
+    truncate_prompt_tokens: int | None = None,
 ) -> GenerateCall:
     """The call that ends with one vector."""
     return GenerateCall(
@@ -73,6 +74,7 @@ def vector_call(
         timeout_s=timeout_s,
         trace=trace,
         pooling=pooling,
+        truncate_prompt_tokens=truncate_prompt_tokens,
     )
 
 

@@ -26,11 +26,13 @@ from loraplex_services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
-from loraplex_services.gateway.pipeline.call_limits import check_call
+from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
 from loraplex_services.gateway.request import (
@@ -90,6 +92,7 @@ class Generation:
         self._max_request_s = max_request_s
         self._draw_seed = draw_seed
         self._is_draining = False
+        self.usage = UsageCounter()
 
     def refuse_new(self) -> None:
         """Refuse new requests; those already prepared still run."""
@@ -100,6 +103,13 @@ class Generation:
 
         Raises: ResourceExhausted, NotFound, InvalidRequest, Unsupported, Unavailable.
         """
+        try:
+            return await self._prepared(call)
+        except LoraplexError as error:
+            self.usage.refuse(call, error)
+            raise
+
+    async def _prepared(self, call: GenerateCall) -> PreparedRequest:
         if self._is_draining:
             raise Unavailable(
                 "this gateway is draining; retry at another one",
@@ -113,8 +123,9 @@ class Generation:
         pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
-        tokenizer = await self._adapter_text.tokenizer(served, target)
-        prompt_ids = await tokenizer.encode(call.prompt, model)
+        tokenizer = await self._adapter_text.tokenizer(served, target, call.tenant)
+        truncation = truncation_of(call, model)
+        prompt_ids = await tokenizer.encode(call.prompt, model, call.tenant, truncation)
         if pooling is Pooling.HEAD:
             prompt_ids = scored_ids(prompt_ids, target.adapters, model)
         resolved = resolve(
@@ -170,6 +181,22 @@ class Generation:
         Closing the iterator cancels the request. Raises: ResourceExhausted, Unavailable,
         DeadlineExceeded, or a worker's error.
         """
+        outcome = CANCELLED
+        try:
+            async with aclosing(self._counted(prepared)) as text_deltas:
+                async for text_delta in text_deltas:
+                    if text_delta.pooled:
+                        outcome = OK
+                    yield text_delta
+            outcome = OK
+        except BaseException as error:
+            if outcome != OK:
+                outcome = outcome_of(error)
+            raise
+        finally:
+            self.usage.add(prepared, outcome)
+
+    async def _counted(self, prepared: PreparedRequest) -> TextDeltas:
         base_id = prepared.base.base_id
         async with (
             self._admitted(prepared) as permit,
@@ -179,7 +206,9 @@ class Generation:
             is_first = True
             async for text_delta in text_deltas:
                 if is_first:
-                    FIRST_TOKEN_S.labels(base_id).observe(now_s() - prepared.arrival_s)
+                    first_token_s = now_s() - prepared.arrival_s
+                    FIRST_TOKEN_S.labels(base_id).observe(first_token_s)
+                    self.usage.recent.first_token(first_token_s)
                     is_first = False
                 _count(prepared.usage, text_delta)
                 permit.served(len(text_delta.token_ids))

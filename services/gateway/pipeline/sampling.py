@@ -210,9 +210,9 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     checked = tuple(dict.fromkeys(ids))
     if len(checked) > MAX_TOKEN_IDS_PER_FIELD:
         raise _bad(field, len(checked), f"at most {MAX_TOKEN_IDS_PER_FIELD} token ids")
-    for index, token_id in enumerate(checked):
+    for token_id in checked:
         if not 0 <= token_id < vocab_size:
-            raise _bad(field, "", f"token id at index {index} is outside 0..{vocab_size - 1}")
+            raise _bad(field, token_id, f"token id {token_id} is outside 0..{vocab_size - 1}")
     return checked
 
 

@@ -1,19 +1,22 @@
 """Checks API keys with the registry, and caches the answers for a moment.
 
 A revoked key works for at most `FRESH_S` longer. While the registry is unavailable, a key that was
-valid when last checked stays valid.
+valid when last checked stays valid until it expires, and no longer than a bound.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S
 from loraplex_services.common.recent import Recent
+from loraplex_services.common.wrong_keys import WrongKeys
 from loraplex_services.gateway.event_loop import now_s
 
 FRESH_S = 2.0
@@ -31,6 +34,9 @@ class _Known:
     """The registry's last answer about a good key."""
 
     asked_s: float
+    """When it was last asked."""
+    answered_s: float
+    """When it last answered."""
     caller: Caller
 
 
@@ -46,9 +52,19 @@ class _Refused:
 class KeyRing:
     """Checks the callers of all APIs."""
 
-    def __init__(self, check: KeyCheck, now: Callable[[], float] = now_s) -> None:
+    def __init__(
+        self,
+        check: KeyCheck,
+        now: Callable[[], float] = now_s,
+        unix_now: Callable[[], float] = time.time,
+        max_unchecked_s: float = DEFAULT_MAX_UNCHECKED_S,
+    ) -> None:
+        """`max_unchecked_s` bounds how long a key stays valid that cannot be checked."""
         self._check = check
         self._now = now
+        self._unix_now = unix_now
+        self._max_unchecked_s = max_unchecked_s
+        self._wrong_keys = WrongKeys(now)
         # By sha256 of the token, so that no secrets are kept. Anybody can invent bad keys; they
         # must not displace good ones.
         self._known: Recent[bytes, _Known] = Recent(MAX_KNOWN)
@@ -74,24 +90,38 @@ class KeyRing:
         return caller
 
     async def _remembered(self, token: str) -> Caller:
-        """Mutates: known, refused. Raises: Unauthenticated."""
+        """Mutates: known, refused. Raises: Unauthenticated; ResourceExhausted for a peer that sent
+        many wrong keys."""
         key = hashlib.sha256(token.encode()).digest()
         known, refused = self._known.get(key), self._refused.get(key)
         if known is not None and self._is_fresh(known.asked_s):
-            return known.caller
+            return self._unexpired(known.caller)
         if refused is not None and self._is_fresh(refused.asked_s):
             raise Unauthenticated(refused.message, reason="INVALID_API_KEY")
+        if known is None:
+            self._wrong_keys.check()
         try:
             caller = await self._check(token)
         except Unauthenticated as error:
             self._known.drop(key)
             self._refused.put(key, _Refused(self._now(), error.message))
+            self._wrong_keys.count()
             raise Unauthenticated(error.message, reason="INVALID_API_KEY") from None
         except LoraplexError:
-            if known is None:
+            if known is None or self._now() - known.answered_s > self._max_unchecked_s:
                 raise
-            caller = known.caller
-        self._known.put(key, _Known(self._now(), caller))
+            caller = self._unexpired(known.caller)
+            self._known.put(key, _Known(self._now(), known.answered_s, caller))
+            return caller
+        self._known.put(key, _Known(self._now(), self._now(), caller))
+        return caller
+
+    def _unexpired(self, caller: Caller) -> Caller:
+        """The same caller. Raises: Unauthenticated."""
+        if caller.expires_unix_s and caller.expires_unix_s <= self._unix_now():
+            raise Unauthenticated(
+                f"the API key {caller.key_id} has expired", reason="INVALID_API_KEY"
+            )
         return caller
 
     def _is_fresh(self, asked_s: float) -> bool:

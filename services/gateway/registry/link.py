@@ -25,6 +25,11 @@ from loraplex_services.gateway.registry.convert import (
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
 from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.registry.usage_reports import (
+    UsageCounts,
+    UsageKey,
+    usage_from_wire,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +132,8 @@ class RegistryLink:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        return Caller(answer.key.tenant, answer.key.key_id, frozenset(answer.key.scopes))
+        key = answer.key
+        return Caller(key.tenant, key.key_id, frozenset(key.scopes), key.expires_unix_s)
 
     async def tenant(self, tenant: str) -> TenantLimits:
         """The limits of one tenant. Raises: LoraplexError."""
@@ -140,6 +146,28 @@ class RegistryLink:
             raise from_rpc_error(error) from None
         found = [tenant_from_wire(entry) for entry in answer.tenants if entry.tenant == tenant]
         return found[0] if found else TenantLimits(tenant)
+
+    async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
+        """Report what was used. Raises: LoraplexError."""
+        try:
+            await self._stub.RecordUsage(
+                report, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def usage(
+        self, tenant: str, model: str, since: str
+    ) -> list[tuple[UsageKey, UsageCounts]]:
+        """What a tenant used, by day and model. Raises: LoraplexError."""
+        request = registry_pb2.ListUsageRequest(tenant=tenant, model=model, since=since)
+        try:
+            answer = await self._stub.ListUsage(
+                request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return [usage_from_wire(entry) for entry in answer.entries]
 
     async def finish_staged_move(self, tag: TagState, failure: str) -> None:
         """Complete a staged move, or drop it for a reason. Raises: Conflict, Unavailable."""

@@ -19,7 +19,7 @@ from loraplex.errors import (
     Unavailable,
     Violation,
 )
-from loraplex.refs import Ref, parse_ref
+from loraplex.refs import Ref, parse_ref, why_missing
 from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
 from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
@@ -99,7 +99,7 @@ class Resolver:
             version = await self._find(ref, call.tenant, call.split_key)
             self._check_served(version, text)
         except AdapterNotFound as error:
-            error.violations = (Violation.of(field, text, "no such adapter is served here"),)
+            error.violations = (Violation.of(field, text, error.hint),)
             raise
         return version
 
@@ -119,10 +119,14 @@ class Resolver:
             # another tenant has a private adapter of this name.
             version = await self._ask(ref, split_key)
         if version is None or not version.visible_to(tenant):
-            raise AdapterNotFound(
-                str(ref), "see /v1/models or `registry list` for the adapters that exist"
-            )
+            raise AdapterNotFound(str(ref), self._why_missing(ref, tenant))
         return version
+
+    def _why_missing(self, ref: Ref, tenant: str) -> str:
+        listing = self.snapshot.listing(ref.tenant, ref.name, tenant)
+        versions = [version.number for version in listing.versions] if listing else []
+        tags = [tag.tag for tag in listing.tags] if listing else []
+        return why_missing(ref, versions, tags)
 
     async def _ask(self, ref: Ref, split_key: str) -> Version | None:
         """Ask the registry and remember its answer. Mutates: catalog."""

@@ -142,13 +142,19 @@ class RegistrySnapshot:
 
     def listings(self, tenant: str) -> Iterator[Listing]:
         """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for (owner, name), entry in sorted(self._entries.items()):
-            alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(tenant))
-            versions = sorted(alive, key=lambda version: -version.number)
-            if versions:
-                tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
-                kept = tuple(tag for tag in tags if tag.sides)
-                yield Listing(owner, name, tuple(versions), kept)
+        for owner, name in sorted(self._entries):
+            if listing := self.listing(owner, name, tenant):
+                yield listing
+
+    def listing(self, owner: str, name: str, tenant: str) -> Listing | None:
+        """One adapter, if it exists and `tenant` may run it."""
+        entry = self._entries.get((owner, name), _Entry())
+        alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(tenant))
+        versions = sorted(alive, key=lambda version: -version.number)
+        if not versions:
+            return None
+        tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
+        return Listing(owner, name, tuple(versions), tuple(tag for tag in tags if tag.sides))
 
     def labels(self, tenant: str | None = None) -> dict[str, str]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is

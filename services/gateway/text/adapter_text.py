@@ -13,24 +13,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
-from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, TOKENIZER_FILES, AddedToken
+from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
+from loraplex_services.common.process_pool import JobFailed
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import Target
-from loraplex_services.gateway.text.added_tokens_process import read_added_tokens
-from loraplex_services.gateway.text.tokenizer import (
-    BaseTokenizer,
-    ChatFormat,
-    IdsOnly,
-    ServedBase,
-    chat_format,
-)
+from loraplex_services.gateway.text.text_files_process import TextFilesReader
+from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 128 << 20
 """Of added tokens and templates."""
 _MAX_READERS = 2
-"""Adapters whose files are read at one time."""
+"""Adapters whose files are in memory at one time."""
 
 ReadFiles = Callable[[str, Sequence[File]], Awaitable[dict[str, bytes]]]
 Key = tuple[object, ...]
@@ -56,10 +52,19 @@ class AdapterText:
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._num_kept_bytes = 0
         self._being_made: dict[Key, asyncio.Task[BaseTokenizer]] = {}
-        self._readers = asyncio.Semaphore(_MAX_READERS)
+        self._slots = TenantSlots(_MAX_READERS)
+        self._reader = TextFilesReader()
 
-    async def tokenizer(self, served: ServedBase, target: Target) -> BaseTokenizer | IdsOnly:
+    async def close(self) -> None:
+        """End the processes."""
+        await self._reader.close()
+
+    async def tokenizer(
+        self, served: ServedBase, target: Target, tenant: str = ""
+    ) -> BaseTokenizer | IdsOnly:
         """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
+
+        `tenant` asks for it: tenants have their adapters' files read in rotation.
 
         Raises: Unavailable with reason TOKENIZER_UNAVAILABLE if files could not be fetched.
         """
@@ -74,40 +79,48 @@ class AdapterText:
         if key in self._kept:
             return self._used(key)
         if key not in self._being_made:
-            task = asyncio.create_task(self._make(key, served, base, adapter.label, files))
+            made = self._make(key, served, base, adapter.label, files, tenant)
+            task = asyncio.create_task(made)
             task.add_done_callback(lambda _: self._being_made.pop(key, None))
             self._being_made[key] = task
         # A caller that leaves must not cancel the work of the others.
         return await asyncio.shield(self._being_made[key])
 
     async def _make(
-        self, key: Key, served: ServedBase, base: BaseTokenizer, label: str, files: list[File]
+        self,
+        key: Key,
+        served: ServedBase,
+        base: BaseTokenizer,
+        label: str,
+        files: list[File],
+        tenant: str,
     ) -> BaseTokenizer:
         if sum(file.size for file in files) > MAX_TEXT_BYTES:
             why = f"its text files have more than {MAX_TEXT_BYTES} bytes"
             return self._left_aside(key, base, label, why)
-        async with self._readers:
-            try:
+        try:
+            async with self._slots.held(tenant, "tokenizer files"):
                 contents = await self._read_files(label, files)
-                found = await _added(base, contents)
-            except (LoraplexError, OSError, EOFError, TimeoutError) as error:
-                why = error.message if isinstance(error, LoraplexError) else type(error).__name__
-                raise Unavailable(
-                    f"the tokenizer files of {label} cannot be read ({why}); try again",
-                    reason="TOKENIZER_UNAVAILABLE",
-                    retry_after_s=1.0,
-                ) from error
-            if isinstance(found, str):
-                return self._left_aside(key, base, label, found)
-            chat = await asyncio.to_thread(_chat, contents, label)
-            try:
-                made = await self._with_tokens(served, base, found)
-            except ValueError as error:
-                return self._left_aside(key, base, label, str(error))
-        if chat is not None:
-            made = made.with_chat(chat)
-        shared = (_key(served), found) if found else ()
-        self._keep(key, _Kept(made, len(chat.template) if chat else 1, shared))
+                found = await self._reader.read(tenant, base.source, contents)
+        except (JobFailed, LoraplexError, OSError) as error:
+            why = error.message if isinstance(error, LoraplexError) else type(error).__name__
+            raise Unavailable(
+                f"the tokenizer files of {label} cannot be read ({why}); try again",
+                reason="TOKENIZER_UNAVAILABLE",
+                retry_after_s=1.0,
+            ) from error
+        if isinstance(found, str):
+            return self._left_aside(key, base, label, found)
+        if found.chat_problem:
+            _warn(label, f"its chat template cannot be read: {found.chat_problem}")
+        try:
+            made = await self._with_tokens(served, base, found.added)
+        except ValueError as error:
+            return self._left_aside(key, base, label, str(error))
+        if found.chat is not None:
+            made = made.with_chat(found.chat)
+        shared = (_key(served), found.added) if found.added else ()
+        self._keep(key, _Kept(made, len(found.chat.template) if found.chat else 1, shared))
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
@@ -150,21 +163,6 @@ class AdapterText:
 
 def _key(served: ServedBase) -> tuple[str, str]:
     return served.model.base_id, served.model.tokenizer_digest
-
-
-async def _added(base: BaseTokenizer, contents: dict[str, bytes]) -> tuple[AddedToken, ...] | str:
-    """A template alone needs no reading of vocabularies."""
-    if not contents.keys() & set(TOKENIZER_FILES):
-        return ()
-    return await read_added_tokens(base.source, contents)
-
-
-def _chat(contents: dict[str, bytes], label: str) -> ChatFormat | None:
-    try:
-        return chat_format(contents)
-    except (ValueError, RecursionError, AttributeError) as error:
-        _warn(label, f"its chat template cannot be read: {type(error).__name__}")
-        return None
 
 
 def _warn(label: str, why: str) -> None:

@@ -2,7 +2,7 @@
 
 A template comes with a model and is not trusted. It runs in jinja2's immutable sandbox, in a
 separate process that holds no secrets, opens nothing and has a memory limit; the parent kills it
-when it takes too long. Frames both ways are a 4-byte big-endian length and UTF-8 JSON.
+when it takes too long. Jobs and answers are UTF-8 JSON.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import resource
-import struct
-import sys
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -21,8 +18,9 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-FRAME = struct.Struct(">I")
-MAX_MEMORY_BYTES = 1 << 30
+from loraplex_services.common.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.limits import TEMPLATES
+
 MAX_OUTPUT_CHARS = 16 << 20
 
 
@@ -105,24 +103,19 @@ def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-def _read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
-    data = stream.read(num_bytes)
-    if len(data) < num_bytes:
-        sys.exit(0)
-    return data
+def _answer(job: bytes) -> bytes:
+    try:
+        fields = json.loads(job)
+        return json.dumps(render(fields["template"], fields["variables"])).encode()
+    except MemoryError:
+        return json.dumps({"error": "it needs too much memory"}).encode()
 
 
 def main() -> None:
     """Serve jobs until stdin closes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while True:
-        (length,) = FRAME.unpack(_read_exactly(source, FRAME.size))
-        job = json.loads(_read_exactly(source, length))
-        answer = json.dumps(render(job["template"], job["variables"])).encode()
-        sink.write(FRAME.pack(len(answer)) + answer)
-        sink.flush()
+    limit_memory(TEMPLATES.memory_bytes)
+    read_setup()
+    serve(_answer)
 
 
 if __name__ == "__main__":

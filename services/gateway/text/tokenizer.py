@@ -9,7 +9,6 @@ import asyncio
 import copy
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models
 
 from loraplex.adapter_format.added_tokens import AddedToken
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
 from loraplex_services.gateway.request import (
     ChatPrompt,
@@ -26,24 +25,18 @@ from loraplex_services.gateway.request import (
     ServedModel,
     TextPrompt,
     TokenPrompt,
+    Truncation,
 )
+from loraplex_services.gateway.text.chat_format import ChatFormat, chat_format
 from loraplex_services.gateway.text.chat_style import ChatStyle, detected
 from loraplex_services.gateway.text.detokenize import TokenBytes
+from loraplex_services.gateway.text.final_message import cut_at_end_mark, with_end_mark
 from loraplex_services.gateway.text.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread, while the event loop goes on."""
 _TOKEN_BYTES = 1024
 """Approximate size of an added token."""
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
-    """A chat template and the names it may use."""
-
-    template: str
-    special_tokens: Mapping[str, str]
 
 
 class BaseTokenizer:
@@ -90,53 +83,67 @@ class BaseTokenizer:
         made.style = detected(chat.template)
         return made
 
-    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
-        """Token ids of a prompt in any form.
+    async def encode(
+        self,
+        prompt: Prompt,
+        base: ServedModel,
+        tenant: str = "",
+        truncation: Truncation | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt in any form, for a request of `tenant`. Special tokens around
+        a text survive its truncation.
 
         Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or a conversation
         without a template.
         """
         match prompt:
             case TokenPrompt(ids):
-                return check_ids(ids, base.vocab_size)
+                return check_ids(_truncated(ids, truncation), base.vocab_size)
             case TextPrompt(text, add_special):
                 field = "prompt"
                 check_length(text, base, field)
-                ids = await self._ids(text, add_special_tokens=add_special) if text else ()
+                ids = await self._ids(text, add_special, truncation) if text else ()
             case ChatPrompt():
                 field = "messages"
-                text = await self._render(prompt)
+                text = await self._render(prompt, tenant)
                 check_length(text, base, field)
-                ids = await self._ids(text, add_special_tokens=prompt.add_special_tokens)
+                ids = await self._ids(text, prompt.add_special_tokens, truncation)
         if not ids:
             raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
         return ids
 
-    async def _render(self, prompt: ChatPrompt) -> str:
+    async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         if self._chat is None:
-            raise InvalidRequest.field(
+            error = InvalidRequest.field(
                 "chat_template",
                 "",
                 "this base has no chat template; use completions, or serve a base whose tokenizer "
                 "has one",
             )
+            error.reason = "NO_CHAT_TEMPLATE"
+            raise error
         template = self._chat.template
-        if "reasoning_effort" in prompt.template_options and "reasoning_effort" not in template:
-            raise Unsupported.field(
-                "reasoning_effort", "", "this base's chat template has no such choice; leave it out"
-            )
-        knows_developer = "developer" in template
+        messages = prompt.messages
+        if "developer" not in template:
+            messages = tuple(map(_as_system, messages))
+        if prompt.continue_final_message:
+            messages = with_end_mark(messages)
         variables: dict[str, Any] = {
             **prompt.template_options,
-            "messages": [m if knows_developer else _as_system(m) for m in prompt.messages],
+            "messages": list(messages),
             "add_generation_prompt": prompt.add_generation_prompt,
             "tools": list(prompt.tools) or None,
             "documents": None,
             **self._chat.special_tokens,
         }
-        return await self._pool.render(template, variables, is_adapters=self._has_own_chat)
+        text = await self._pool.render(
+            template, variables, tenant=tenant, is_adapters=self._has_own_chat
+        )
+        return cut_at_end_mark(text) if prompt.continue_final_message else text
 
-    async def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _ids(
+        self, text: str, add_special_tokens: bool, truncation: Truncation | None
+    ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -148,7 +155,21 @@ class BaseTokenizer:
             return tuple(encoding.ids)
 
         _check_unicode(text)
+        if truncation is not None:
+            return await asyncio.to_thread(
+                self._truncated_ids, text, add_special_tokens, truncation
+            )
         return await asyncio.to_thread(encode_long) if len(text) > _SLOW_TEXT_CHARS else encode()
+
+    def _truncated_ids(
+        self, text: str, add_special_tokens: bool, truncation: Truncation
+    ) -> tuple[int, ...]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        direction = "left" if truncation.keeps_end else "right"
+        encoding.truncate(max(0, truncation.max_tokens - num_special), direction=direction)
+        encoding = self._tokenizer.post_process(encoding, None, add_special_tokens)
+        return _truncated(tuple(encoding.ids), truncation)
 
 
 class IdsOnly:
@@ -161,10 +182,16 @@ class IdsOnly:
         self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
 
-    async def encode(self, prompt: Prompt, base: ServedModel) -> tuple[int, ...]:
+    async def encode(
+        self,
+        prompt: Prompt,
+        base: ServedModel,
+        tenant: str = "",
+        truncation: Truncation | None = None,
+    ) -> tuple[int, ...]:
         """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
         if isinstance(prompt, TokenPrompt):
-            return check_ids(prompt.ids, base.vocab_size)
+            return check_ids(_truncated(prompt.ids, truncation), base.vocab_size)
         raise InvalidRequest.field(
             "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
         )
@@ -173,6 +200,12 @@ class IdsOnly:
 def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
     """OpenAI's newer name of the system role, for templates that do not know it."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _truncated(ids: tuple[int, ...], truncation: Truncation | None) -> tuple[int, ...]:
+    if truncation is None or len(ids) <= truncation.max_tokens:
+        return ids
+    return ids[-truncation.max_tokens :] if truncation.keeps_end else ids[: truncation.max_tokens]
 
 
 def check_length(text: str, base: ServedModel, field: str) -> None:
@@ -245,35 +278,6 @@ def _for_library(token: AddedToken) -> tokenizers.AddedToken:
         normalized=token.normalized,
         special=token.special,
     )
-
-
-def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    content = files.get(name)
-    loaded = json.loads(content) if content else {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
-    """The chat template of a model's files, by name; None without one. Raises: ValueError."""
-    config = _json_file(files, "tokenizer_config.json")
-    template: Any = config.get("chat_template")
-    template = _json_file(files, "chat_template.json").get("chat_template", template)
-    if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
-    if isinstance(template, list):
-        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
-        template = named.get("default")
-    if not isinstance(template, str) or not template:
-        return None
-    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
-    return ChatFormat(template, specials)
-
-
-def _token_text(token: object) -> str | None:
-    """Configs write a special token as text or as an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,10 +159,10 @@ class WorkerLink:
             self._view,
             worker_id=session.worker_id or model.worker_id or self._view.address,
             base_id=model.base_id,
-            numerics=model.numerics_fingerprint,
             epoch=session.epoch,
             connected=True,
         )
+        self._view = _with_arithmetic(self._view, model)
         self._note_message()
         self._changed()
         logger.info("worker connected", extra=self._log_fields(None))
@@ -186,7 +186,7 @@ class WorkerLink:
                 self._note_message()
                 if message.epoch != self._view.epoch:  # another engine: it may compute otherwise
                     model = await self._get_model(include_tokenizer=False)
-                    self._view = replace(self._view, numerics=model.numerics_fingerprint)
+                    self._view = _with_arithmetic(self._view, model)
                 self._view = updated(self._view, message)
                 self._changed()
             raise Unavailable(f"worker {self._view.worker_id} ended its status stream")
@@ -237,6 +237,16 @@ def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> Worker
         draining=message.draining,
         load=load_from_proto(message.load) if message.HasField("load") else view.load,
         adapters=adapters,
+    )
+
+
+def _with_arithmetic(view: WorkerView, model: worker_pb2.GetModelResponse) -> WorkerView:
+    """The view with what the worker computes with."""
+    return replace(
+        view,
+        numerics=model.numerics_fingerprint,
+        dtype=model.dtype,
+        kernels=model.kernels,
     )
 
 

@@ -8,18 +8,18 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from loraplex.api.error_wire import from_detail, from_rpc_error
-from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex_services.common.limits import MAX_QUEUED_JOB_BYTES_PER_TENANT, limits_of
+from loraplex_services.common.limits import limits_of
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob, with_names
 from loraplex_services.gateway.workers.convert import job_to_wire, tokens_from_wire
+from loraplex_services.gateway.workers.outbox import Outbox, QueuedJob
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,6 @@ _INDEX = re.compile(r"\[\d+\]$")
 
 
 MAX_JOB_BYTES = limits_of("/loraplex.v1.WorkerService/Session").max_message_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """A message to be sent; only jobs count for a tenant."""
-
-    message: worker_pb2.SessionRequest
-    tenant: str = ""
-    num_bytes: int = 0
 
 
 class WorkerLost(Unavailable):
@@ -58,9 +49,7 @@ class WorkerSession:
         pacer: WakeupPacer,
     ) -> None:
         self._call: Any = stub.Session(metadata=metadata)
-        self._up: asyncio.Queue[_Outgoing] = asyncio.Queue()
-        self._queued_bytes: Counter[str] = Counter()
-        """Bytes of jobs in `_up`, by tenant."""
+        self._outbox = Outbox()
         self._streams: dict[str, TokenStream] = {}
         self._prompt_tokens: dict[str, int] = {}
         """Prompt length of each request that has no token yet."""
@@ -101,44 +90,18 @@ class WorkerSession:
         self.is_open = True
 
     def submit(self, job: WorkerJob) -> TokenStream:
-        """Submit a job.
-
-        Raises:
-            WorkerLost: the session is closed.
-            InvalidRequest: the job is larger than any message that a worker takes.
-            ResourceExhausted: too many bytes of this tenant wait to be sent.
-        """
+        """Submit a job. Raises: WorkerLost if the session is closed."""
         if not self.is_open:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
-        submit = worker_pb2.SessionRequest(submit=job_to_wire(job, wire_id, now_s()))
-        num_bytes = self._checked_bytes(submit, job.tenant)
         stream = TokenStream(lambda: self._cancel(wire_id), self._pacer)
         self._streams[wire_id] = stream
         self._pacer.num_streams += 1
         num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
         self.in_flight_tokens += num_tokens
         self._note_adapters(wire_id, tuple(adapter.digest for adapter in job.adapters))
-        self._queued_bytes[job.tenant] += num_bytes
-        self._up.put_nowait(_Outgoing(submit, job.tenant, num_bytes))
+        self._outbox.put_job(wire_id, job)
         return stream
-
-    def _checked_bytes(self, submit: worker_pb2.SessionRequest, tenant: str) -> int:
-        """The size of a job's message. A worker that refuses a message ends the session, and with
-        it the streams of all tenants. Raises: InvalidRequest, ResourceExhausted."""
-        num_bytes = submit.ByteSize()
-        if num_bytes > MAX_JOB_BYTES:
-            raise InvalidRequest(
-                f"the request takes {num_bytes} bytes; workers accept at most {MAX_JOB_BYTES}",
-                reason="MESSAGE_TOO_LARGE",
-            )
-        if self._queued_bytes[tenant] + num_bytes > MAX_QUEUED_JOB_BYTES_PER_TENANT:
-            raise ResourceExhausted(
-                "requests of this tenant wait to be sent to the worker; retry later",
-                reason="WORKER_QUEUE_FULL",
-                retry_after_s=1.0,
-            )
-        return num_bytes
 
     async def run(self, heard: Callable[[], None]) -> None:
         """Exchange messages until the stream ends, then fail the rest. Calls `heard` per message.
@@ -163,19 +126,37 @@ class WorkerSession:
     async def _write(self) -> None:
         try:
             while True:
-                outgoing = await self._up.get()
-                await self._call.write(outgoing.message)
-                self._sent(outgoing)
+                taken = await self._outbox.next()
+                message = self._message(taken) if isinstance(taken, QueuedJob) else taken
+                if message is not None:
+                    await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             logger.debug("session ended; the reader logs the reason")
         finally:
             # A session that can no longer send must not look open.
             self._call.cancel()
 
-    def _sent(self, outgoing: _Outgoing) -> None:
-        self._queued_bytes[outgoing.tenant] -= outgoing.num_bytes
-        if not self._queued_bytes[outgoing.tenant]:
-            del self._queued_bytes[outgoing.tenant]
+    def _message(self, queued: QueuedJob) -> worker_pb2.SessionRequest | None:
+        """The message of a job; None where it has ended, or fails because it is too large.
+
+        A worker that refuses a message ends the session, and with it the streams of all tenants.
+        """
+        stream = self._streams.get(queued.wire_id)
+        if stream is None:
+            return None
+        submit = job_to_wire(queued.job, queued.wire_id, now_s())
+        message = worker_pb2.SessionRequest(submit=submit)
+        num_bytes = message.ByteSize()
+        if num_bytes <= MAX_JOB_BYTES:
+            return message
+        self._forget(queued.wire_id)
+        stream.fail(
+            InvalidRequest(
+                f"the request takes {num_bytes} bytes; workers accept at most {MAX_JOB_BYTES}",
+                reason="MESSAGE_TOO_LARGE",
+            )
+        )
+        return None
 
     def _handle(self, events: worker_pb2.StepEvents) -> None:
         for event in events.tokens:
@@ -205,12 +186,12 @@ class WorkerSession:
         self._ack_timer = None
         if self.is_open:
             ack = worker_pb2.SessionAck(step=self._last_step)
-            self._up.put_nowait(_Outgoing(worker_pb2.SessionRequest(ack=ack)))
+            self._outbox.put_notice(worker_pb2.SessionRequest(ack=ack))
 
     def _cancel(self, wire_id: str) -> None:
         if self._forget(wire_id) and self.is_open:
             cancel = worker_pb2.SessionCancel(request_id=wire_id)
-            self._up.put_nowait(_Outgoing(worker_pb2.SessionRequest(cancel=cancel)))
+            self._outbox.put_notice(worker_pb2.SessionRequest(cancel=cancel))
 
     def _forget(self, wire_id: str) -> bool:
         self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)

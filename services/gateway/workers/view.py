@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
@@ -25,6 +25,8 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
     numerics: str = ""
+    dtype: str = ""
+    kernels: str = ""
     in_flight: int = 0
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0
@@ -67,3 +69,8 @@ class WorkerView:
         reported = sum(each.tier is Tier.LOADING for each in self.adapters.values())
         unreported = (self.adapters.get(digest) for digest in self.asked)
         return reported + sum(each is None or each.tier < Tier.LOADING for each in unreported)
+
+
+def no_worker_reason(views: Iterable[WorkerView]) -> str:
+    """Why no request would be served now, although the gateway itself is ready; "" if one is."""
+    return "" if any(view.takes_requests for view in views) else "no worker is ready"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -12,6 +12,7 @@ from loraplex_services.common.addresses import is_local
 from loraplex_services.common.callers import Auth, Caller, peer_names
 from loraplex_services.common.service_token import is_service_token, read_service_token
 from loraplex_services.common.tls import is_service
+from loraplex_services.common.wrong_keys import WrongKeys
 from loraplex_services.registry.access.keys import Keys
 from loraplex_services.registry.access.permissions import SERVICE
 from loraplex_services.registry.config import RegistryConfig
@@ -29,12 +30,14 @@ class KeyAuth:
     """
 
     def __init__(self, keys: Keys, service_token: str, service_names: Collection[str] = ()) -> None:
-        self._check_key: Callable[[str], Awaitable[Caller]] = keys.check
+        self._keys = keys
+        self._wrong_keys = WrongKeys()
         self._service_token = service_token
         self._service_names = service_names
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
-        """The caller of one method. Raises Unauthenticated."""
+        """The caller of one method. Raises Unauthenticated; ResourceExhausted for a peer that sent
+        many wrong keys."""
         if is_service(peer_names.get(), self._service_names):
             return SERVICE_CALLER
         if method == FIRST_KEY_METHOD:  # its handler looks at where the call comes from
@@ -47,7 +50,13 @@ class KeyAuth:
         token = value[len(_BEARER) :].strip()
         if is_service_token(token, self._service_token):
             return SERVICE_CALLER
-        return await self._check_key(token)
+        if not self._keys.remembers(token):
+            self._wrong_keys.check()
+        try:
+            return await self._keys.check(token)
+        except Unauthenticated:
+            self._wrong_keys.count()
+            raise
 
 
 def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:

@@ -25,6 +25,7 @@ SCOPES = ("reader", "publisher", "admin")
 CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
 MAX_CACHED = 20_000
+_BATCH_KEYS = 200
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
 
@@ -57,7 +58,7 @@ class Keys:
             AlreadyExists: there is one already, even if it was revoked.
         """
         async with self._creating_first:
-            # Not `list`: a damaged record may be the first key's.
+            # Not `read_intact`: a damaged record may be the first key's.
             keys = await documents.read_folder(self._store, layout.KEYS, KeyRecord)
             if any(ROOT in record.scopes for record in keys):
                 raise AlreadyExists(
@@ -84,19 +85,46 @@ class Keys:
         await documents.create(self._store, layout.key(key_id), record)
         return record, token_of(key_id, secret)
 
-    async def list(self, tenant: str) -> list[KeyRecord]:
-        """Keys of one tenant, or of all where `tenant` is empty, ordered by id.
+    async def page(
+        self, tenant: str, page_size: int, after: str = ""
+    ) -> tuple[list[KeyRecord], str]:
+        """Keys ordered by id, and the id after which the next page begins; "" on the last page.
 
         Damaged records are logged and left out, so that one does not hide all others.
+
+        Args:
+            tenant: tenant of the keys; "" = all tenants.
+            after: id of the last key of the previous page.
+
+        Raises:
+            InvalidRequest: `after` cannot be a key's id.
         """
-        records = await documents.read_intact(self._store, layout.KEYS, KeyRecord)
+        if after and not _is_id(after):
+            description = "is not a page token of this list; start again without one"
+            raise InvalidRequest.field("page_token", after[:80], description)
+        found: list[KeyRecord] = []
+        names: list[str] = []
+        start = layout.key(after) if after else ""
+        async for item in self._store.list_objects(layout.KEYS, start):
+            names.append(item.key)
+            if len(names) == _BATCH_KEYS:
+                found += await self._of_tenant(names, tenant)
+                names.clear()
+            if len(found) > page_size:
+                break
+        else:
+            found += await self._of_tenant(names, tenant)
+        has_more = len(found) > page_size
+        return found[:page_size], found[page_size - 1].key_id if has_more else ""
+
+    async def _of_tenant(self, names: Sequence[str], tenant: str) -> Sequence[KeyRecord]:
+        records = await documents.read_intact(self._store, names, KeyRecord)
         return [record for record in records if tenant in ("", record.tenant)]
 
     async def get(self, key_id: str) -> KeyRecord:
         """Raises NotFound."""
-        legal = key_id.isalnum() and key_id.isascii()
         record = None
-        if legal:
+        if _is_id(key_id):
             record = await documents.read(self._store, layout.key(key_id), KeyRecord)
         if record is None:
             raise NotFound(f"no key {key_id[:40]!r}")
@@ -117,6 +145,11 @@ class Keys:
         assert record is not None, "keys are never removed"
         self._cache.drop(key_id)
         return record
+
+    def remembers(self, token: str) -> bool:
+        """Whether a key of this id was read a short time ago."""
+        match = TOKEN.fullmatch(token)
+        return match is not None and self._cache.get(match[1]) is not None
 
     async def check(self, token: str) -> Caller:
         """The caller that holds a token.
@@ -180,6 +213,10 @@ class Keys:
         else:
             self._cache.put(key_id, (time.monotonic(), record))
         return record
+
+
+def _is_id(text: str) -> bool:
+    return text.isalnum() and text.isascii()
 
 
 def _check_scopes(scopes: Sequence[str]) -> None:

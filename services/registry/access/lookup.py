@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import AdapterNotFound
-from loraplex.refs import Ref, split_choice
+from loraplex.refs import Ref, split_choice, why_missing
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.permissions import Access
@@ -24,6 +24,8 @@ from loraplex_services.registry.records import (
 )
 
 _SCAN_ADAPTERS = 500
+_MAX_NAMES = 50
+"""Adapters whose names are compared with one that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,20 @@ class Lookup:
             found = await self.everything(ref.tenant, ref.name)
             version = _selected(found, ref, split_key)
         if version is None or not access.may_see(ref.tenant, found.adapter):
-            raise AdapterNotFound(str(ref))
+            raise await self._missing(ref, access)
         return ResolvedVersion(version, found.adapter, found.tags)
+
+    async def _missing(self, ref: Ref, access: Access) -> AdapterNotFound:
+        """The error that says what is missing. Whatever it is, the same is looked up, so that the
+        time it takes does not tell whether another tenant has a private adapter."""
+        found = await self.everything(ref.tenant, ref.name)
+        query = Query(tenant=access.tenant, name_prefix=ref.name[:2])
+        others, _ = await self.page(query, access, _MAX_NAMES, Cursor())
+        names = {scope_of(each.version.tenant, each.version.name) for each in others}
+        is_visible = access.may_see(ref.tenant, found.adapter)
+        versions = [each.version for each in found.versions if not each.deleted and is_visible]
+        tags = [tag.tag for tag in found.tags if tag.targets]
+        return AdapterNotFound(str(ref), why_missing(ref, versions, tags, names))
 
     async def everything(self, tenant: str, name: str) -> Found:
         """All versions, tombstones included, and tags of one adapter."""

@@ -66,7 +66,8 @@ class Tenants:
 
     async def all(self) -> list[TenantRecord]:
         """Every tenant that was set, ordered by id. Damaged records are logged and left out."""
-        return await documents.read_intact(self._store, layout.TENANTS, TenantRecord)
+        names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
+        return await documents.read_intact(self._store, names, TenantRecord)
 
     async def check_quota(self, tenant: str, more_bytes: int) -> None:
         """Raises ResourceExhausted if another version of this size exceeds the quota."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from loraplex.errors import InvalidRequest, PermissionDenied
@@ -9,11 +10,18 @@ from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
+from loraplex_services.common.limits import MAX_UPLOAD_STREAMS, MAX_UPLOAD_STREAMS_PER_TENANT
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import Wanted
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert
+from loraplex_services.registry.api.usage import (
+    entries_to_proto,
+    report_from_proto,
+    since_from_proto,
+)
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.catalog import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
@@ -28,6 +36,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._upload_streams = TenantSlots(
+            MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
+        )
 
     async def CollectGarbage(
         self, request: pb.CollectGarbageRequest, context: Any
@@ -124,8 +135,12 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant = request.tenant or ("" if access.is_root else access.tenant)
         access.require("admin", tenant or None)
-        records = await self._registry.keys.list(tenant)
-        return pb.ListKeysResponse(keys=[convert.key_to_proto(record) for record in records])
+        records, token = await self._registry.keys.page(
+            tenant, page_size(request.page_size or MAX_PAGE_SIZE), request.page_token
+        )
+        return pb.ListKeysResponse(
+            keys=[convert.key_to_proto(record) for record in records], next_page_token=token
+        )
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Any) -> pb.RevokeKeyResponse:
         access = caller_access()
@@ -197,6 +212,24 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             place, request.generation, failure, access.actor
         )
         return pb.FinishStagedMoveResponse(tag=convert.tag_to_proto(record))
+
+    async def RecordUsage(
+        self, request: pb.RecordUsageRequest, context: Any
+    ) -> pb.RecordUsageResponse:
+        caller_access().require_service_or_root()
+        await self._registry.usage.add(request.report_id, report_from_proto(request))
+        return pb.RecordUsageResponse()
+
+    async def ListUsage(self, request: pb.ListUsageRequest, context: Any) -> pb.ListUsageResponse:
+        access = caller_access()
+        access.require("reader")
+        tenant = request.tenant or access.tenant
+        if request.all_tenants or tenant != access.tenant:
+            access.require_service_or_root()
+        today = datetime.datetime.now(datetime.UTC).date()
+        days = await self._registry.usage.read(since_from_proto(request.since, today), today)
+        wanted = "" if request.all_tenants else tenant
+        return pb.ListUsageResponse(entries=entries_to_proto(days, wanted, request.model))
 
     async def _tenant(self, tenant: str) -> pb.Tenant:
         record = await self._registry.tenants.get(tenant)

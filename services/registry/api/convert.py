@@ -76,6 +76,7 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         visibility=int(message.visibility),
         labels=dict(message.labels),
         strict=message.strict,
+        allow_missing=message.allow_missing,
         parent=message.parent,
         when_loaded_s=message.when_loaded_s,
     )

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto, violation_to_proto
-from loraplex.errors import InvalidRequest, NotFound, Unsupported
+from loraplex.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
-from loraplex_services.common.limits import WAIT_S
+from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S, WAIT_S
 from loraplex_services.registry.access.lookup import Query, visible_batches
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.admin import AdminService, caller_access, page_size
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.publish.inspection import check
+from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
 from loraplex_services.registry.publish.uploads import UploadSession
@@ -65,12 +66,16 @@ class RegistryService(AdminService):
     async def UploadPart(
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
     ) -> pb.UploadPartResponse:
-        first = await anext(aiter(request_iterator), None)
-        if first is None:
-            raise InvalidRequest.field("upload_id", "", "the first message must name the upload")
-        session = await self._session(first.upload_id)
-        chunks = _chunks(first, request_iterator)
-        state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
+        async with self._upload_streams.held(caller_access().tenant, "uploads"):
+            parts = _not_idle(request_iterator)
+            first = await anext(parts, None)
+            if first is None:
+                raise InvalidRequest.field(
+                    "upload_id", "", "the first message must name the upload"
+                )
+            session = await self._session(first.upload_id)
+            chunks = _chunks(first, parts)
+            state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
     async def GetUpload(self, request: pb.GetUploadRequest, context: Any) -> pb.GetUploadResponse:
@@ -117,13 +122,20 @@ class RegistryService(AdminService):
             await self._registry.signatures.accepted(tenant, files, offered, access.actor)
         labels = request.options.labels
         convert.check_labels(labels, "options.labels")
-        base, report, warnings = await check(
+        wanted = Wanted(
+            caller_access().tenant,
+            request.options.base_id,
+            request.options.strict,
+            labels.get(ROPE_FIELD, ""),
+            allow_missing=request.options.allow_missing,
+        )
+        base, report, _, warnings = await check(
             self._registry.bases,
-            complete_config(request.adapter_config_json, rope_label=labels.get(ROPE_FIELD, "")),
+            self._registry.validations,
+            complete_config(request.adapter_config_json, rope_label=wanted.rope_label),
             request.safetensors_header,
             files,
-            request.options.base_id,
-            strict=request.options.strict,
+            wanted,
         )
         return pb.ValidateAdapterResponse(
             warnings=[violation_to_proto(warning) for warning in warnings],
@@ -318,6 +330,23 @@ class RegistryService(AdminService):
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", place.tag, "must not name a version twice")
         return targets
+
+
+async def _not_idle(
+    parts: AsyncIterator[pb.UploadPartRequest],
+) -> AsyncGenerator[pb.UploadPartRequest]:
+    """The same messages. Raises: DeadlineExceeded when the next one takes too long."""
+    while True:
+        try:
+            async with asyncio.timeout(MAX_UPLOAD_IDLE_S):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no data came for {MAX_UPLOAD_IDLE_S} s; what arrived is kept, continue from there"
+            ) from None
+        if part is None:
+            return
+        yield part
 
 
 async def _chunks(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -60,6 +60,14 @@ _MAX_FOUND_AT_ONCE = 64
 _STATES = ("BUSY", "MISCONF", "NOREPLICAS")
 """First words of errors without a type in redis-py that concern the server, not the command."""
 _FULL = "its memory is full; raise its maxmemory"
+
+_BEGUN = "begun"
+"""A field that keeps the hash of a day without counts."""
+_ADD_USAGE = """
+if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', 86400) then return 0 end
+for i = 1, #ARGV, 3 do redis.call('HINCRBY', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+return 1
+"""
 
 T = TypeVar("T")
 
@@ -102,6 +110,7 @@ class Catalog:
             )
             for name in ("apply", "read", "resolve", "page", "switch", "release")
         }
+        self._add_usage = client.register_script(_ADD_USAGE)
 
     async def epoch(self) -> str | None:
         """The current index, or None where there is none."""
@@ -292,6 +301,39 @@ class Catalog:
         """Record that a snapshot covers the objects up to this position."""
         async with _translated():
             await self._redis.set(f"{PREFIX}snapshot", f"{epoch} {sequence}")
+
+    async def has_usage(self, day: str) -> bool:
+        """Whether there are counts of a day."""
+        async with _translated():
+            return bool(await self._redis.exists(f"{PREFIX}usage:{day}"))
+
+    async def usage_of_day(self, day: str) -> dict[str, int]:
+        """The counts of a day by field."""
+        async with _translated():
+            found = await _wait(self._redis.hgetall(f"{PREFIX}usage:{day}"))
+        numbers = {_text(name): int(number) for name, number in found.items()}
+        numbers.pop(_BEGUN, None)
+        return numbers
+
+    async def seed_usage(self, day: str, counts: Mapping[str, int], kept_days: int) -> None:
+        """Begin a day with counts that were copied before, where nothing was counted since."""
+        key = f"{PREFIX}usage:{day}"
+        async with _translated(), self._redis.pipeline(transaction=True) as pipe:
+            for name, number in {_BEGUN: 0, **counts}.items():
+                pipe.hsetnx(key, name, str(number))
+            pipe.expire(key, kept_days * 24 * 3600)
+            await pipe.execute()
+
+    async def add_usage(self, report_id: str, days: Mapping[str, Mapping[str, int]]) -> None:
+        """Add the counts of one report, once."""
+        arguments = [
+            part
+            for day, counts in days.items()
+            for name, number in counts.items()
+            for part in (f"{PREFIX}usage:{day}", name, number)
+        ]
+        async with _translated():
+            await self._add_usage(keys=[f"{PREFIX}usage-report:{report_id}"], args=arguments)
 
     async def close(self) -> None:
         """Close the connections."""

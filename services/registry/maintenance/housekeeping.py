@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 
 from loraplex.errors import LoraplexError
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.usage import UsageBook
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.snapshots import Snapshots
 from loraplex_services.registry.publish.staging import Staging
@@ -78,6 +80,19 @@ async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
             logger.warning("no snapshot written", extra={"problem": error.message})
         except Exception:
             logger.exception("snapshot failed")
+
+
+async def copy_usage_regularly(catalog: Catalog, usage: UsageBook) -> None:
+    """Copy what tenants used to the object store; one registry of all does it."""
+    while True:
+        await asyncio.sleep(_CHECK_S)
+        try:
+            if await catalog.claim_interval("usage", _CHECK_S):
+                await usage.copy(datetime.datetime.now(datetime.UTC).date())
+        except LoraplexError as error:
+            logger.warning("usage not copied", extra={"problem": error.message})
+        except Exception:
+            logger.exception("usage not copied")
 
 
 async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:

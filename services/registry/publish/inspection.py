@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from loraplex.adapter_format import (
     CONFIG_FILE,
     TENSOR_FILE,
     File,
+    Header,
     Report,
     core_manifest,
     digest_of,
     parse_config,
-    parse_header,
     prefix_bytes,
-    validate,
 )
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
@@ -27,12 +25,11 @@ from loraplex.errors import DataLoss, InvalidAdapter, Violation
 from loraplex_services.common.objects import ObjectStore, Segment, read_chunks
 from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.scanning import Scans
+from loraplex_services.registry.publish.validation import Validations
+from loraplex_services.registry.publish.validation_process import Job
 from loraplex_services.registry.records import BaseRecord
 
 DEFAULT_MAX_RANK = 256
-
-_CHECKS = ThreadPoolExecutor(2, thread_name_prefix="validation")
-"""Apart from the threads that read and write objects: validations must not make these wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +64,31 @@ class DamagedFile(DataLoss):
         self.path = file.path
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an adapter is checked for."""
+
+    tenant: str
+    """Who publishes it."""
+    base_id: str
+    """"" = as its config says."""
+    strict: bool
+    """Whether warnings refuse it."""
+    rope_label: str = ""
+    """As `complete_config` takes it."""
+    allow_missing: bool = False
+    """Whether modules that its config selects may have no tensors."""
+
+
 async def inspect(
     store: ObjectStore,
     bases: Bases,
     scans: Scans,
+    validations: Validations,
     sources: Sequence[Source],
-    base_id: str,
-    *,
-    rope_label: str = "",
-    strict: bool,
+    wanted: Wanted,
 ) -> Inspected:
-    """Validate an adapter from its stored bytes. `rope_label`: as `complete_config` takes it.
+    """Validate an adapter from its stored bytes.
 
     Raises:
         InvalidAdapter: with every violation.
@@ -85,7 +96,7 @@ async def inspect(
         Unavailable: no base is known.
     """
     try:
-        return await _inspect(store, bases, scans, sources, base_id, rope_label, strict)
+        return await _inspect(store, bases, scans, validations, sources, wanted)
     except InvalidAdapter:
         # Damaged bytes look like a bad adapter; the cause comes before its effects.
         for source in sources:
@@ -97,10 +108,9 @@ async def _inspect(
     store: ObjectStore,
     bases: Bases,
     scans: Scans,
+    validations: Validations,
     sources: Sequence[Source],
-    base_id: str,
-    rope_label: str,
-    strict: bool,
+    wanted: Wanted,
 ) -> Inspected:
     by_path = {source.file.path: source for source in sources}
     config_bytes = await _whole(store, by_path[CONFIG_FILE])
@@ -108,57 +118,54 @@ async def _inspect(
     config_bytes = complete_config(
         config_bytes,
         generation_config=None if generation is None else await _whole(store, generation),
-        rope_label=rope_label,
+        rope_label=wanted.rope_label,
     )
     tensors = by_path[TENSOR_FILE]
     first = await _read(store, tensors, 0, LENGTH_BYTES)
     header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
     files = [source.file for source in sources]
-    base, report, warnings = await check(
-        bases, config_bytes, header_bytes, files, base_id, strict=strict
+    base, report, header, warnings = await check(
+        bases, validations, config_bytes, header_bytes, files, wanted
     )
     zero_tensors = scans.zero_tensors(tensors.known_sha256)
-    scan = None
-    if zero_tensors is None:
-        scan = TensorScan(parse_header(header_bytes, tensors.file.size))
+    scan = TensorScan(header) if zero_tensors is None else None
     for source in sources:
         await _verify(store, source, scan.feed if scan and source is tensors else None)
     if scan is not None:
         zero_tensors = await asyncio.to_thread(scan.finish)
     warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
-    _refuse_if_strict(warnings, strict)
+    _refuse_if_strict(warnings, wanted.strict)
     manifest = core_manifest(report, files, base.geometry.fingerprint)
     return Inspected(base, report, manifest, digest_of(manifest), warnings)
 
 
 async def check(
     bases: Bases,
+    validations: Validations,
     config_bytes: bytes,
     header_bytes: bytes,
     files: Sequence[File],
-    base_id: str,
-    *,
-    strict: bool,
-) -> tuple[BaseRecord, Report, tuple[Violation, ...]]:
+    wanted: Wanted,
+) -> tuple[BaseRecord, Report, Header, tuple[Violation, ...]]:
     """Validate config and header against the base that the adapter is for."""
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
-    loop = asyncio.get_running_loop()
-    config = await loop.run_in_executor(_CHECKS, parse_config, config_bytes)
-    base, warnings = await bases.choose(base_id, config)
-    report = await loop.run_in_executor(
-        _CHECKS,
-        validate,
+    config = await asyncio.to_thread(parse_config, config_bytes)
+    base, warnings = await bases.choose(wanted.base_id, config)
+    job = Job(
         config_bytes,
         header_bytes,
         size,
-        files,
+        tuple(files),
         base.geometry,
         base.max_lora_rank or DEFAULT_MAX_RANK,
-        strict,
+        wanted.strict,
+        (base.base_id, *base.aliases),
+        wanted.allow_missing,
     )
+    report, header = await validations.check(wanted.tenant, job)
     found = (*report.warnings, *warnings)
-    _refuse_if_strict(found, strict)
-    return base, report, found
+    _refuse_if_strict(found, wanted.strict)
+    return base, report, header, found
 
 
 def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:

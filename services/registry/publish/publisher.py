@@ -27,12 +27,19 @@ from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.failpoint import failpoint
-from loraplex_services.registry.publish.inspection import DamagedFile, Inspected, Source, inspect
+from loraplex_services.registry.publish.inspection import (
+    DamagedFile,
+    Inspected,
+    Source,
+    Wanted,
+    inspect,
+)
 from loraplex_services.registry.publish.metrics import UPLOADS
 from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
+from loraplex_services.registry.publish.validation import Validations
 from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
@@ -61,6 +68,7 @@ class Publisher:
         tenants: Tenants,
         audit: Audit,
         scans: Scans,
+        validations: Validations,
     ) -> None:
         self._store = store
         self._catalog = catalog
@@ -73,6 +81,7 @@ class Publisher:
         self._tenants = tenants
         self._audit = audit
         self._scans = scans
+        self._validations = validations
 
     async def finish(self, session: UploadSession) -> Finished:
         """Publish a session whose files are complete. Safe to repeat, also after a crash.
@@ -94,10 +103,15 @@ class Publisher:
                 self._store,
                 self._bases,
                 self._scans,
+                self._validations,
                 sources,
-                options.base_id,
-                rope_label=(options.labels or {}).get(ROPE_FIELD, ""),
-                strict=options.strict,
+                Wanted(
+                    options.tenant,
+                    options.base_id,
+                    options.strict,
+                    (options.labels or {}).get(ROPE_FIELD, ""),
+                    options.allow_missing,
+                ),
             )
         except DamagedFile as error:
             await self._send_again(session, sources, error)

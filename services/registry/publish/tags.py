@@ -17,6 +17,8 @@ from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
 
 MAX_SIDES = 16
+_ROLLBACK = "rollback-"
+"""Begins the ids of moves that undid others."""
 NONE = "none"
 
 
@@ -109,8 +111,8 @@ class Tags:
     ) -> TagRecord:
         """Move a tag back to its previous targets, or to `version` if that is not 0.
 
-        Skips targets with a version that was deleted since, or that lacks a signature which
-        its tenant demands by now.
+        A rollback undoes a move, so that the next one goes further back. Skips targets with a
+        version that was deleted since, or that lacks a signature which its tenant demands by now.
         """
         target = await self._resolved(address, TargetRecord(version, "")) if version else None
         versions = await self._versions.of(address.tenant, address.name)
@@ -132,7 +134,8 @@ class Tags:
     ) -> TagRecord:
         operation = await self._catalog.note_pending(address.scope)
         try:
-            record = await self.move(address, choose, mover, secrets.token_hex(8))
+            kind = _ROLLBACK if action == "tag.rollback" else ""
+            record = await self.move(address, choose, mover, kind + secrets.token_hex(8))
         except Conflict:
             # The refused caller has seen the newer tag, so later readers must see it too.
             seen = await self.read(address)
@@ -212,11 +215,23 @@ def _previous(
 ) -> Sequence[TargetRecord]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
-        for move in reversed(current.moves):
-            wanted = {target.version for target in move.targets}
-            if wanted and wanted <= live and move.targets != current.targets:
-                return move.targets
+        for targets in reversed(_not_undone(current)):
+            wanted = {target.version for target in targets}
+            if wanted and wanted <= live and targets != current.targets:
+                return targets
     raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
+
+
+def _not_undone(current: TagRecord) -> list[tuple[TargetRecord, ...]]:
+    """Where a tag has pointed, oldest first, without the moves that rollbacks undid."""
+    past: list[tuple[TargetRecord, ...]] = []
+    for move in current.moves:
+        if move.move_id.startswith(_ROLLBACK) and move.targets in past:
+            while past[-1] != move.targets:
+                past.pop()
+        else:
+            past.append(move.targets)
+    return past
 
 
 def moved(

@@ -40,6 +40,7 @@ class Options:
     """0 keeps what the adapter has."""
     labels: dict[str, str] | None = None
     strict: bool = False
+    allow_missing: bool = False
     parent: str = ""
     when_loaded_s: float = 0.0
     signatures: tuple[SignatureRecord, ...] = ()
@@ -327,7 +328,7 @@ def _fingerprint(options: Options, files: tuple[File, ...], creator: str) -> str
     """A hash that is equal for equal uploads by one caller, including labels and tags."""
     text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
                  options.visibility, sorted((options.labels or {}).items()), options.strict,
-                 options.parent, options.when_loaded_s, files, creator,
+                 options.allow_missing, options.parent, options.when_loaded_s, files, creator,
                  sorted(signature.key_sha256 for signature in options.signatures)))  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

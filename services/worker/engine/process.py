@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -24,9 +23,11 @@ from typing import NoReturn
 from loraplex.errors import LoraplexError
 from loraplex_services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.log import setup_logging
+from loraplex_services.common.process import die_with_parent
 from loraplex_services.common.stacks import print_stacks_on_signal
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner
+from loraplex_services.worker.runner.parallel.messages import RankLost
 from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
@@ -43,6 +44,8 @@ from loraplex_services.worker.types.messages import (
 logger = logging.getLogger("loraplex_services.worker.engine.process")
 
 RECEIVE_BYTES = 1 << 20
+RANK_END_S = 2.0
+"""How long after a failed collective the end of another rank may be noticed."""
 QUIET_S = 0.5
 """Without work for so long, the engine checks its books, once."""
 GRAMMAR_WAIT_S = 0.002
@@ -160,6 +163,9 @@ def build_engine(config: EngineConfig) -> Engine:
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
         host_cache_bytes=config.host_cache_bytes,
+        num_ranks=config.tensor_parallel,
+        fully_sharded_loras=config.fully_sharded_loras,
+        on_rank_end=_end_as_rank,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)
@@ -176,13 +182,25 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     print_stacks_on_signal()
-    _die_with_parent()
+    die_with_parent()
     setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
     try:
         return _serve(server)
     except ServerGone:
         logger.info("API server process gone")
         return 0
+    except RankLost as error:
+        logger.error("the group of ranks is broken", extra={"reason": str(error)})
+        time.sleep(RANK_END_S)  # the rank's own end says what the exit code is
+        return 1
+
+
+def _end_as_rank(rank: int, code: int) -> None:
+    """End this process as another rank has ended, so that the API server process can tell a crash
+    from a kill. On any thread."""
+    if code == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(max(1, code))
 
 
 def _serve(server: ServerSocket) -> int:
@@ -195,13 +213,6 @@ def _serve(server: ServerSocket) -> int:
     gc.freeze()  # the model stays: collections between steps need not walk it
     server.send(engine.ready)
     run(engine, server)
-
-
-def _die_with_parent() -> None:
-    """On Linux, be killed with the API server process, even while the model loads."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""The process that tries grammars before an engine sees them: jobs on stdin, verdicts on stdout.
+"""The process that tries grammars before an engine sees them.
 
 A grammar comes from a stranger, and the library that reads it may recurse as deep as it nests. So
 it is compiled here first, on a stack much smaller than the engine's, with a memory limit, and in a
 process that its parent kills when it takes too long: what passes is safe there, and what does not
-takes nothing with it. Frames both ways are lines of JSON.
+takes nothing with it. Jobs and answers are JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,15 +17,16 @@ from llguidance import LLTokenizer
 
 from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
+from loraplex_services.common.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.types.messages import WireError
 
-MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 2 << 20
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first line: what grammars are matched with."""
+    """What grammars are matched with."""
 
     tokenizer_json: str
     vocab_size: int
@@ -36,23 +34,24 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Answer every line until stdin closes: null for a good grammar, else why it is refused."""
-    for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # macOS knows no limit on address space
-            resource.setrlimit(limit, (value, value))
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    """Answer every grammar until stdin closes: null for a good one, else why it is refused."""
+    limit_memory(GRAMMARS.memory_bytes)
+    setup = msgspec.json.decode(read_setup(), type=Setup)
     vocabulary: LLTokenizer | LoraplexError
     try:
         path = Path(setup.tokenizer_json)
         vocabulary = read_vocabulary(path, setup.vocab_size, setup.eos_ids)
     except LoraplexError as error:
         vocabulary = error
-    _answer(vocabulary if isinstance(vocabulary, LoraplexError) else None)
     threading.stack_size(STACK_BYTES)
     thread = ThreadPoolExecutor(1)
-    for line in sys.stdin.buffer:
-        grammar = msgspec.json.decode(line, type=Grammar)
-        _answer(thread.submit(_fault, grammar, vocabulary).result())
+
+    def answer(job: bytes) -> bytes:
+        grammar = msgspec.json.decode(job, type=Grammar)
+        fault = thread.submit(_fault, grammar, vocabulary).result()
+        return msgspec.json.encode(None if fault is None else WireError.of(fault))
+
+    serve(answer)
 
 
 def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> LoraplexError | None:
@@ -63,12 +62,6 @@ def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> Loraple
     except LoraplexError as error:
         return error
     return None
-
-
-def _answer(error: LoraplexError | None) -> None:
-    verdict = None if error is None else WireError.of(error)
-    sys.stdout.buffer.write(msgspec.json.encode(verdict) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

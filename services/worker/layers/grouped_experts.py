@@ -10,7 +10,7 @@ from loraplex_services.worker.layers.moe import LoopedExperts
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.ops.moe.triton import (
-    Tiling,
+    GroupedTiling,
     combine,
     grouped_linear,
     tiling_for,
@@ -52,7 +52,9 @@ class GroupedExperts:
         tiling = tiling_for(chosen.numel(), len(self._gate_up), x.dtype)
         return self._multiply(x, chosen, weights, tiling)
 
-    def _multiply(self, x: Tensor, chosen: Tensor, weights: Tensor, tiling: Tiling) -> Tensor:
+    def _multiply(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, tiling: GroupedTiling
+    ) -> Tensor:
         pairs = sort_pairs(chosen, len(self._gate_up))
         inner = self._gate(grouped_linear(x, self._gate_up, pairs, tiling, of_tokens=True))
         y = grouped_linear(inner, self._down, pairs, tiling, of_tokens=False)

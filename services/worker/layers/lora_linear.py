@@ -37,11 +37,15 @@ class LoraLinear:
         base: BaseLinear,
         bias: Tensor | None,
         add_lora: Callable[[Tensor, Tensor, int, LoraBatch], None],
+        sum_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """`sum_ranks`: where the inputs are divided among ranks, and so each rank's outputs, those
+        of adapters included, are addends of the result."""
         self.site_id = site_id
         self.base = base
         self._bias = bias
         self._add_lora = add_lora
+        self._sum_ranks = sum_ranks
         self._joined = add_lora if isinstance(add_lora, JoinedUpdate) else None
 
     def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
@@ -54,6 +58,8 @@ class LoraLinear:
         else:
             y = self._widened(self.base.apply(x), num_outputs)
             self._add_lora(y, x, self.site_id, lora)
+        if self._sum_ranks is not None:
+            y = self._sum_ranks(y)
         return y if self._bias is None else y.add_(self._bias)
 
     def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:

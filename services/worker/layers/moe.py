@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,7 +85,11 @@ class SparseMlp:
         num_active: int,
         renormalise: bool,
         shared: SharedExpert | None,
+        sum_ranks: Callable[[Tensor], Tensor],
     ) -> None:
+        """`sum_ranks`: the inner width of all experts may be divided among ranks, whose outputs
+        are summed once for the layer."""
+        self._sum_ranks = sum_ranks
         self._router = router
         self._experts = experts
         self._num_active = num_active
@@ -102,4 +106,4 @@ class SparseMlp:
         if self._shared is not None:
             gate = self._shared.gate.forward(x, batch.lora).sigmoid()
             out += gate * self._shared.mlp.forward(x, batch)
-        return out
+        return self._sum_ranks(out)

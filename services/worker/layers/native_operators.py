@@ -11,6 +11,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
 from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
@@ -31,6 +32,8 @@ class NativeOperators:
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         self.name = f"native-{native.isa}"
+        self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
         self.native = native
         self.make_metadata: Callable[..., AttentionMetadata] = partial(
             NativeAttentionMetadata, task_queries=native.task_queries

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.mlp import ACTIVATIONS, Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
+from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
@@ -29,6 +30,10 @@ class Operators(Protocol):
 
     name: str
     """For logs and the numerics fingerprint."""
+    ranks: Ranks
+    """Those that share the base; one unless the runner is told otherwise."""
+    fully_sharded: bool
+    """Whether they divide both matrices of an adapter's pairs: see `sharded_lora`."""
 
     @property
     def make_metadata(self) -> Callable[..., AttentionMetadata]:
@@ -85,6 +90,10 @@ class TorchOperators:
     make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
     rotate: Rotate = staticmethod(rotate_heads)
     draws = TORCH_DRAWS
+
+    def __init__(self) -> None:
+        self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""

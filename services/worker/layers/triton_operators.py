@@ -10,6 +10,7 @@ from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.backend import (
     AttentionBackend,
@@ -39,6 +40,8 @@ class TritonOperators:
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
+        self.ranks: Ranks = OneRank()
+        self.fully_sharded = False
         self.lora: DeviceLora | None = None
         self.attention_kernels: AttentionKernels = TritonKernels()
         self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata

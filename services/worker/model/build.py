@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
@@ -13,14 +14,23 @@ from loraplex_services.worker.layers.attention import SelfAttention
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
-from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.operators import AddLora, Operators
+from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
-from loraplex_services.worker.model.load import Weights, take_rows
-from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
 from loraplex_services.worker.ops.lora.torch import add_lora
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sharding import (
+    WHOLE,
+    Cut,
+    Shard,
+    local_config,
+    padded_share,
+)
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
     EXPERT,
@@ -56,30 +66,56 @@ class Builder:
     operators: Operators
     names: LayerNames = field(default_factory=LayerNames)
     sites: SiteTableBuilder = field(default_factory=SiteTableBuilder)
-    linears: dict[int, BaseLinear] = field(default_factory=dict)
+    linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
     _query_scales: Tensor | None = None
 
     def build(self, make_mlp: Callable[[Builder, int], Mlp] | None = None) -> Decoder:
         """The whole model. Every tensor of the files must be used."""
         config, weights = self.config, self.weights
-        shape = (config.vocab_size, config.hidden_size)
-        table = weights.take("model.embed_tokens.weight", shape)
-        embedding = LoraEmbedding(self._embedding_site(table), table)
+        table = self._vocabulary_rows("model.embed_tokens.weight")
+        site_id = self._embedding_site(table)
+        embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
         self._query_scales = query_scales(config, table.device)
         layers = [self._layer(i, make_mlp or dense_mlp) for i in range(config.num_layers)]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
         score = ScoreHead(self.sites.add(-1, HEAD, config.hidden_size, [("score", 0)]))
         weights.finish()
-        sites = SiteWeights(self.sites.build(), self.linears, self.biases, config.norm_offset)
+        sites = SiteWeights(
+            self.sites.build(), self.linears, self.biases, config.norm_offset, self.shard
+        )
         return Decoder(config, embedding, layers, norm, head, score, sites)
 
+    @property
+    def shard(self) -> Shard:
+        """Which part of the base is built."""
+        return self.operators.ranks.shard
+
+    def _vocabulary_rows(self, name: str) -> Tensor:
+        """A table with a row for each token, or this rank's rows of it, padded with zeros to as
+        many as every other rank has."""
+        config, shard = self.config, self.shard
+        shape = (config.vocab_size, config.hidden_size)
+        if shard.size == 1:
+            return self.weights.take(name, shape)
+        rows = self.weights.take(name, shape, Window([shard.vocabulary(config.vocab_size)]))
+        missing = padded_share(config.vocab_size, shard.size) - len(rows)
+        return F.pad(rows, (0, 0, 0, missing))
+
     def _embedding_site(self, table: Tensor) -> int:
-        vocab_size, width = table.shape
+        vocab_size, width = self.config.vocab_size, self.config.hidden_size
         site_id = self.sites.add(-1, EMBEDDING, vocab_size, [("model.embed_tokens", width)])
-        self.linears[site_id] = DenseLinear(table)
+        parts = [("model.embed_tokens", vocab_size)]
+        self.linears[site_id] = self._rows_of(DenseLinear(table), parts, width)
         return site_id
+
+    def _rows_of(self, own: BaseLinear, modules: Modules, num_inputs: int) -> WeightRows:
+        """Where packing reads whole rows of a weight: a rank that has a part keeps no more."""
+        if self.shard.size == 1:
+            return own
+        parts = [(f"{name}.weight", rows) for name, rows in modules]
+        return self.weights.rows_in_files(parts, num_inputs)
 
     def norm(self, layer: int, name: str, width: int) -> Norm:
         """A norm by name."""
@@ -91,29 +127,61 @@ class Builder:
             NormWeight(weight, config.norm_eps, config.norm_offset, config.norm_in_float32),
         )
 
-    def linear(self, layer: int, num_inputs: int, modules: Modules, has_bias: bool) -> LoraLinear:
-        """A site of stacked projections."""
-        weight = take_rows(self.weights, [(f"{m}.weight", rows) for m, rows in modules], num_inputs)
+    def linear(
+        self,
+        layer: int,
+        num_inputs: int,
+        modules: Modules,
+        has_bias: bool,
+        cut: Cut = WHOLE,
+        *,
+        is_addend: bool = False,
+    ) -> LoraLinear:
+        """A site of stacked projections.
+
+        Args:
+            num_inputs: of the whole weight, as `modules` tells its outputs.
+            cut: how ranks divide it.
+            is_addend: where inputs are divided, leave the sum over the ranks to the caller.
+        """
+        base = self.operators.linear(self.weight(modules, num_inputs, cut))
+        site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut)
+        self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         bias = None
         if has_bias:
             bias = take_rows(self.weights, [(f"{m}.bias", rows) for m, rows in modules])
-        return self._site(layer, LINEAR, modules, weight, bias)
-
-    def expert_linear(self, layer: int, modules: Modules, weight: Tensor) -> LoraLinear:
-        """A site of one expert. Plain torch on every device: its rows come and go."""
-        site_id = self.sites.add(layer, EXPERT, weight.shape[1], modules)
-        self.linears[site_id] = DenseLinear(weight)
-        return LoraLinear(site_id, self.linears[site_id], None, add_lora)
-
-    def _site(
-        self, layer: int, kind: str, modules: Modules, weight: Tensor, bias: Tensor | None
-    ) -> LoraLinear:
-        base = self.operators.linear(weight)
-        site_id = self.sites.add(layer, kind, base.in_features, modules)
-        self.linears[site_id] = base
-        if bias is not None:
             self.biases[site_id] = bias
-        return LoraLinear(site_id, base, bias, self.operators.add_lora())
+            if spans := self.shard.spans(cut.outputs):
+                bias = torch.cat([bias[begin:end] for begin, end in spans])
+        is_summed = bool(cut.inputs) and self.shard.size > 1 and not is_addend
+        assert not (is_addend and has_bias), "each rank would add the bias"
+        sum_ranks = self.operators.ranks.all_reduce if is_summed else None
+        return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks)
+
+    def _add_lora(self, cut: Cut) -> AddLora:
+        ranks = self.operators.ranks
+        if not self.operators.fully_sharded or cut is WHOLE or ranks.shard.size == 1:
+            return self.operators.add_lora()
+        return ShardedLora(ranks, is_cut_by_outputs=bool(cut.outputs))
+
+    def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
+        """Stacked weights, or what this rank has of them."""
+        parts = [(f"{name}.weight", rows) for name, rows in modules]
+        if self.shard.size == 1 or cut is WHOLE:
+            return take_rows(self.weights, parts, num_inputs)
+        rows = self.shard.spans(cut.outputs) or [(0, sum(rows for _, rows in modules))]
+        columns = self.shard.spans(cut.inputs)
+        window = Window(rows, columns[0] if columns else None)
+        return take_window(self.weights, parts, [num_inputs], window)
+
+    def expert_linear(
+        self, layer: int, num_inputs: int, modules: Modules, weight: Tensor, cut: Cut
+    ) -> LoraLinear:
+        """A site of one expert. Plain torch on every device: its rows come and go."""
+        site_id = self.sites.add(layer, EXPERT, num_inputs, modules, cut)
+        base = DenseLinear(weight)
+        self.linears[site_id] = self._rows_of(base, modules, num_inputs)
+        return LoraLinear(site_id, base, None, add_lora)
 
     def _layer(self, layer: int, make_mlp: Callable[[Builder, int], Mlp]) -> DecoderLayer:
         prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size
@@ -131,7 +199,9 @@ class Builder:
 
     def _attention(self, layer: int) -> SelfAttention:
         config, prefix = self.config, f"model.layers.{layer}.self_attn"
+        own = local_config(config, self.shard)
         q, kv = config.q_size, config.kv_size
+        heads, kv_heads = (q, config.num_heads), (kv, config.num_kv_heads)
         split = [(f"{prefix}.q_proj", q), (f"{prefix}.k_proj", kv), (f"{prefix}.v_proj", kv)]
         modules = [(f"{prefix}.qkv_proj", q + 2 * kv)] if self.names.fused_qkv else split
         head_norms = None
@@ -141,25 +211,43 @@ class Builder:
                 self.norm(layer, f"{prefix}.k_norm", config.head_dim),
             )
         return SelfAttention(
-            qkv=self.linear(layer, config.hidden_size, modules, config.qkv_bias),
-            o=self.linear(layer, q, [(f"{prefix}.o_proj", config.hidden_size)], config.o_bias),
-            backend=self.operators.attention(config, layer),
-            sizes=(q, kv, config.head_dim),
+            qkv=self.linear(
+                layer,
+                config.hidden_size,
+                modules,
+                config.qkv_bias,
+                Cut(outputs=(heads, kv_heads, kv_heads)),
+            ),
+            o=self.linear(
+                layer,
+                q,
+                [(f"{prefix}.o_proj", config.hidden_size)],
+                config.o_bias,
+                Cut(inputs=(heads,)),
+            ),
+            backend=self.operators.attention(own, layer),
+            sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
             query_scales=self._query_scales,
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:
-        shape, weight = embedding.shape, embedding
+        weight, name = embedding, "model.embed_tokens"
         if not self.config.tied_embeddings:
-            weight = self.weights.take("lm_head.weight", shape)
+            weight, name = self._vocabulary_rows("lm_head.weight"), "lm_head"
         elif self.weights.has("lm_head.weight"):
-            saved = self.weights.take("lm_head.weight", shape)
+            saved = self._vocabulary_rows("lm_head.weight")
             if not saved.equal(embedding):
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
-        return self._site(-1, LM_HEAD, [("lm_head", shape[0])], weight, None)
+        vocab_size, width = self.config.vocab_size, self.config.hidden_size
+        base = self.operators.linear(weight)
+        site_id = self.sites.add(-1, LM_HEAD, width, [("lm_head", vocab_size)])
+        self.linears[site_id] = self._rows_of(base, [(name, vocab_size)], width)
+        if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
+            base = GatheredLinear(base, vocab_size, self.operators.ranks)
+        return LoraLinear(site_id, base, None, self.operators.add_lora())
 
 
 def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
@@ -177,15 +265,29 @@ def dense_mlp(builder: Builder, layer: int) -> GatedMlp:
     return gated_mlp(builder, layer, f"model.layers.{layer}.mlp", builder.config.intermediate_size)
 
 
-def gated_mlp(builder: Builder, layer: int, prefix: str, width: int) -> GatedMlp:
-    """gate, up and down projections under a prefix."""
+def gated_mlp(
+    builder: Builder, layer: int, prefix: str, width: int, *, is_addend: bool = False
+) -> GatedMlp:
+    """gate, up and down projections under a prefix; `is_addend`: see `Builder.linear`."""
     config, hidden = builder.config, builder.config.hidden_size
     gate_up = [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)]
     if builder.names.fused_qkv:
         gate_up = [(f"{prefix}.gate_up_proj", 2 * width)]
     down = [(f"{prefix}.down_proj", hidden)]
     return GatedMlp(
-        builder.linear(layer, hidden, gate_up, config.mlp_bias),
-        builder.linear(layer, width, down, config.mlp_bias),
+        builder.linear(layer, hidden, gate_up, config.mlp_bias, inner_outputs(width)),
+        builder.linear(
+            layer, width, down, config.mlp_bias, inner_inputs(width), is_addend=is_addend
+        ),
         builder.operators.gate(config.activation),
     )
+
+
+def inner_outputs(width: int) -> Cut:
+    """How ranks divide stacked gate and up projections: by neurons."""
+    return Cut(outputs=((width, width), (width, width)))
+
+
+def inner_inputs(width: int) -> Cut:
+    """How ranks divide a down projection."""
+    return Cut(inputs=((width, width),))

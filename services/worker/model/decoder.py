@@ -16,12 +16,13 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.layers.score import ScoreHead
-from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.linear.torch import WeightRows, keeps_float32
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 
@@ -73,12 +74,19 @@ class SiteWeights:
     """The site table, and what the base has at each site."""
 
     table: SiteTable
-    linears: Mapping[int, BaseLinear]
+    linears: Mapping[int, WeightRows]
     """By site id; none for norms. At the embedding its table, whose rows are tokens."""
     biases: Mapping[int, Tensor]
     """By site id, where the base has one."""
     norm_offset: float
     """Added to every norm weight, trained ones included."""
+    shard: Shard = ONLY
+    """Which part of each site the layers have; `table` and `linears` tell of the whole."""
+
+    @property
+    def own_table(self) -> SiteTable:
+        """The sites as the layers have them."""
+        return self.table.on_rank(self.shard)
 
 
 class Decoder:
@@ -105,8 +113,9 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights that products read; the head counts even when it is tied."""
-        sites = self.site_weights.table.sites
+        """Bytes of all weights that this rank's products read; the head counts even when it is
+        tied."""
+        sites = self.site_weights.own_table.sites
         products = [site for site in sites if site.kind in (LINEAR, LM_HEAD)]
         num_items = sum(site.in_features * site.out_features for site in products)
         return num_items * self._embedding.weight.itemsize
@@ -126,6 +135,14 @@ class Decoder:
     def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
         """Logits of each row's adapter's own head: see `ScoreHead`."""
         return self._score.forward(hidden, lora)
+
+    def add_to_logits(self, hidden: Tensor) -> None:
+        """What other ranks than 0 do while that one computes `logits`: give their columns."""
+        base = self._head.base
+        if keeps_float32(hidden):
+            base.apply_float32(hidden)
+        else:
+            base.apply(hidden)
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ from torch import Tensor
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.text_model import is_wrapper, plain_names
 from loraplex.client.progress import Progress, ignore_progress
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.config_reader import read_json_object
+from loraplex_services.worker.ops.linear.torch import WeightRows
+from loraplex_services.worker.types.sharding import Span, within
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +33,34 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a tensor that one tensor-parallel rank has."""
+
+    rows: Sequence[Span]
+    """Of the first dimension, ascending; joined where there are several."""
+    columns: Span | None = None
+    """Of the second dimension; None = all."""
+
+    @property
+    def columns_slice(self) -> slice:
+        """The columns as an index."""
+        return slice(None) if self.columns is None else slice(*self.columns)
+
+
 class Weights(Protocol):
     """Where a model gets its tensors from."""
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor, in the model's dtype, on the model's device."""
+    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
+        """The tensor, or a window of it, in the model's dtype, on the model's device.
+
+        Args:
+            shape: of the whole tensor.
+        """
+        ...
+
+    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
+        """Whole rows of stacked tensors, (name, rows) each, for ranks that keep only a part."""
         ...
 
     def has(self, name: str) -> bool:
@@ -49,6 +75,20 @@ class Weights(Protocol):
 def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
     """Tensors `[rows, *columns]` stacked by rows: (name, rows) each."""
     taken = [weights.take(name, (rows, *columns)) for name, rows in parts]
+    return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+
+def take_window(
+    weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: Window
+) -> Tensor:
+    """The same as `take_rows`, of a window of the stacked tensors."""
+    taken, begin = [], 0
+    for name, rows in parts:
+        spans = within(window.rows, begin, begin + rows)
+        begin += rows
+        if spans:
+            own = Window(spans, window.columns)
+            taken.append(weights.take(name, (rows, *columns), own))
     return taken[0] if len(taken) == 1 else torch.cat(taken)
 
 
@@ -85,8 +125,8 @@ class Checkpoint:
         """Whether the files hold it."""
         return name in self._file_of
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Read one tensor.
+    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
+        """Read one tensor, or a window of it.
 
         Raises:
             InvalidRequest: when it is missing or its shape is another.
@@ -94,16 +134,21 @@ class Checkpoint:
         if name not in self._file_of:
             raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
         path, inner = self._file_of[name]
-        tensor: Tensor = self._files[path].get_tensor(inner)
-        if tensor.shape != torch.Size(shape):
-            got, wanted = list(tensor.shape), list(shape)
+        file = self._files[path]
+        got, wanted = file.get_slice(inner).get_shape(), list(shape)
+        if got != wanted:
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
+        tensor = file.get_tensor(inner) if window is None else _read_window(file, inner, window)
         self._left.discard(name)
         self._taken_bytes += tensor.nbytes
         self._progress("load", self._taken_bytes, self._total_bytes)
         # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
         # packed weights.
         return tensor.to(self._device, self._dtype, copy=True)
+
+    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
+        """See `Weights`; the files are opened anew for each read."""
+        return FileRows(self._file_of, parts, num_inputs, self._dtype)
 
     def finish(self) -> None:
         """Close the files.
@@ -116,6 +161,42 @@ class Checkpoint:
             name = min(self._left)
             description = f"is unknown to this model family ({len(self._left)} such tensors)"
             raise InvalidRequest.field(name, "left over", description)
+
+
+def _read_window(file: safe_open, name: str, window: Window) -> Tensor:
+    source = file.get_slice(name)
+    if len(source.get_shape()) == 1:
+        return torch.cat([source[begin:end] for begin, end in window.rows])
+    columns = window.columns_slice
+    return torch.cat([source[begin:end, columns] for begin, end in window.rows])
+
+
+class FileRows:
+    """Implements `WeightRows` over files: each call reads what it returns."""
+
+    def __init__(
+        self,
+        file_of: Mapping[str, tuple[Path, str]],
+        parts: Sequence[tuple[str, int]],
+        num_inputs: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._file_of = file_of
+        self._parts = parts
+        self._dtype = dtype
+        self.in_features = num_inputs
+        self.out_features = sum(rows for _, rows in parts)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32, rounded to the model's dtype on the way."""
+        read, first = [torch.empty(0, self.in_features)], 0
+        for name, rows in self._parts:
+            for span in within([(begin, end)], first, first + rows):
+                path, inner = self._file_of[name]
+                with safe_open(str(path), framework="pt") as file:
+                    read.append(_read_window(file, inner, Window([span])).to(self._dtype).float())
+            first += rows
+        return torch.cat(read)
 
 
 def _names_in(folder: Path, stored: Iterable[str]) -> dict[str, str]:
@@ -184,13 +265,41 @@ class DummyWeights:
         """No optional tensor is there."""
         return False
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Ones for norms, zeros for biases, normal numbers for the rest."""
+    def take(self, name: str, shape: Sequence[int], window: Window | None = None) -> Tensor:
+        """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the
+        whole tensor, so that every rank has a part of the same numbers."""
+        tensor = self._make(name, shape)
+        if window is None:
+            return tensor
+        rows = torch.cat([tensor[begin:end] for begin, end in window.rows])
+        return rows if len(shape) == 1 else rows[:, window.columns_slice].contiguous()
+
+    def _make(self, name: str, shape: Sequence[int]) -> Tensor:
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(tuple(shape), fill, dtype=self._dtype, device=self._device)
         tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
+    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
+        """There are no files."""
+        return NoRows(num_inputs, sum(rows for _, rows in parts))
+
     def finish(self) -> None:
         """Nothing is left over."""
+
+
+class NoRows:
+    """Implements `WeightRows` for random weights of which each rank keeps only a part."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Raises Unsupported."""
+        description = (
+            "this adapter depends on the base's weights (DoRA, trained biases or replaced "
+            "weights), which tensor-parallel ranks read from files; use --load-format auto"
+        )
+        raise Unsupported.field("load_format", "dummy", description)

@@ -14,8 +14,14 @@ from loraplex_services.worker.layers.moe import (
     SharedExpert,
     SparseMlp,
 )
-from loraplex_services.worker.model.build import Builder, Modules, gated_mlp
-from loraplex_services.worker.model.load import take_rows
+from loraplex_services.worker.model.build import (
+    Builder,
+    Modules,
+    gated_mlp,
+    inner_inputs,
+    inner_outputs,
+)
+from loraplex_services.worker.types.sharding import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +44,13 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
     shared = None
     if moe.shared_intermediate_size:
         gate = [(f"{prefix}.shared_expert_gate", 1)]
+        width, own = moe.shared_intermediate_size, f"{prefix}.shared_expert"
         shared = SharedExpert(
-            gated_mlp(builder, layer, f"{prefix}.shared_expert", moe.shared_intermediate_size),
+            gated_mlp(builder, layer, own, width, is_addend=builder.shard.size > 1),
             builder.linear(layer, hidden, gate, has_bias=False),
         )
-    return SparseMlp(router, experts, moe.num_active, moe.renormalise, shared)
+    sum_ranks = builder.operators.ranks.all_reduce
+    return SparseMlp(router, experts, moe.num_active, moe.renormalise, shared, sum_ranks)
 
 
 def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:
@@ -50,8 +58,8 @@ def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> E
     moe, hidden = builder.config.moe, builder.config.hidden_size
     assert moe is not None, builder.config.model_type
     width = moe.intermediate_size
-    gate_up = ExpertStack(builder, moe.num_experts)
-    down = ExpertStack(builder, moe.num_experts)
+    gate_up = ExpertStack(builder, moe.num_experts, inner_outputs(width))
+    down = ExpertStack(builder, moe.num_experts, inner_inputs(width))
     experts = []
     for number in range(moe.num_experts):
         own = f"{prefix}.{number}"
@@ -74,8 +82,10 @@ def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> E
 class ExpertStack:
     """The weights of one projection of all experts, `[experts, out, in]`, filled one by one."""
 
-    def __init__(self, builder: Builder, num_experts: int) -> None:
+    def __init__(self, builder: Builder, num_experts: int, cut: Cut) -> None:
+        """`cut`: how ranks divide each expert."""
         self._builder = builder
+        self._cut = cut
         self._num_experts = num_experts
         self._num_filled = 0
         self._weights: Tensor | None = None
@@ -88,11 +98,10 @@ class ExpertStack:
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
         """The next expert's site, whose weight is a view of the stack."""
-        parts = [(f"{name}.weight", rows) for name, rows in modules]
-        weight = take_rows(self._builder.weights, parts, num_inputs)
+        weight = self._builder.weight(modules, num_inputs, self._cut)
         if self._weights is None:
             self._weights = weight.new_empty(self._num_experts, *weight.shape)
         view = self._weights[self._num_filled]
         view.copy_(weight)
         self._num_filled += 1
-        return self._builder.expert_linear(layer, modules, view)
+        return self._builder.expert_linear(layer, num_inputs, modules, view, self._cut)

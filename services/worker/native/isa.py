@@ -18,23 +18,33 @@ class Level(NamedTuple):
     """One instruction set: how its library is compiled, and what computes what there."""
 
     flags: tuple[str, ...]
-    half_wins: bool
+    processors: str
+    half_wins: bool = False
     """Whether whole steps are faster in bfloat16 than in float32 over half-precision weights."""
-    products: str
+    products: str = "float32 vectors"
     """The base's products in bfloat16; in float32, every level uses vectors of float32."""
-    updates: str
-    """Low-rank updates of bfloat16 rows."""
-    attention: str
+    updates: str = "float32 vectors"
+    """Low-rank updates of bfloat16 rows by bfloat16 adapters."""
+    attention: str = "float32 vectors"
     """Of bfloat16 queries, keys and values."""
 
 
-_FLOAT32 = (False, "float32 vectors", "float32 vectors", "float32 vectors")
+_PAIRS = "AVX-512 dot products"
 LEVELS = {
-    "amx": Level((*_BF16, "-mamx-tile", "-mamx-bf16"), True, "tiles", "dot products", "tiles"),
-    "avx512_bf16": Level(_BF16, True, "dot products", "dot products", "dot products"),
-    "avx512": Level(_AVX512, *_FLOAT32),
-    "avx2": Level(("-mavx2", "-mfma", "-mf16c"), *_FLOAT32),
-    "generic": Level(("-O1",), *_FLOAT32),
+    "amx": Level(
+        (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        "Intel Sapphire Rapids and later Xeons",
+        True,
+        "AMX tiles",
+        _PAIRS,
+        "AMX tiles",
+    ),
+    "avx512_bf16": Level(
+        _BF16, "AMD Zen 4 and later, Intel Cooper Lake", True, _PAIRS, _PAIRS, _PAIRS
+    ),
+    "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),
+    "avx2": Level(("-mavx2", "-mfma", "-mf16c"), "other x86-64 since 2013"),
+    "generic": Level(("-O1",), "any, only when asked for"),
 }
 """Libraries that can be built, best first; `generic` is portable C++, slow unless the compiler is
 good at it, and only used when asked for."""
@@ -128,3 +138,20 @@ def choose_isa(wanted: str) -> str:
         known = ", ".join(("auto", *hosts, TORCH))
         raise InvalidRequest.field("cpu_isa", wanted, f"is not what this machine has; use {known}")
     return wanted
+
+
+def level_table() -> str:
+    """What runs where, as docs/performance/cpu.md shows it."""
+    head = ("level", "processors", "`auto` computes in", "products", "low-rank updates")
+    rows = [[*head, "attention", "norms, gate, sampling"], ["---"] * 7]
+    for isa, level in LEVELS.items():
+        dtype = "bfloat16" if level.half_wins else "float32"
+        paths = (level.products, level.updates, level.attention, "float32 vectors")
+        rows.append([f"`{isa}`", level.processors, dtype, *paths])
+    dtype = "float32; bfloat16 with AMX"
+    rows.append([f"`{TORCH}`", "any, also aarch64", dtype, *["torch"] * 4])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(level_table(), end="")

@@ -52,10 +52,11 @@ def choose_operators(
 
 
 def share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:
-    """Threads for torch and for the kernels; torch keeps one where it does small things only."""
+    """Threads for torch and for the kernels; torch keeps one where it does small things only.
+    Ranks divide the cores."""
     if device.type != "cpu":
         return
-    set_threads(weight_bytes)
+    set_threads(weight_bytes, operators.ranks.shard.size)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())
         torch.set_num_threads(1)

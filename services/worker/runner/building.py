@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,22 +16,23 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
-from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
+from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
 from loraplex_services.worker.adapters.device.weights import AdapterWeights
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
-from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
-from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
-from loraplex_services.worker.runner.memory import ArenaSize, memory_of
+from loraplex_services.worker.runner.memory import ArenaSize
 from loraplex_services.worker.runner.numerics import (
     dtype_name,
     fingerprint,
@@ -37,25 +40,37 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
+from loraplex_services.worker.runner.parallel.collectives import join
+from loraplex_services.worker.runner.parallel.followers import Followers
+from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-
-PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
-"""Of the arena that the step runs with whose memory is measured."""
-_LORA_DTYPES = {
-    "auto": "auto",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int8": "I8",
-}
+from loraplex_services.worker.types.sharding import Shard, check_divisible
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
+
+logger = logging.getLogger(__name__)
+RENDEZVOUS_TIMEOUT_S = 120.0
+"""For all ranks to start and meet, before any of them loads."""
+PARALLEL_FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Whose weights can be divided."""
 
 
 def build_runner(
@@ -78,36 +93,157 @@ def build_runner(
     adapter_dtype: str = "auto",
     host_cache_bytes: int = 0,
     executors: tuple[Executor, Executor] | None = None,
+    num_ranks: int = 1,
+    fully_sharded_loras: bool = False,
+    rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
 ) -> TorchRunner:
-    """Load a base and allocate its arena.
+    """Load a base from a folder in Hugging Face layout and allocate its arena.
 
     Args:
-        model_dir: folder in Hugging Face layout.
-        arena_bytes, arena_share, gpu_memory_utilization: see `memory.ArenaSize`.
+        arena_bytes, arena_share, gpu_memory_utilization: of each rank; see `memory.ArenaSize`.
         max_lora_rank: adapters of a higher rank are refused at load.
         max_resident: adapters that may be loaded at once; slots are below it.
         max_model_len: longest context in tokens; 0 = that of the base.
         max_num_tokens, max_num_rows: the most positions and the most requests of one step.
         load_format: `auto` = safetensors; `dummy` = random weights of the config's shape.
         cpu_isa: instruction set of the CPU kernels (see `native/isa.py`); `torch` = none.
-        adapter_dtype, host_cache_bytes: see `_stored_dtype`, `_pinned_cache`.
+        adapter_dtype, host_cache_bytes: see `stored_dtype`, `_pinned_cache`.
         attention_backend, overlap, executors: see `choose_operators`, `StepOrder`, `AdapterLoader`.
+        num_ranks: processes that share the base. The others are started here; `close` ends them.
+        fully_sharded_loras: divide both matrices of an adapter's pairs, not one.
+        on_rank_end: called from another thread when a rank ends, with its number and exit code.
 
-    Raises: LoraplexError naming the file, field or setting that is wrong.
+    Raises: LoraplexError naming what is wrong; RankLost where a rank ended or came too late."""
+    settings: dict[str, Any] = dict(
+        device=device, dtype=dtype, load_format=load_format, cpu_isa=cpu_isa,
+        arena_bytes=arena_bytes, arena_share=arena_share,
+        gpu_memory_utilization=gpu_memory_utilization, max_lora_rank=max_lora_rank,
+        max_resident=max_resident, max_model_len=max_model_len, max_num_tokens=max_num_tokens,
+        max_num_rows=max_num_rows, attention_backend=attention_backend, overlap=overlap,
+        adapter_dtype=adapter_dtype, host_cache_bytes=host_cache_bytes,
+        fully_sharded_loras=fully_sharded_loras,
+    )  # fmt: skip
+    if num_ranks == 1:
+        return _build(model_dir, OneRank(), executors, **settings)
+    check_group(model_dir, resolve_device(device), num_ranks)
+    followers = Followers(num_ranks, model_dir, settings, rendezvous_timeout_s, on_rank_end)
+    return _lead(followers, model_dir, Shard(0, num_ranks), settings, executors)
+
+
+def _lead(
+    followers: Followers,
+    model_dir: Path,
+    shard: Shard,
+    settings: Mapping[str, Any],
+    executors: tuple[Executor, Executor] | None,
+) -> TorchRunner:
+    """Rank 0 of a group whose other ranks are starting."""
+    meeting = followers.rendezvous, followers.timeout_s
+    try:
+        runner, ready = build_rank(model_dir, shard, *meeting, settings, executors)
+        followers.await_ready(ready)
+    except BaseException:
+        followers.close()
+        raise
+    runner.lead(followers)
+    return runner
+
+
+def check_group(model_dir: Path, device: torch.device, num_ranks: int) -> None:
+    """Refuse a base or a machine that so many ranks cannot share.
+
+    Raises:
+        LoraplexError: naming the field that is wrong.
     """
+    _, config = read_model_config(model_dir)
+    if config.model_type not in PARALLEL_FAMILIES:
+        known = ", ".join(sorted(PARALLEL_FAMILIES))
+        why = f"is served by one rank only; tensor parallelism knows {known}"
+        raise Unsupported.field("config.json:model_type", config.model_type, why)
+    check_divisible(config, num_ranks)
+    if device.type == "cuda" and num_ranks > (num_devices := torch.cuda.device_count()):
+        why = f"this machine has {num_devices} CUDA devices, and each rank needs its own"
+        raise InvalidRequest.field("tensor_parallel", num_ranks, why)
+
+
+def build_rank(
+    model_dir: Path,
+    shard: Shard,
+    rendezvous: str,
+    timeout_s: float,
+    settings: Mapping[str, Any],
+    executors: tuple[Executor, Executor] | None = None,
+) -> tuple[TorchRunner, RankReady]:
+    """Meet the other ranks and build this one's part. `settings` are those of `build_runner`.
+
+    Raises: as `build_runner` does.
+    """
+    device = resolve_device(settings["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(shard.rank)
+    ranks = join(shard, rendezvous, device, timeout_s)
+    runner = _build(model_dir, ranks, executors, **settings)
+    info = runner.model_info()
+    ready = RankReady(
+        torch_version=str(torch.__version__),
+        release=_release(),
+        base=runner.layout.base_key,
+        dtype=info.dtype,
+        arithmetic=info.numerics_fingerprint,
+        num_blocks=runner.arena_blocks,
+        block_bytes=runner.block_bytes,
+    )
+    return runner, ready
+
+
+def _release() -> str:
+    """Version of this package, where it is installed."""
+    try:
+        return metadata.version("loraplex")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _build(
+    model_dir: Path,
+    ranks: Ranks,
+    executors: tuple[Executor, Executor] | None,
+    *,
+    device: str,
+    dtype: str,
+    arena_bytes: int,
+    arena_share: float,
+    gpu_memory_utilization: float,
+    max_lora_rank: int,
+    max_resident: int,
+    max_model_len: int,
+    max_num_tokens: int,
+    max_num_rows: int,
+    load_format: str,
+    cpu_isa: str,
+    attention_backend: str,
+    overlap: str,
+    adapter_dtype: str,
+    host_cache_bytes: int,
+    fully_sharded_loras: bool,
+) -> TorchRunner:
+    """One rank's part of a base; see `build_runner`."""
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
+    operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
     config, model = _read_model(
         model_dir, load_format, torch_dtype, torch_device, operators, max_model_len
     )
     share_threads(model.weight_bytes, operators, torch_device)
     size = ArenaSize(arena_bytes, arena_share, gpu_memory_utilization)
     largest = max_num_tokens, max_num_rows
-    kv = _allocated(size, model, operators, torch_dtype, torch_device, largest)
+    kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    stored, base_key = _stored_dtype(adapter_dtype, operators, kv), weights_key(model_dir, geometry)
+    stored, base_key = stored_dtype(adapter_dtype, operators, kv), weights_key(model_dir, geometry)
     layout = _adapter_layout(model, kv, operators, max_lora_rank, base_key, stored)
     host = _pinned_cache(arena, host_cache_bytes)
     adapters = AdapterWeights(arena, max_resident, model.ropes, layout.ropes, host)
@@ -117,7 +253,8 @@ def build_runner(
     limits = max_resident, max_lora_rank, max_num_tokens, max_num_rows
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, arena, kv, loader, layout, info, batches, operators.draws, overlap)
+    draws = operators.draws
+    return TorchRunner(model, arena, kv, loader, layout, info, batches, draws, overlap, ranks)
 
 
 def _adapter_layout(
@@ -126,65 +263,16 @@ def _adapter_layout(
     """How adapters are packed for this base; `base_key` names its weights."""
     return AdapterLayout(
         block_bytes=kv.arena.block_bytes,
-        dtype=_dtype_key(kv.planes(0)[0].dtype),
+        dtype=dtype_key(kv.planes(0)[0].dtype),
         keeps_half=isinstance(operators, NativeOperators),
         max_rank=max_rank,
         base_key=base_key,
         sites=model.site_weights.table,
         ropes=base_ropes(model.config),
         stored=stored,
+        shard=operators.ranks.shard,
+        fully_sharded=operators.fully_sharded,
     )
-
-
-def _stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
-    """What A and B are kept as: a float type; `int8` = integers with a factor for each rank row;
-    `auto` = as computed with, or published where the kernels read that.
-
-    Raises:
-        Unsupported: the kernels read adapters in the model's own dtype only.
-    """
-    stored = _LORA_DTYPES.get(name)
-    if stored is None:
-        known = ", ".join(_LORA_DTYPES)
-        raise InvalidRequest.field("lora_dtype", name, f"must be one of {known}")
-    model_dtype = _dtype_key(kv.planes(0)[0].dtype)
-    if operators.name == "triton" and stored not in ("auto", "I8", model_dtype):
-        dtype = dtype_name(TORCH_DTYPES[model_dtype])
-        why = f"these kernels read adapters in the model's {dtype} or as int8; use auto, or --dtype"
-        raise Unsupported.field("lora_dtype", name, why)
-    return stored
-
-
-def _kv_buffer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
-) -> KvBuffer:
-    """The arena, and the KV cache in it."""
-    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
-    num_blocks = blocks_for(num_bytes, groups.block_bytes)
-    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
-
-
-def _allocated(
-    size: ArenaSize,
-    model: Decoder,
-    operators: Operators,
-    dtype: torch.dtype,
-    device: torch.device,
-    largest: tuple[int, int],
-) -> KvBuffer:
-    """The arena, beside weights that are loaded and what the largest step needs; `largest` = its
-    tokens and rows."""
-    is_gpu = device.type == "cuda"
-    new_kv = partial(_kv_buffer, model.config, dtype, device)
-
-    def step_bytes() -> int:
-        if not is_gpu or operators.name != "triton":
-            return 0
-        from loraplex_services.worker.runner.profiling import measured_step_bytes
-
-        return measured_step_bytes(model, operators, new_kv(PROFILING_BYTES), *largest)
-
-    return new_kv(size.choose(memory_of(device), step_bytes, is_gpu=is_gpu))
 
 
 def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
@@ -207,11 +295,6 @@ def _packer(
     """Reads adapters of this base and lays their bytes out."""
     reader = ModuleReader(geometry, sites.table, layout.max_rank)
     return Packer(reader, layout, SiteValues(sites, layout, device))
-
-
-def _dtype_key(dtype: torch.dtype) -> str:
-    """Its safetensors name."""
-    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
 
 
 def _batch_maker(
@@ -295,6 +378,9 @@ def _model_info(
     max_model_len: int,
 ) -> ModelInfo:
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
+    num_ranks = layout.shard.size
+    if num_ranks > 1:  # sums have another order
+        arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or config.max_position_embeddings,
@@ -302,6 +388,7 @@ def _model_info(
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,
+        kernels=operators.name.removeprefix("native-"),
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

@@ -65,7 +65,7 @@ class GpuPath:
         `int8`: adapters' matrices are integers.
         """
         assert isinstance(operators, TritonOperators), operators.name
-        arena, sites = kv.arena, model.site_weights.table
+        arena, sites = kv.arena, model.site_weights.own_table
         self._table = table
         self._model = model
         self._kv = kv
@@ -99,7 +99,8 @@ class GpuPath:
         if arena.data.is_cuda:
             sites_and_size = self._masks[-1], limits.max_num_tokens
             warm_up(model, kv, self.lora, self._attention, *sites_and_size)
-            self.capture(limits.max_num_tokens, GraphMemory())
+            if operators.ranks.shard.size == 1:  # graphs that hold collectives are not tried
+                self.capture(limits.max_num_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
         """Capture the graphs of all steps up to some sizes."""

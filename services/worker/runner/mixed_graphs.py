@@ -1,16 +1,16 @@
-"""Steps that compute prompts as CUDA graphs: pieces between which attention runs eagerly.
+"""Steps that compute prompts as CUDA graphs: segments between which attention runs eagerly.
 
 A mixed step has as many shapes as there are mixes of prompts and single tokens, but only attention
 looks at where one sequence ends and the next begins. Everything else sees token rows. So a forward
 pass over a fixed number of token rows is captured in one graph more than it has layers, each from
 one layer's attention to the next one's. A step of up to that many token rows fills the first ones,
-and replays the pieces with its own attention in between: about 5 launches a layer instead of 20.
+and replays the segments with its own attention in between: about 5 launches a layer instead of 20.
 (On an H200, an eager step of 256 prompt tokens and 64 decoding rows took 16.7 ms with the base
 alone and 78 ms with 33 adapters, nearly all of it launches.)
 
-There is a set of pieces for each size in `MIXED_SIZES` and each set of sites that adapters touch:
+There is a set of segments for each size in `MIXED_SIZES` and each set of sites that adapters touch:
 with three sets of sites and 32 layers, 8 * 3 * 33 = 792 graphs. All share one memory pool, whose
-size is that of the largest forward pass plus the hidden states of each set of pieces. A step of
+size is that of the largest forward pass plus the hidden states of each set of segments. A step of
 more token rows takes the device longer than its launches take the host, and runs eagerly.
 """
 
@@ -47,7 +47,7 @@ reading the weights does; above that up to a third of the step, half of that on 
 
 
 class MixedInputs:
-    """Static inputs of steps that compute prompts, and the tensors between pieces."""
+    """Static inputs of steps that compute prompts, and the tensors between segments."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MixedInputs:
         attention: InterruptingMetadata,
         pending_copy: PendingCopy,
     ) -> ForwardBatch:
-        """The batch that the pieces of `size` token rows read.
+        """The batch that the segments of `size` token rows read.
 
         Args:
             sites: where adapters may add something; none = the base alone.
@@ -143,11 +143,11 @@ class MixedInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer, which follows a piece."""
+    """The attention of one layer, which follows a segment."""
 
     backend: RotatingBackend
     qkv: Tensor
-    """`[size, widths of q, k and v]`, which the piece has written."""
+    """`[size, widths of q, k and v]`, which the segment has written."""
     widths: tuple[int, int, int]
     cos_sin: CosSin
 
@@ -161,23 +161,23 @@ class LayerAttention:
 
 
 @dataclass(slots=True)
-class Piece:
+class GraphSegment:
     """A part of the forward pass without attention, and the attention that follows it."""
 
     graph: Graph | None = None
     """None until it is captured."""
     sites: list[int] = field(default_factory=list)
-    """Where the piece reads adapters, in order."""
+    """Where the segment reads adapters, in order."""
     attention: LayerAttention | None = None
     """None after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixedGraph:
-    """The pieces of one size and set of sites. Implements `cuda_graphs.CapturedStep`."""
+    """The segments of one size and set of sites. Implements `cuda_graphs.CapturedStep`."""
 
     inputs: MixedInputs
-    pieces: Sequence[Piece]
+    segments: Sequence[GraphSegment]
     batch: ForwardBatch
     """Kept for its workspaces, whose addresses the graphs hold."""
     hidden: Tensor
@@ -187,40 +187,40 @@ class MixedGraph:
 
     @property
     def num_graphs(self) -> int:
-        """One for each piece."""
-        return len(self.pieces)
+        """One for each segment."""
+        return len(self.segments)
 
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
     ) -> Tensor:
-        """See `CapturedStep`. Waits for an adapter's bytes piece by piece."""
+        """See `CapturedStep`. Waits for an adapter's bytes segment by segment."""
         buffer, num_tokens = self.inputs.buffer, step.num_token_rows
         buffer.fill(step, step.runs)
         buffer.take_outputs(before)
         metadata = self.inputs.metadata(step, self.attended[:num_tokens])
-        for piece in self.pieces:
+        for segment in self.segments:
             for pending_copy in pending_copies:
-                for site_id in piece.sites:
+                for site_id in segment.sites:
                     pending_copy.wait(site_id)
-            assert piece.graph is not None, "captured"
-            piece.graph.replay()
-            if piece.attention is not None:
-                piece.attention.run(metadata)
+            assert segment.graph is not None, "captured"
+            segment.graph.replay()
+            if segment.attention is not None:
+                segment.attention.run(metadata)
         return self.hidden[:num_tokens]
 
 
-class PieceRecorder:
-    """Cuts one forward pass into pieces. Implements `PendingCopy`, to note which sites are read."""
+class SegmentRecorder:
+    """Cuts a forward pass into segments. Implements `PendingCopy`, to note which sites are read."""
 
     def __init__(self, inputs: MixedInputs, size: int) -> None:
         self._inputs = inputs
         self.size = size
-        self.pieces = [Piece()]
+        self.segments = [GraphSegment()]
 
     def wait(self, site_id: int) -> None:
-        """The piece reads adapters at a site."""
-        if site_id not in self.pieces[-1].sites:
-            self.pieces[-1].sites.append(site_id)
+        """The segment reads adapters at a site."""
+        if site_id not in self.segments[-1].sites:
+            self.segments[-1].sites.append(site_id)
 
     def wait_all(self) -> None:
         """Not asked for: each site is waited for by itself."""
@@ -243,39 +243,39 @@ class PieceRecorder:
     def interrupt(
         self, backend: RotatingBackend, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin
     ) -> Tensor:
-        """End the piece with its queries, keys and values, and begin the next."""
+        """End the segment with its queries, keys and values, and begin the next."""
         widths = q.shape[1], k.shape[1], v.shape[1]
         qkv = self._inputs.qkv(self.size, widths, q)
         torch.cat((q, k, v), dim=1, out=qkv)
-        self.end_piece()
-        self.pieces[-1].attention = LayerAttention(backend, qkv, widths, cos_sin)
-        self.pieces.append(Piece())
-        self.begin_piece()
+        self.end_segment()
+        self.segments[-1].attention = LayerAttention(backend, qkv, widths, cos_sin)
+        self.segments.append(GraphSegment())
+        self.begin_segment()
         return self._inputs.attended(self.size, widths[0], q)
 
-    def begin_piece(self) -> None:
-        """Called before anything of a piece is launched."""
+    def begin_segment(self) -> None:
+        """Called before anything of a segment is launched."""
 
-    def end_piece(self) -> None:
-        """Called when all of a piece is launched."""
+    def end_segment(self) -> None:
+        """Called when all of a segment is launched."""
 
 
-class CapturingRecorder(PieceRecorder):
-    """Captures a graph of each piece, in the current stream."""
+class CapturingRecorder(SegmentRecorder):
+    """Captures a graph of each segment, in the current stream."""
 
     def __init__(self, inputs: MixedInputs, size: int, memory: GraphMemory) -> None:
         super().__init__(inputs, size)
         self._pool = memory.pool
 
-    def begin_piece(self) -> None:
+    def begin_segment(self) -> None:
         """Begin its capture."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool)
 
-    def end_piece(self) -> None:
+    def end_segment(self) -> None:
         """End its capture."""
         self._graph.capture_end()
-        self.pieces[-1].graph = self._graph
+        self.segments[-1].graph = self._graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class MixedGraphs:
         """Capture with padding rows only."""
         self.inputs.buffer.clear()
         with memory.on_stream():
-            self.record(PieceRecorder(self.inputs, size), sites)  # compiles and allocates
+            self.record(SegmentRecorder(self.inputs, size), sites)  # compiles and allocates
             torch.cuda.synchronize()
             gc.collect()
             gc.disable()  # what is collected during a capture might free memory of the device
@@ -309,14 +309,14 @@ class MixedGraphs:
             finally:
                 gc.enable()
 
-    def record(self, recorder: PieceRecorder, sites: frozenset[int]) -> MixedGraph:
-        """Run one forward pass that `recorder` cuts into pieces."""
+    def record(self, recorder: SegmentRecorder, sites: frozenset[int]) -> MixedGraph:
+        """Run one forward pass that `recorder` cuts into segments."""
         inputs, size = self.inputs, recorder.size
         batch = inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
-        recorder.begin_piece()
+        recorder.begin_segment()
         hidden = forward_static(self.model, batch)
-        recorder.end_piece()
-        attention = recorder.pieces[0].attention
+        recorder.end_segment()
+        attention = recorder.segments[0].attention
         assert attention is not None, "a model has layers"
         attended = inputs.attended(size, attention.widths[0], hidden)
-        return MixedGraph(inputs, recorder.pieces, batch, hidden, attended)
+        return MixedGraph(inputs, recorder.segments, batch, hidden, attended)

@@ -81,10 +81,10 @@ def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
     return is_half and weight_bytes >= WEIGHT_BYTES_PER_THREAD and half_is_fast(cpu_isa)
 
 
-def set_threads(weight_bytes: int) -> None:
+def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
     """Apply `choose_threads` to this process, unless OMP_NUM_THREADS says what to do."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(choose_threads(weight_bytes, usable_cores()))
+        torch.set_num_threads(choose_threads(weight_bytes, usable_cores() // num_ranks))
 
 
 def fingerprint(

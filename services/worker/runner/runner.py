@@ -20,11 +20,18 @@ from loraplex_services.worker.adapters.device.loader import AdapterLoader, Copie
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.parallel.messages import Enter, LogitRows, Unload
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.runner.step_inputs import StepInputs
-from loraplex_services.worker.runner.step_results import StepResults, choose, take_outputs
+from loraplex_services.worker.runner.step_results import (
+    StepResults,
+    choose,
+    select_rows,
+    take_outputs,
+)
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
@@ -34,6 +41,7 @@ from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.cuda_graphs import CapturedStep
     from loraplex_services.worker.runner.gpu_path import GpuPath
+    from loraplex_services.worker.runner.parallel.followers import Followers
 
 
 Passed: TypeAlias = tuple[Tensor, LoraBatch]
@@ -56,6 +64,7 @@ class TorchRunner:
         batches: BatchMaker,
         draws: DrawOperators,
         overlap: str,
+        ranks: Ranks,
     ) -> None:
         self.layout = layout
         self.arena = arena
@@ -70,6 +79,17 @@ class TorchRunner:
         self._order = StepOrder(batches.device.type, overlap)
         self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
         """Tokens that the last step chose, on the device: see `step_results`."""
+        self._ranks = ranks
+        self._followers: Followers | None = None
+
+    def lead(self, followers: Followers) -> None:
+        """Have other ranks, which are ready, do what this one does from now on."""
+        self._followers = followers
+
+    def close(self) -> None:
+        """End the other ranks, where there are any."""
+        if self._followers is not None:
+            self._followers.close()
 
     def model_info(self) -> ModelInfo:
         """Facts about the base."""
@@ -83,11 +103,14 @@ class TorchRunner:
         self, path: Path, blocks: Sequence[int], step_s: float = 0.0
     ) -> Future[CopiedImage]:
         """Fill `blocks` from the image in a folder: see `runner_protocol`."""
-        return self._adapters.copy(path, blocks, step_s)
+        copied = self._adapters.copy(path, blocks, step_s)
+        if self._followers is None:
+            return copied
+        return self._followers.copy(path, blocks, step_s, copied)
 
     def await_copies(self, timeout_s: float) -> None:
         """Return when no copy is under way, or after `timeout_s`."""
-        self._adapters.await_copies(timeout_s)
+        (self._followers or self._adapters).await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Let steps use what was copied under `slot`, which is not in use."""
@@ -102,14 +125,22 @@ class TorchRunner:
             if copied.copy_events is not None:
                 copied.copy_events.wait_all()  # steps may write to its blocks from now on
             raise
+        if self._followers is not None:
+            self._followers.send(Enter(slot, copied.copy_id))
 
     def adapter_blocks(self, path: Path) -> int:
         """Blocks that the adapter in a verified folder needs, for `load_adapter`."""
+        if self._followers is not None:
+            return self.pack_adapter(path).result()
         return self._adapters.num_blocks(path)
 
     @torch.inference_mode()
     def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Pack, copy and enter at once, without an image on disk: for tools and tests."""
+        """Pack, copy and enter at once, without an image on disk (unless other ranks need theirs):
+        for tools and tests."""
+        if self._followers is not None:
+            self.enter_adapter(slot, self.copy_adapter(path, blocks).result())
+            return
         self._adapters.load(slot, path, blocks)
         self._entered(slot)
 
@@ -133,6 +164,8 @@ class TorchRunner:
         self._order.between(partial(self._unload, slot))
 
     def _unload(self, slot: int) -> None:
+        if self._followers is not None:
+            self._followers.send(Unload(slot))
         self._adapters.weights.unload(slot)
         if self._batches.records is not None:
             self._batches.records.forget(slot)
@@ -157,7 +190,8 @@ class TorchRunner:
         if gpu is not None and graph is not None:
             forward = partial(self._replay, step, gpu, graph)
         else:
-            forward = partial(self._forward, step, self._batches.make(step))
+            message = None if self._followers is None else self._followers.write(step)
+            forward = partial(self._forward, step, self._batches.make(step), message)
         return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
 
     def execute(self, plan: StepPlan) -> list[SampledRow]:
@@ -165,9 +199,29 @@ class TorchRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def _forward(self, step: StepInputs, batch: ForwardBatch) -> Passed:
+    def _forward(self, step: StepInputs, batch: ForwardBatch, message: bytes | None) -> Passed:
         take_outputs(batch.input_ids, step, self._outputs)
+        if self._followers is not None and message is not None:
+            self._followers.send_frame(message)
+            self._share_tokens(step, batch)
         return self._model.forward(batch), batch.lora
+
+    def _share_tokens(self, step: StepInputs, batch: ForwardBatch) -> None:
+        """Tokens that the step before chose are on rank 0's device only."""
+        if step.follows.shape[1]:
+            self._ranks.broadcast(batch.input_ids)
+
+    @torch.inference_mode()
+    def follow(self, step: StepInputs) -> Passed:
+        """Compute rank 0's step on this rank's part."""
+        batch = self._batches.make(step)
+        self._share_tokens(step, batch)
+        return self._model.forward(batch), batch.lora
+
+    @torch.inference_mode()
+    def follow_logits(self, passed: Passed, token_rows: Tensor) -> None:
+        """Give rank 0 this rank's logits of some rows of a step."""
+        self._model.add_to_logits(select_rows(*passed, token_rows)[0])
 
     @torch.inference_mode()
     def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
@@ -176,6 +230,12 @@ class TorchRunner:
     @torch.inference_mode()
     def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
         eos_ids, before = self._info.eos_token_ids, self._outputs
-        results = choose(step, *passed, self._model, eos_ids, before, self._draws)
+        announce = None if self._followers is None else self._announce_rows
+        results = choose(step, *passed, self._model, eos_ids, before, self._draws, announce)
         self._outputs = results.outputs
         return results
+
+    def _announce_rows(self, token_rows: Tensor) -> None:
+        """Have the other ranks compute their part of the logits that come next."""
+        assert self._followers is not None
+        self._followers.send(LogitRows(token_rows.numpy().tobytes()))

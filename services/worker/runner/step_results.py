@@ -6,7 +6,7 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -78,6 +78,7 @@ def choose(
     eos_ids: Sequence[int],
     before: Tensor,
     draws: DrawOperators,
+    announce: Callable[[Tensor], None] | None = None,
 ) -> StepResults:
     """Choose a token for each row that is to have one.
 
@@ -89,13 +90,13 @@ def choose(
         hidden: `[T, H]`.
         before: the outputs of the step before.
         draws: of the model's operators.
+        announce: called with the token rows before their logits are computed.
     """
 
     def logits_of(token_rows: Tensor) -> Tensor:
-        if len(token_rows) == len(hidden):  # ascending, so these are all rows in order
-            return heads.logits(hidden, lora)
-        chosen = lora.select(token_rows.tolist())
-        return heads.logits(hidden.index_select(0, to_device(token_rows, hidden.device)), chosen)
+        if announce is not None:
+            announce(token_rows)
+        return heads.logits(*select_rows(hidden, lora, token_rows))
 
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
@@ -111,6 +112,14 @@ def choose(
         end = torch.cuda.Event()
         end.record()
     return StepResults(step.plan, choices, scores, pooled, end)
+
+
+def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:
+    """Some token rows, ascending, and their adapters."""
+    if len(token_rows) == len(hidden):  # ascending, so these are all rows in order
+        return hidden, lora
+    chosen = lora.select(token_rows.tolist())
+    return hidden.index_select(0, to_device(token_rows, hidden.device)), chosen
 
 
 def take_outputs(input_ids: Tensor, step: StepInputs, outputs: Tensor) -> None:

@@ -11,7 +11,7 @@ from loraplex_services.worker.cache.kv_blocks import (
 )
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.scheduling.policies import arrival_key
+from loraplex_services.worker.scheduling.policies import running_order
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
 from loraplex_services.worker.types.request import Request
 
@@ -54,7 +54,9 @@ class BlockAllocator:
         needs = (self._layout.missing_blocks(m.request, n) for m, n in wanted.items())
         if not self._reclaimer.reclaim(sum(max(0, missing) for missing in needs), now):
             return False
-        for member in sorted(wanted, key=lambda member: arrival_key(member.request)):
+        members = {member.request.request_id: member for member in wanted}
+        for request in running_order(member.request for member in wanted):
+            member = members[request.request_id]
             self.grow(member, wanted[member], now)
         return True
 

@@ -11,7 +11,7 @@ steps that were measured here instead of a profile.
 from __future__ import annotations
 
 from loraplex_services.worker.scheduling.early_abort import Samples
-from loraplex_services.worker.scheduling.policies import arrival_key
+from loraplex_services.worker.scheduling.policies import running_order
 from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -69,7 +69,7 @@ class TokenBudget:
         shares = {}
         self.is_cutting = False
         prompts = [member.request for member in running.prompts.values()]
-        for request in sorted(prompts, key=lambda r: (r.num_pending > 1, *arrival_key(r))):
+        for request in sorted(running_order(prompts), key=lambda request: request.num_pending > 1):
             num_wanted = 0 if request.is_held else request.num_pending
             if num_wanted > left:
                 self.is_cutting, num_wanted = True, max(0, left - kept)

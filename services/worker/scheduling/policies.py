@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from loraplex_services.worker.types.request import Request
@@ -27,36 +27,45 @@ SortKey = tuple[float, ...]
 class Policy:
     """An order of the queue: a sort key for each request, least first.
 
-    It orders, it never drops: whatever comes first is admitted first if there is room. Within a
-    tenant and adapter set the order is always by priority, then arrival, and keys must agree with
-    that.
+    It orders, it never drops: whatever comes first is admitted first if there is room. Requests
+    of one tenant, priority and adapter set are always served by arrival, and keys must agree with
+    that. A priority may order the requests of one tenant only.
 
-    A key has two parts, so that a step need not look at all that wait. Requests of one priority
-    and tenant form a group, in which they stand by their own part of the key; while a request
-    waits, both parts only rise.
+    A key has two parts, so that a step need not look at all that wait. Requests of one tenant form
+    a group, in which they stand by their own part of the key; while a request waits, both parts
+    only rise.
     """
 
     group_key: Callable[[Request, QueueView], SortKey]
     """Of a group, which the first of its requests stands for."""
     own_key: Callable[[Request, QueueView], SortKey]
     clusters: bool = False
-    """A group is instead all requests of one priority whose adapters are in use, or all others;
-    its key may fall."""
+    """A group is instead all requests whose adapters are in use, or all others; its key may
+    fall."""
 
     def key(self, request: Request, view: QueueView) -> SortKey:
         """Both parts."""
         return (*self.group_key(request, view), *self.own_key(request, view))
 
 
-def arrival_key(request: Request) -> tuple[int, float]:
-    """Lower priority numbers first, then the oldest."""
-    return (request.priority, request.arrival_s)
+def running_order(requests: Iterable[Request]) -> list[Request]:
+    """By arrival, but in the positions of each tenant its requests of the lowest priority number
+    come first: no tenant moves ahead of another by the priorities that it sends."""
+    by_arrival = sorted(requests, key=lambda request: request.arrival_s)
+    if len({request.priority for request in by_arrival}) <= 1:
+        return by_arrival
+    of_tenant: dict[str, list[Request]] = {}
+    for request in by_arrival:
+        of_tenant.setdefault(request.tenant, []).append(request)
+    urgent = {
+        tenant: iter(sorted(own, key=lambda request: request.priority))
+        for tenant, own in of_tenant.items()
+    }
+    return [next(urgent[request.tenant]) for request in by_arrival]
 
 
-FIRST_COME = Policy(
-    lambda request, view: (request.priority,), lambda request, view: (request.arrival_s,)
-)
-"""By priority, then by arrival."""
+FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arrival_s,))
+"""By arrival. Priorities count at the gateway alone."""
 
 
 def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Policy:
@@ -72,9 +81,9 @@ def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Po
 
     def group_key(request: Request, view: QueueView) -> SortKey:
         if len(view.in_use) < max_distinct or view.num_waiting < min_queue * view.num_running:
-            return (request.priority, 0)
+            return (0,)
         aged = view.now - request.arrival_s >= max_age_s
-        return (request.priority, 0 if aged else 1 if request.adapters.within(view.in_use) else 2)
+        return (0 if aged else 1 if request.adapters.within(view.in_use) else 2,)
 
     return Policy(group_key, FIRST_COME.own_key, clusters=True)
 
@@ -95,6 +104,8 @@ class Account:
     """Weighted service received."""
     num_live: int = 0
     """Live requests."""
+    number: int = 0
+    """Grows with the time since which it has had live requests."""
 
 
 @dataclass(slots=True)
@@ -110,6 +121,8 @@ class VirtualCounters:
     last_served: Account = field(default_factory=lambda: Account(0.0))
     left_s: dict[Hashable, float] = field(default_factory=dict)
     """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""
+    num_returned: int = 0
+    """How often a name without live requests got one."""
 
     def arrive(self, name: Hashable) -> Account:
         """A request comes. A name that had none is lifted to the least-served present one, or to
@@ -123,6 +136,8 @@ class VirtualCounters:
             floor = min(served, default=self.last_served.served)
             account = self.present[name] = self.accounts.setdefault(name, Account(floor))
             account.served = max(account.served, floor)
+            self.num_returned += 1
+            account.number = self.num_returned
             self.left_s.pop(name, None)
         account.num_live += 1
         return account
@@ -208,12 +223,14 @@ def reserved_slots(max_running: int) -> int:
 
 
 def fair(counters: ServiceCounters) -> Policy:
-    """The least-served tenant first, then its least-served adapter set, then by arrival."""
+    """The least-served tenant first; of its requests the most urgent, then those of its
+    least-served adapter set, then by arrival."""
 
     def group_key(request: Request, view: QueueView) -> SortKey:
-        return (request.priority, counters.accounts(request)[0].served)
+        tenant, _ = counters.accounts(request)
+        return (tenant.served, tenant.number)
 
     def own_key(request: Request, view: QueueView) -> SortKey:
-        return (counters.accounts(request)[1].served, request.arrival_s)
+        return (request.priority, counters.accounts(request)[1].served, request.arrival_s)
 
     return Policy(group_key, own_key)

@@ -25,8 +25,8 @@ from loraplex_services.worker.types.request import AdapterSet, Request
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
-GroupName = tuple[bool, int, str | bool]
-"""Whether all adapters are on the device; priority; tenant, or whether all adapters are in use."""
+GroupName = tuple[bool, str | bool]
+"""Whether all adapters are on the device; tenant, or whether all adapters are in use."""
 Groups = RisingHeap[RisingHeap["Flow"]]
 AdapterState = tuple[Tier, bool]
 """Of an adapter: its tier, and whether a running request uses it."""
@@ -189,7 +189,7 @@ class WaitingQueue:
         if tier == Tier.NONE:
             return
         side = all(in_use for _, in_use in adapters) if self._policy.clusters else flow.tenant
-        flow.group = (tier == Tier.DEVICE, flow.priority, side)
+        flow.group = (tier == Tier.DEVICE, side)
         group = self._groups.setdefault(flow.group, RisingHeap())
         group.push(flow)
         self._order_of(flow.group).push(group)

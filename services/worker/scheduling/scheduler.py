@@ -25,8 +25,8 @@ from loraplex_services.worker.scheduling.policies import (
     Policy,
     QueueView,
     ServiceCounters,
-    arrival_key,
     reserved_slots,
+    running_order,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
@@ -238,9 +238,10 @@ class Scheduler:
         self._prefixes.check_integrity(tables)
 
     def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Not all can have the blocks that they want: the last to arrive go until the rest can.
-        True when one went."""
-        queue = sorted(self._running.members(), key=lambda member: arrival_key(member.request))
+        """Preempt the last to arrive until the rest has its blocks. True when one went."""
+        members = {member.request.request_id: member for member in self._running.members()}
+        order = running_order(self._running)
+        queue = [members[request.request_id] for request in order]
         num_before = len(queue)
         index = 0
         while index < len(queue):

@@ -37,7 +37,7 @@ class AdapterFetcher:
         client: EngineClient,
         source: AdapterSource,
         disk: DiskCache,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """`spawn` runs a coroutine in the background."""
         self._status, self._client = status, client

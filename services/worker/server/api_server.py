@@ -62,6 +62,8 @@ class ApiServer:
         self._guard = CrashGuard()
         self._suspects: list[bytes] = []
         """What the engine that died last was computing."""
+        self._num_preemptions = 0
+        """As the engine counts."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,6 +115,9 @@ class ApiServer:
         key = session.live.get(request_id)
         if key is None:
             return
+        request = self._live.get(key)
+        if request is not None and request.grammar_check is not None:
+            request.grammar_check.cancel()
         self._end(key)
         metrics.count_end("cancelled")
         if self._client.is_up:
@@ -156,17 +161,19 @@ class ApiServer:
 
     def engine_output(self, output: StepOutput) -> None:
         """Hand one step's news to sessions and watchers."""
+        metrics.observe_preemptions(self._num_preemptions, output.preemptions)
+        self._num_preemptions = output.preemptions
         self.status.update(output.residency, output.load)
         metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
-        now = time.monotonic()
-        for token in output.tokens:
-            if (request := self._live.get(token.request_id)) is not None:
-                metrics.observe_tokens(request, token, now)
-                self._guard.settled(token.request_id)
-                if token.finish_reason:
-                    self._guard.finished(request.crash_key)
-                    self._end(token.request_id)
+        found = [(self._live.get(token.request_id), token) for token in output.tokens]
+        new = [(request, token) for request, token in found if request is not None]
+        metrics.observe_step(new, time.monotonic())
+        for request, token in new:
+            self._guard.settled(token.request_id)
+            if token.finish_reason:
+                self._guard.finished(request.crash_key)
+                self._end(token.request_id)
         for failure in output.failures:
             if self._end(failure.request_id):
                 metrics.count_end("error")
@@ -183,6 +190,8 @@ class ApiServer:
         requests = self._live.clear()
         self._suspects = [r.crash_key for r in requests if r.has_entered]
         for request in requests:
+            if request.grammar_check is not None:
+                request.grammar_check.cancel()
             self._fetcher.release(request.digests)
         self._idle.set()
         for session in self._sessions:
@@ -228,6 +237,7 @@ class ApiServer:
         digests = submit.adapters.digests
         crash = crash_key(submit.prompt_ids, submit.adapters)
         self._guard.check(crash)
+        metrics.observe_submit(submit.sampling.max_tokens)
         num_prompt = len(submit.prompt_ids)
         request = LiveRequest(
             session, submit.request_id, digests, num_prompt, time.monotonic(), crash
@@ -238,7 +248,8 @@ class ApiServer:
         if submit.grammar is None:
             self._pass_on(key, submit)
         else:
-            self._spawn(self._pass_on_checked(key, request, submit, submit.grammar))
+            work = self._pass_on_checked(key, request, submit, submit.grammar)
+            request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
         """To the engine, with where its adapters are."""
@@ -256,7 +267,7 @@ class ApiServer:
         fault: LoraplexError | None = None
         try:
             info = self._running().info
-            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids)
+            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, submit.tenant)
             if self._live.get(key) is request:
                 self._pass_on(key, submit)
         except LoraplexError as error:
@@ -277,10 +288,11 @@ class ApiServer:
             self._idle.set()
         return True
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell_ready(self) -> None:
         self.status.is_ready = self._engine is not None and not self.status.is_draining

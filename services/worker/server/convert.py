@@ -132,5 +132,6 @@ def model_to_wire(
         worker_id=config.worker_id,
         pad_token_id=bundle.pad_token_id,
         base_aliases=config.base_aliases,
+        kernels=info.kernels,
         caps_context=info.caps_context,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from loraplex.api.output import Timings
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.worker.server.sessions import LiveRequest
 from loraplex_services.worker.server.status import StatusBoard
@@ -20,6 +21,10 @@ MAX_ADAPTER_LABELS = 100
 _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+
+_TOKEN_BUCKETS = tuple(
+    digit * 10**power for power in range(6) for digit in (1, 2, 5) if digit * 10**power <= 200_000
 )
 
 _running = Gauge("vllm:num_requests_running", "Requests in the batch")
@@ -34,6 +39,50 @@ _inter_token = Histogram(
 _whole = Histogram(
     "vllm:e2e_request_latency_seconds", "From arrival to end", buckets=_LATENCY_BUCKETS_S
 )
+_queue = Histogram(
+    "vllm:request_queue_time_seconds",
+    "From arrival to the first step",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_prefill = Histogram(
+    "vllm:request_prefill_time_seconds",
+    "From the first step to the first token",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_decode = Histogram(
+    "vllm:request_decode_time_seconds",
+    "From the first token to the last",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_inference = Histogram(
+    "vllm:request_inference_time_seconds",
+    "From the first step to the last token",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_per_token = Histogram(
+    "vllm:request_time_per_output_token_seconds",
+    "Mean time between the tokens of a request",
+    buckets=_LATENCY_BUCKETS_S,
+)
+_prompt_length = Histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKEN_BUCKETS
+)
+_output_length = Histogram(
+    "vllm:request_generation_tokens", "Tokens that a request generated", buckets=_TOKEN_BUCKETS
+)
+_output_limit = Histogram(
+    "vllm:request_params_max_tokens", "max_tokens of a request", buckets=_TOKEN_BUCKETS
+)
+_step_tokens = Histogram(
+    "vllm:iteration_tokens_total",
+    "Tokens of a step: those generated, and the prompts that it completed",
+    buckets=_TOKEN_BUCKETS,
+)
+_prefix_queries = Counter(
+    "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+)
+_prefix_hits = Counter("vllm:prefix_cache_hits", "Prompt tokens that were in the prefix cache")
+_preempted = Counter("vllm:num_preemptions", "Requests preempted")
 _prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens computed")
 _generation_tokens = Counter("vllm:generation_tokens", "Tokens generated")
 _success = Counter("vllm:request_success", "Requests that ended", ["finished_reason"])
@@ -45,7 +94,6 @@ _adapter_load = Histogram(
 _sessions = Gauge("loraplex_worker_sessions", "Open sessions of gateways")
 _steps = Gauge("loraplex_worker_steps", "Engine steps since its start")
 _step_s = Gauge("loraplex_worker_step_seconds", "Mean duration of recent steps")
-_preemptions = Gauge("loraplex_worker_preemptions", "Requests preempted since the engine's start")
 _max_distinct = Gauge(
     "loraplex_worker_max_distinct_adapters", "Most distinct adapters in one step since start"
 )
@@ -67,24 +115,59 @@ def observe_load(output: StepOutput, num_sessions: int) -> None:
     _sessions.set(num_sessions)
     _steps.set(load.steps)
     _step_s.set(load.step_s)
-    _preemptions.set(output.preemptions)
     _max_distinct.set(load.max_distinct_adapters)
     _free_blocks.set(load.free_blocks)
     _layer_stall_s.set(output.layer_stall_s)
 
 
-def observe_tokens(request: LiveRequest, output: TokenOutput, now: float) -> None:
-    """Count the tokens of one output. Mutates `request.last_token_s`."""
-    if request.last_token_s is None:
+def observe_preemptions(before: int, now: int) -> None:
+    """Take over the engine's counts; a new engine counts from 0."""
+    _preempted.inc(now - before if now >= before else now)
+
+
+def observe_submit(max_tokens: int) -> None:
+    """A request arrived."""
+    _output_limit.observe(max_tokens)
+
+
+def observe_step(new: Sequence[tuple[LiveRequest, TokenOutput]], now: float) -> None:
+    """Count the outputs of one step. Mutates: the requests' times and counts."""
+    if not new:
+        return
+    num_prompt = sum(request.num_prompt for request, _ in new if request.first_token_s is None)
+    _step_tokens.observe(num_prompt + sum(len(output.token_ids) for _, output in new))
+    for request, output in new:
+        _observe_output(request, output, now)
+
+
+def _observe_output(request: LiveRequest, output: TokenOutput, now: float) -> None:
+    if request.first_token_s is None or request.last_token_s is None:
+        request.first_token_s = now
         _first_token.observe(now - request.arrival_s)
         _prompt_tokens.inc(request.num_prompt)
+        _prefix_queries.inc(request.num_prompt)
+        _prefix_hits.inc(output.cached_tokens)
     else:
         _inter_token.observe(now - request.last_token_s)
     request.last_token_s = now
+    request.num_output += len(output.token_ids)
     _generation_tokens.inc(len(output.token_ids))
     if output.finish_reason:
+        _observe_end(request, output, now - request.first_token_s)
         _whole.observe(now - request.arrival_s)
         count_end(output.finish_reason)
+
+
+def _observe_end(request: LiveRequest, output: TokenOutput, decode_s: float) -> None:
+    timings = output.timings or Timings()
+    _queue.observe(timings.queue_s)
+    _prefill.observe(timings.prefill_s)
+    _decode.observe(decode_s)
+    _inference.observe(timings.prefill_s + decode_s)
+    _prompt_length.observe(request.num_prompt)
+    _output_length.observe(request.num_output)
+    if request.num_output > 1:
+        _per_token.observe(decode_s / (request.num_output - 1))
 
 
 def count_end(reason: str) -> None:

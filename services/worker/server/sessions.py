@@ -26,8 +26,14 @@ class LiveRequest:
     """What `CrashGuard` knows it by."""
     has_entered: bool = False
     """True once the engine has begun to compute it."""
+    grammar_check: asyncio.Task[None] | None = None
+    """Checks its grammar before the engine gets it."""
+    first_token_s: float | None = None
+    """When its first token passed through the API server."""
     last_token_s: float | None = None
-    """When its latest token passed through the API server."""
+    """When its latest token did."""
+    num_output: int = 0
+    """Tokens that it has generated here."""
 
 
 @dataclass(slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex_services.worker.types.own_rope import BaseRopes
+from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 IMAGE_VERSION = 6
@@ -34,11 +35,21 @@ class AdapterLayout:
     stored: str = "auto"
     """What A and B are kept as, whatever they were published in; I8 = A and B of linears and the
     head become integers with a factor for each rank row, and the rest is as with auto."""
+    shard: Shard = ONLY
+    """The tensor-parallel rank that is packed for; `sites` is the table of the whole base."""
+    fully_sharded: bool = False
+    """Ranks divide both matrices of each pair, not one: see `pack.site_cuts`."""
 
     @property
     def int8(self) -> bool:
         """Whether A and B are integers."""
         return self.stored == "I8"
+
+    @property
+    def ranks(self) -> tuple[AdapterLayout, ...]:
+        """The layouts of all ranks. An adapter is packed for each of them."""
+        size = self.shard.size
+        return tuple(replace(self, shard=Shard(rank, size)) for rank in range(size))
 
     def lora_dtype(self, published: str, site_kind: str) -> str:
         """What A and B are packed as."""
@@ -55,5 +66,7 @@ class AdapterLayout:
         sites = (self.sites.sites, sorted(self.sites.places.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
-        parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens))
+        parts = repr(
+            (IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard, self.fully_sharded)
+        )
         return hashlib.sha256(parts.encode()).hexdigest()[:16]

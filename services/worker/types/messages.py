@@ -59,6 +59,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
+    tensor_parallel: int = 1
+    """Ranks that share the base, each a process; the engine process is rank 0."""
+    fully_sharded_loras: bool = False
+    """Ranks divide both matrices of an adapter's pairs, not one."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

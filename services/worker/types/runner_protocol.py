@@ -28,6 +28,8 @@ class ModelInfo:
     """"float32", "bfloat16" or "float16"."""
     device: str
     """"cpu" or "cuda"."""
+    kernels: str
+    """"triton", "torch", or an instruction set of the compiled CPU kernels."""
     numerics_fingerprint: str
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry

@@ -7,7 +7,9 @@ embedding, the head, or a norm. Modules by their Hugging Face names are row rang
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from loraplex_services.worker.types.sharding import WHOLE, Cut, Shard, local_range, num_features
 
 LINEAR = "linear"
 EMBEDDING = "embedding"
@@ -29,6 +31,17 @@ class Site:
     kind: str
     in_features: int
     out_features: int
+    cut: Cut = WHOLE
+    """How tensor-parallel ranks divide it."""
+
+    def on_rank(self, shard: Shard) -> Site:
+        """The site as one rank has it."""
+        inputs, outputs = shard.spans(self.cut.inputs), shard.spans(self.cut.outputs)
+        return replace(
+            self,
+            in_features=num_features(inputs) or self.in_features,
+            out_features=num_features(outputs) or self.out_features,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,20 @@ class SiteTable:
     sites: tuple[Site, ...]
     places: Mapping[str, Place]
 
+    def on_rank(self, shard: Shard) -> SiteTable:
+        """The table of what one rank has; sites keep their ids."""
+        if shard.size == 1:
+            return self
+        sites = tuple(site.on_rank(shard) for site in self.sites)
+        return SiteTable(sites, {n: self._local(p, shard) for n, p in self.places.items()})
+
+    def _local(self, place: Place, shard: Shard) -> Place:
+        spans = shard.spans(self.sites[place.site_id].cut.outputs)
+        if not spans:
+            return place
+        end = place.out_begin + place.out_features
+        return Place(place.site_id, *local_range(spans, place.out_begin, end))
+
 
 class SiteTableBuilder:
     """Collects sites while a model is built."""
@@ -56,7 +83,12 @@ class SiteTableBuilder:
         self._places: dict[str, Place] = {}
 
     def add(
-        self, layer: int, kind: str, in_features: int, modules: Sequence[tuple[str, int]]
+        self,
+        layer: int,
+        kind: str,
+        in_features: int,
+        modules: Sequence[tuple[str, int]],
+        cut: Cut = WHOLE,
     ) -> int:
         """Add a site of stacked modules, (name, out_features) each, and return its id."""
         site_id = len(self._sites)
@@ -65,7 +97,7 @@ class SiteTableBuilder:
             assert name not in self._places, name
             self._places[name] = Place(site_id, begin, out_features)
             begin += out_features
-        self._sites.append(Site(site_id, layer, kind, in_features, begin))
+        self._sites.append(Site(site_id, layer, kind, in_features, begin, cut))
         return site_id
 
     def alias(self, name: str, site_id: int) -> None:

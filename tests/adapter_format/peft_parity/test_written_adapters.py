@@ -194,7 +194,7 @@ def test_an_adapter_under_another_name_is_found_in_its_sub_folder(tmp_path: Path
     peft_model.save_pretrained(tmp_path)
     with pytest.raises(InvalidAdapter) as caught:
         read_folder(tmp_path)
-    violation = next(v for v in caught.value.violations if v.field == "poet")
+    (violation,) = caught.value.violations
     assert "default" in violation.description and "poet" in violation.description
     assert read_folder(tmp_path / "poet").files
 

@@ -217,5 +217,6 @@ async def test_status_names_what_is_resident(stack: Stack) -> None:
     assert list(status.base_ids) == ["base"]
     assert status.num_adapters == 1
     assert status.workers[0].num_adapters_on_device == 1
+    assert (status.workers[0].dtype, status.workers[0].kernels) == ("float32", "torch")
     assert status.workers[0].adapters[0].ref == "default/upper:v1"
     assert status.workers[0].adapters[0].residency.tier == worker_pb2.ADAPTER_TIER_DEVICE

@@ -269,7 +269,6 @@ async def test_special_tokens_that_open_calls_are_seen(stack: Stack) -> None:
             {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]},
             "tools[0].function.strict",
         ),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"extra_body": {"chat_template_kwargs": "x"}}, "chat_template_kwargs"),
     ],
     ids=str,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +24,8 @@ from loraplex.errors import (
 from loraplex.refs import Ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S, MAX_WRONG_KEYS_PER_PEER
+from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 
@@ -45,7 +51,16 @@ class RegistryLookup:
         return self.keys[token]
 
     def ring(self) -> KeyRing:
-        return KeyRing(self.check, lambda: self.now_s)
+        return KeyRing(self.check, lambda: self.now_s, lambda: self.now_s)
+
+
+@contextmanager
+def calls_from(address: str) -> Iterator[None]:
+    token = current_peer.set(peer_of_host(address))
+    try:
+        yield
+    finally:
+        current_peer.reset(token)
 
 
 async def test_answers_are_remembered_for_a_moment() -> None:
@@ -78,6 +93,53 @@ async def test_good_keys_stay_good_while_the_registry_is_away_and_new_ones_wait(
     assert (await ring.caller(f"Bearer {READER}")).tenant == "acme"
     with pytest.raises(Unavailable):
         await ring.caller(f"Bearer {ADMIN}")
+
+
+@pytest.mark.hostile
+async def test_a_key_that_expires_while_the_registry_is_away_stops_working() -> None:
+    registry = RegistryLookup()
+    registry.keys[READER] = replace(registry.keys[READER], expires_unix_s=500.0)
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+    registry.error = Unavailable("away")
+    registry.now_s = 499.0
+    await ring.caller(f"Bearer {READER}")
+    for registry.now_s in (500.0, 510.0):
+        with pytest.raises(Unauthenticated, match="has expired"):
+            await ring.caller(f"Bearer {READER}")
+
+
+@pytest.mark.hostile
+async def test_a_key_that_cannot_be_checked_works_for_a_bounded_time() -> None:
+    registry = RegistryLookup()
+    ring = registry.ring()
+    await ring.caller(f"Bearer {READER}")
+    registry.error = Unavailable("away")
+    for registry.now_s in range(0, int(DEFAULT_MAX_UNCHECKED_S), 3600):
+        await ring.caller(f"Bearer {READER}")
+    registry.now_s = DEFAULT_MAX_UNCHECKED_S + 10
+    with pytest.raises(Unavailable):
+        await ring.caller(f"Bearer {READER}")
+
+
+@pytest.mark.hostile
+async def test_a_peer_that_sends_wrong_keys_is_refused_without_asking_the_registry() -> None:
+    registry = RegistryLookup()
+    ring = registry.ring()
+    refused = Counter[str]()
+    with calls_from("192.0.2.1"):
+        for n in range(200):
+            with pytest.raises(LoraplexError) as caught:
+                await ring.caller(f"Bearer lpx_guess{n:04}_{'x' * 32}")
+            refused[caught.value.reason] += 1
+    assert refused["INVALID_API_KEY"] == registry.num_asked == MAX_WRONG_KEYS_PER_PEER
+    assert refused["TOO_MANY_WRONG_KEYS"] == 200 - MAX_WRONG_KEYS_PER_PEER
+    with calls_from("192.0.2.2"):
+        await ring.caller(f"Bearer {READER}")
+    registry.now_s += FRESH_S + 0.1
+    with calls_from("192.0.2.1"):
+        caller = await ring.caller(f"Bearer {READER}")
+    assert caller.tenant == "acme", "a known key is not affected"
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", f"Basic {READER}", "Bearer nonsense", READER])

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import resource
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -21,7 +22,7 @@ from loraplex_services.gateway.request import (
     Target,
     TextPrompt,
 )
-from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.adapter_text import AdapterText, ReadFiles
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, ServedBase
@@ -31,6 +32,7 @@ MODEL = ServedModel("base", VOCAB_SIZE, 512)
 NEW_ID = PAD_ID + 1
 HI = ChatPrompt(({"role": "user", "content": "hi"},))
 TEXT = TextPrompt("a<x>b")
+_OPENED: list[AdapterText] = []
 
 
 class Shelf:
@@ -58,9 +60,22 @@ class Shelf:
 
 @pytest.fixture
 async def served() -> AsyncIterator[ServedBase]:
-    pool = TemplatePool(size=1)
+    pool = TemplatePool()
     yield ServedBase(MODEL, BaseTokenizer(tokenizer_files(), pool))
     await pool.close()
+
+
+@pytest.fixture(autouse=True)
+async def closing() -> AsyncIterator[None]:
+    yield
+    while _OPENED:
+        await _OPENED.pop().close()
+
+
+def opened(read: ReadFiles, **settings: int) -> AdapterText:
+    """A part whose processes end with the test."""
+    _OPENED.append(AdapterText(read, **settings))
+    return _OPENED[-1]
 
 
 def with_tokens(*contents: str) -> bytes:
@@ -78,7 +93,7 @@ async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
 ) -> None:
     shelf = Shelf()
     adapter = shelf.put("a:v1", {"tokenizer.json": with_tokens("<x>")})
-    made = await AdapterText(shelf.read).tokenizer(served, target(adapter))
+    made = await opened(shelf.read).tokenizer(served, target(adapter))
     ids = await made.encode(TEXT, MODEL)
     assert ids == (BOS_ID, ord("a"), NEW_ID, ord("b"))
     assert decode_all(made.tokens, ids[1:], skip_special=True) == TEXT.text
@@ -91,7 +106,7 @@ async def test_added_tokens_are_read_and_written_and_the_base_stays_as_it_is(
 async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
     flags: dict[str, bool],
 ) -> None:
-    pool = TemplatePool(size=1)
+    pool = TemplatePool()
     theirs = byte_tokenizer()
     add = theirs.add_special_tokens if flags.get("special") else theirs.add_tokens
     add([tokenizers.AddedToken(text, normalized=False, **flags) for text in ("<x>", "<xy>")])
@@ -115,10 +130,10 @@ async def test_ids_that_the_library_cannot_give_are_left_aside(
     theirs = json.loads(json.dumps(base))
     theirs["added_tokens"].append({**base["added_tokens"][-1], "id": PAD_ID + 3, "content": "<x>"})
     own, files = ({"tokenizer.json": json.dumps(whole).encode()} for whole in (base, theirs))
-    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool(size=1)))
+    gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool()))
     shelf = Shelf()
     with caplog.at_level(logging.WARNING):
-        made = await AdapterText(shelf.read).tokenizer(gapped, target(shelf.put("a:v1", files)))
+        made = await opened(shelf.read).tokenizer(gapped, target(shelf.put("a:v1", files)))
     assert made is gapped.tokenizer
     (record,) = caplog.records
     assert "no id 261 to give" in record.__dict__["why"]
@@ -130,7 +145,7 @@ async def test_a_template_alone_is_enough_and_may_use_the_base_s_special_tokens(
     shelf = Shelf()
     template = "{{ bos_token }}{{ messages[0].content }}!"
     adapter = shelf.put("a:v1", {"chat_template.jinja": template.encode()})
-    made = await AdapterText(shelf.read).tokenizer(served, target(adapter))
+    made = await opened(shelf.read).tokenizer(served, target(adapter))
     assert await made.encode(HI, MODEL) == (BOS_ID, *b"hi!")
     assert await made.encode(TEXT, MODEL) == await served.tokenizer.encode(TEXT, MODEL)
 
@@ -139,7 +154,7 @@ async def test_files_are_fetched_once_whoever_asks_and_the_base_s_own_never(
     served: ServedBase,
 ) -> None:
     shelf = Shelf()
-    text = AdapterText(shelf.read)
+    text = opened(shelf.read)
     files = {**tokenizer_files(), "tokenizer.json": with_tokens("<x>")}
     first, same = shelf.put("a:v1", files), shelf.put("b:v1", files)
     made = await asyncio.gather(*(text.tokenizer(served, target(a)) for a in (first, first, same)))
@@ -153,7 +168,7 @@ async def test_files_are_fetched_once_whoever_asks_and_the_base_s_own_never(
 async def test_several_adapters_speak_as_the_base(served: ServedBase) -> None:
     shelf = Shelf()
     adapters = [shelf.put(f"{n}:v1", {"tokenizer.json": with_tokens("<x>")}) for n in "ab"]
-    text = AdapterText(shelf.read)
+    text = opened(shelf.read)
     assert await text.tokenizer(served, target(*adapters)) is served.tokenizer
     assert await text.tokenizer(served, target()) is served.tokenizer
     assert shelf.num_reads == 0
@@ -163,7 +178,7 @@ async def test_what_cannot_be_fetched_fails_that_model_alone_and_is_tried_again(
     served: ServedBase,
 ) -> None:
     shelf = Shelf()
-    text = AdapterText(shelf.read)
+    text = opened(shelf.read)
     adapter = shelf.put("a:v1", {"tokenizer.json": with_tokens("<x>")})
     shelf.is_away = True
     with pytest.raises(Unavailable, match="tokenizer files of a:v1") as caught:
@@ -182,7 +197,7 @@ async def test_a_tokenizer_that_disagrees_is_left_aside_with_a_warning(
     theirs = json.loads(with_tokens("<x>"))
     theirs["added_tokens"][0]["content"] = "<start>"
     files = {"tokenizer.json": json.dumps(theirs).encode(), "chat_template.jinja": b"own"}
-    text = AdapterText(shelf.read)
+    text = opened(shelf.read)
     with caplog.at_level(logging.WARNING):
         made = await text.tokenizer(served, target(shelf.put("a:v1", files)))
     (record,) = caplog.records
@@ -195,13 +210,13 @@ async def test_a_tokenizer_that_disagrees_is_left_aside_with_a_warning(
 async def test_files_beyond_the_cap_are_not_fetched(served: ServedBase) -> None:
     shelf = Shelf()
     huge = RunningAdapter("a:v1", "sha256:a", text_files=(File("tokenizer.json", 60 << 20, "0"),))
-    assert await AdapterText(shelf.read).tokenizer(served, target(huge)) is served.tokenizer
+    assert await opened(shelf.read).tokenizer(served, target(huge)) is served.tokenizer
     assert shelf.num_reads == 0
 
 
 async def test_kept_tokenizers_stay_within_their_bound(served: ServedBase) -> None:
     shelf = Shelf()
-    text = AdapterText(shelf.read, max_kept_bytes=1000)
+    text = opened(shelf.read, max_kept_bytes=1000)
     adapters = [
         shelf.put(f"{i}:v1", {"chat_template.jinja": f"{i}".encode() * 400}) for i in range(5)
     ]
@@ -216,3 +231,20 @@ async def test_kept_tokenizers_stay_within_their_bound(served: ServedBase) -> No
     ]
     made = [await text.tokenizer(served, target(adapter)) for adapter in shared]
     assert made[0].tokens is made[1].tokens is made[2].tokens
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+async def test_text_files_that_take_gigabytes_to_parse_are_left_aside_in_bounded_memory(
+    served: ServedBase, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    shelf = Shelf()
+    bomb = b'{"x": [' + b"{}," * (12 << 20) + b"{}]}"
+    text = opened(shelf.read)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with caplog.at_level(logging.WARNING):
+        made = await text.tokenizer(served, target(shelf.put("a:v1", {name: bomb})))
+    assert made is served.tokenizer
+    assert "memory" in caplog.records[0].__dict__["why"]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < 10 * len(bomb), "this process has parsed the file"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.gateway.text.template_pool import TemplatePool, _Renderer
+from loraplex_services.common.limits import TEMPLATES
+from loraplex_services.gateway.text.template_pool import TemplatePool
 
 pytestmark = pytest.mark.hostile
 
@@ -17,7 +19,7 @@ LOOPING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TemplatePool]:
-    made = TemplatePool(size=1, timeout_s=0.3)
+    made = TemplatePool(replace(TEMPLATES, num_processes=1, timeout_s=0.3))
     yield made
     await made.close()
 
@@ -29,19 +31,10 @@ async def _refusal(pool: TemplatePool, template: str, *, is_adapters: bool) -> s
 
 
 async def test_looping_template_of_an_adapter_runs_once_for_many_requests(
-    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
+    pool: TemplatePool,
 ) -> None:
-    kills: list[_Renderer] = []
-    kill = _Renderer.kill
-
-    def counted(renderer: _Renderer) -> None:
-        kills.append(renderer)
-        kill(renderer)
-
-    monkeypatch.setattr(_Renderer, "kill", counted)
     requests = [_refusal(pool, LOOPING, is_adapters=True) for _ in range(6)]
     said = await asyncio.gather(*requests)
-    assert len(kills) == 1
     assert sum("took longer than 0.3 s" in message for message in said) == 1
     assert sum("a moment ago" in message for message in said) == 5
     assert await pool.render("{{ 1 + 1 }}", {}, is_adapters=True) == "2"
@@ -52,3 +45,27 @@ async def test_one_slow_conversation_does_not_end_the_chats_of_a_base(pool: Temp
     with pytest.raises(InvalidRequest, match="took longer"):
         await pool.render(template, {"loops": True})
     assert await pool.render(template, {"loops": False}) == "fine"
+
+
+async def test_slow_conversations_of_one_tenant_do_not_delay_the_chats_of_another() -> None:
+    pool = TemplatePool(replace(TEMPLATES, num_processes=2, timeout_s=5.0))
+    try:
+        await pool.render("warm", {}, tenant="acme")
+        slow = [asyncio.create_task(pool.render(LOOPING, {}, tenant="globex")) for _ in range(4)]
+        await asyncio.sleep(0)
+        for number in range(5):
+            assert await pool.render("{{ n }}", {"n": number}, tenant="acme") == str(number)
+        assert not any(task.done() for task in slow)
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        await pool.close()
+
+
+async def test_a_template_that_needs_much_memory_is_refused_and_the_next_is_rendered(
+    pool: TemplatePool,
+) -> None:
+    with pytest.raises(InvalidRequest, match="memory"):
+        await pool.render("{{ ('x' * 999999999) | length }}", {}, is_adapters=True)
+    assert await pool.render("fine", {}, is_adapters=True) == "fine"

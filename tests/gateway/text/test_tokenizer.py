@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
+from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN, TEMPLATES
 from loraplex_services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
@@ -20,7 +21,7 @@ HI = ChatPrompt(({"role": "user", "content": "hi"},))
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TemplatePool]:
-    made = TemplatePool(size=1, timeout_s=0.5)
+    made = TemplatePool(replace(TEMPLATES, num_processes=1, timeout_s=0.5))
     yield made
     await made.close()
 

@@ -83,7 +83,7 @@ async def test_a_session_that_can_send_nothing_up_is_left_for_another(tmp_path: 
         stream = line.link.submit(_job())
         first = line.link._session
         assert first is not None
-        first._up.put_nowait("no message")  # type: ignore[arg-type]
+        first._outbox.put_notice("no message")  # type: ignore[arg-type]
         with pytest.raises(WorkerLost):
             await asyncio.wait_for(stream.next(), 30)
         await line.until(connected=False)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest
 from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
-from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS
+from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_STREAMS_PER_TENANT
 from loraplex_services.registry import layout
+from loraplex_services.registry.access import keys
 from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
@@ -57,7 +61,8 @@ async def test_damaged_key_hides_no_other_and_its_revocation_names_the_document(
     stored = await registry.store.get(key)
     damaged = json.dumps({**json.loads(stored.data), "expires_s": None}).encode()
     await registry.store.put_if_match(key, damaged, stored.etag)
-    assert [record.key_id for record in await registry.keys.list("")] == [good.key_id]
+    records, _ = await registry.keys.page("", 1000)
+    assert [record.key_id for record in records] == [good.key_id]
     with pytest.raises(DataLoss, match=key):
         await registry.keys.revoke(bad.key_id)
 
@@ -86,3 +91,55 @@ async def test_page_token_of_another_shape_is_an_invalid_request(
     service = server.RegistryService(registry)
     with pytest.raises(InvalidRequest, match="page_token"):
         await service.ListAdapters(pb.ListAdaptersRequest(page_token=token), None)
+
+
+async def test_more_keys_than_fit_a_message_are_listed_in_pages(
+    registry: Registry, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "_BATCH_KEYS", 4)
+    made = {"acme": set[str](), "globex": set[str]()}
+    for number in range(21):
+        tenant = "acme" if number % 3 else "globex"
+        record, token = await registry.keys.create(tenant, ["admin"], 0.0, "")
+        made[tenant].add(record.key_id)
+    for tenant, ids in made.items():
+        for page_size in (1, 5, 7, 14, 100):
+            found, after = [], ""
+            while True:
+                records, after = await registry.keys.page(tenant, page_size, after)
+                assert len(records) <= page_size
+                found += [record.key_id for record in records]
+                if not after:
+                    break
+            assert found == sorted(ids)
+    async with RegistryClient(address, Credentials(api_key=token)) as admin:
+        assert len(await admin.admin.keys()) == len(made["acme"])
+        with pytest.raises(InvalidRequest, match="page_token"):
+            call = pb.ListKeysRequest(page_token="../x")
+            await admin.admin._channel.call(admin.admin._stub.ListKeys, call)
+
+
+async def test_upload_streams_of_one_tenant_leave_others_their_own_and_idle_ones_end(
+    registry: Registry, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_UPLOAD_IDLE_S", 1.0)
+    tokens = [(await registry.keys.create(t, ["admin"], 0.0, ""))[1] for t in ("globex", "acme")]
+    idle = asyncio.Event()
+
+    async def nothing() -> AsyncIterator[pb.UploadPartRequest]:
+        await idle.wait()
+        yield pb.UploadPartRequest(upload_id="01ARZ3NDEKTSV4RRFFQ69G5FAV")
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        calls = [
+            stub.UploadPart(nothing(), metadata=[("authorization", f"Bearer {tokens[0]}")])
+            for _ in range(MAX_UPLOAD_STREAMS_PER_TENANT + 4)
+        ]
+        other = stub.UploadPart(
+            iter([pb.UploadPartRequest(upload_id="01ARZ3NDEKTSV4RRFFQ69G5FAV")]),
+            metadata=[("authorization", f"Bearer {tokens[1]}")],
+        )
+        codes = [await call.code() for call in (other, *calls)]
+    assert codes[0] == grpc.StatusCode.NOT_FOUND, "it was read at once: there is no such upload"
+    assert set(codes[1:]) == {grpc.StatusCode.DEADLINE_EXCEEDED}

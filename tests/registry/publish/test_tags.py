@@ -116,6 +116,28 @@ async def test_a_tag_that_moved_while_its_target_was_deleted_points_nowhere(
         await _version_of(registry, "sql:prod")
 
 
+async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
+    registry: Registry,
+) -> None:
+    await _versions(registry, 3)
+    split = [TargetRecord(1, ""), TargetRecord(2, "")]
+    for targets in ([TargetRecord(1, "")], [TargetRecord(2, "")], split):
+        await registry.tags.set(PROD, targets, None, "me")
+
+    async def back() -> list[int]:
+        record = await registry.tags.rollback(PROD, 0, None, "me")
+        return [target.version for target in record.targets]
+
+    assert await back() == [2]
+    assert await back() == [1]
+    with pytest.raises(AdapterNotFound, match="no earlier target"):
+        await back()
+    await registry.tags.set(PROD, [TargetRecord(3, "")], None, "me")
+    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    assert await back() == [3]
+    assert await back() == [1]
+
+
 async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
     await _versions(registry, 1)
     await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")

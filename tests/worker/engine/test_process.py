@@ -21,5 +21,7 @@ def test_the_environment_forces_an_instruction_set_and_the_log_says_so(
         native(isa)  # skips without a compiler
     monkeypatch.setenv("LORAPLEX_CPU_ISA", isa)
     caplog.set_level(logging.INFO)
-    build_engine(make_config(model_dir=str(write_base(tmp_path / "base")), arena_bytes=ARENA_BYTES))
+    base = write_base(tmp_path / "base")
+    engine = build_engine(make_config(model_dir=str(base), arena_bytes=ARENA_BYTES))
+    assert engine.ready.info.kernels == isa
     assert [m for m in caplog.messages if m.startswith("cpu kernels")][-1] == f"cpu kernels: {isa}"

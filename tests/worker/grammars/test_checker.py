@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.limits import GRAMMARS
+from loraplex_services.common.process_pool import JobFailed
 from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
 
@@ -88,3 +92,63 @@ async def test_a_base_without_a_tokenizer_says_so(tmp_path: Path) -> None:
             await checker.check(GOOD, VOCAB, EOS)
     finally:
         await checker.close()
+
+
+def slow(number: int = 900_001) -> Grammar:
+    """A schema of a few bytes that takes seconds to compile."""
+    return Grammar(json_schema=json.dumps({"type": "integer", "multipleOf": number}))
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(TOKENIZER, replace(GRAMMARS, timeout_s=0.3))
+    yield checker
+    await checker.close()
+
+
+@pytest.mark.hostile
+async def test_hard_grammars_of_one_tenant_do_not_delay_the_grammars_of_another(
+    checker: GrammarChecker,
+) -> None:
+    await checker.check(GOOD, VOCAB, EOS, "acme")
+    hard = [
+        asyncio.create_task(checker.check(slow(900_001 + 2 * n), VOCAB, EOS, "globex"))
+        for n in range(4)
+    ]
+    await asyncio.sleep(0)
+    for word in ("one", "two", "three"):
+        await checker.check(Grammar(regex=word), VOCAB, EOS, "acme")
+    assert not any(task.done() for task in hard)
+    for task in hard:
+        task.cancel()
+    await asyncio.gather(*hard, return_exceptions=True)
+
+
+@pytest.mark.hostile
+async def test_a_grammar_that_ran_out_of_time_is_refused_without_another_try(
+    impatient: GrammarChecker,
+) -> None:
+    with pytest.raises(InvalidRequest, match="takes longer"):
+        await impatient.check(slow(), VOCAB, EOS)
+    pool = impatient._pool
+    assert pool is not None
+    with pytest.raises(JobFailed) as caught:
+        await pool.ask("", b"not even a grammar", slow())
+    assert caught.value.is_repeated
+
+
+@pytest.mark.hostile
+async def test_grammars_of_requests_that_were_cancelled_are_not_compiled(
+    checker: GrammarChecker,
+) -> None:
+    await checker.check(GOOD, VOCAB, EOS)
+    left = [
+        asyncio.create_task(checker.check(slow(900_001 + 2 * n), VOCAB, EOS, "globex"))
+        for n in range(6)
+    ]
+    await asyncio.sleep(0.05)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    async with asyncio.timeout(GRAMMARS.timeout_s):  # six of them would take several times as long
+        await checker.check(Grammar(regex="after"), VOCAB, EOS, "globex")

@@ -5,6 +5,7 @@ import importlib.util
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from loraplex_services.worker.native.check import computes_right
 from loraplex_services.worker.native.isa import (
     GENERIC,
     ISA_FLAGS,
+    LEVELS,
     choose_isa,
     family_isas,
     host_isas,
+    level_table,
 )
 from loraplex_services.worker.ops.activation.reference import silu_and_multiply
 from loraplex_services.worker.ops.linear.reference import linear
@@ -30,6 +33,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 def test_an_image_holds_what_any_host_of_its_family_chooses():
     assert set(host_isas()) - {GENERIC} <= set(family_isas())
+
+
+def test_the_documentation_shows_what_runs_where():
+    assert level_table() in Path("docs/performance/cpu.md").read_text()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_level_has_dot_products_of_bfloat16_exactly_where_its_table_says_so(isa):
+    if isa not in host_isas():
+        pytest.skip(f"this processor lacks {isa}")
+    assert native(isa).has_tiles == (LEVELS[isa].products != "float32 vectors")
 
 
 @pytest.fixture(params=ISAS)

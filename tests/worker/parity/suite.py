@@ -31,11 +31,17 @@ class Stage:
     slots: dict[str, int]
 
 
-def set_stage(base_name: str, root: Path) -> Stage:
+def set_stage(base_name: str, root: Path, num_ranks: int = 1, fully_sharded: bool = False) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
     adapters = {name: make_adapter(base, name, root / name) for name in features_of(base)}
-    runner = parity_runner(base.folder, arena_bytes=64 << 20, overlap="on")
+    runner = parity_runner(
+        base.folder,
+        arena_bytes=64 << 20,
+        overlap="on",
+        num_ranks=num_ranks,
+        fully_sharded_loras=fully_sharded,
+    )
     driver = Driver(runner)
     slots = {name: 3 * i + 1 for i, name in enumerate(adapters)}
     for name, slot in slots.items():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.runner import building, memory
+from loraplex_services.worker.runner import allocation, memory
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.memory import ArenaSize, MemoryState, memory_of
 from tests.worker.tiny import write_base
@@ -91,7 +91,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     def faked(_: torch.device) -> MemoryState:
         return MemoryState(CAPACITY - (_held_bytes() - before), CAPACITY)
 
-    monkeypatch.setattr(building, "memory_of", faked)
+    monkeypatch.setattr(allocation, "memory_of", faked)
 
 
 def _half(base: Path, out: Path) -> Path:

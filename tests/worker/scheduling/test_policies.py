@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from loraplex_services.worker.scheduling.policies import (
     VirtualCounters,
     clustered,
     fair,
+    running_order,
 )
 from loraplex_services.worker.types.request import AdapterSet, Request
 
@@ -37,13 +39,45 @@ def in_order(
     return [r.request_id for r in sorted(queue, key=lambda request: policy.key(request, view))]
 
 
-def test_first_come_serves_priority_then_arrival() -> None:
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", ["fair", "fcfs", "clustered"])
+def test_a_priority_never_puts_a_tenant_before_another(name: str) -> None:
+    counters = ServiceCounters()
+    policy = {"fair": fair(counters), "fcfs": FIRST_COME, "clustered": clustered(1, 60.0)}[name]
+    queue = [
+        make_request("acme", 1.0, tenant="acme"),
+        *(
+            make_request(f"globex{n}", 2.0 + n, tenant="globex", priority=-(1 << 31))
+            for n in range(3)
+        ),
+    ]
+    for request in queue:
+        counters.arrive(request)
+    assert in_order(policy, queue, 10.0)[0] == "acme"
+
+
+@pytest.mark.hostile
+def test_a_priority_moves_running_requests_within_the_positions_of_their_tenant() -> None:
+    requests = [
+        make_request("a", 1.0, tenant="globex"),
+        make_request("b", 2.0, tenant="acme"),
+        make_request("c", 3.0, tenant="globex", priority=-9),
+        make_request("d", 4.0, tenant="acme", priority=5),
+        make_request("e", 5.0, tenant="acme"),
+    ]
+    assert [r.request_id for r in running_order(requests)] == ["c", "b", "a", "e", "d"]
+
+
+def test_within_a_tenant_fair_serves_the_most_urgent_first() -> None:
+    counters = ServiceCounters()
     queue = [
         make_request("late", 3.0),
-        make_request("urgent", 9.0, priority=-1),
+        make_request("urgent", 9.0, "h", priority=-1),
         make_request("early", 1.0),
     ]
-    assert in_order(FIRST_COME, queue, 10.0) == ["urgent", "early", "late"]
+    for request in queue:
+        counters.arrive(request)
+    assert in_order(fair(counters), queue, 10.0) == ["urgent", "early", "late"]
 
 
 def test_clustering_prefers_running_adapters_only_when_there_are_enough() -> None:

@@ -45,8 +45,12 @@ class QueueMachine(RuleBasedStateMachine):
     def make_policy(self) -> Policy:
         """Like `fair`: by what the tenant was served, then the adapter."""
         return Policy(
-            lambda request, view: (request.priority, self.served[request.tenant]),
-            lambda request, view: (self.served[request.tenant + own(request)], request.arrival_s),
+            lambda request, view: (self.served[request.tenant],),
+            lambda request, view: (
+                request.priority,
+                self.served[request.tenant + own(request)],
+                request.arrival_s,
+            ),
         )
 
     def view(self) -> QueueView:
@@ -185,9 +189,7 @@ def counting(policy: Policy, counts: Counter[str]) -> Policy:
 def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> None:
     served: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    by_tenant = Policy(
-        lambda request, view: (request.priority, served[request.tenant]), FIRST_COME.own_key
-    )
+    by_tenant = Policy(lambda request, view: (served[request.tenant],), FIRST_COME.own_key)
     queue = WaitingQueue(lambda digest: HERE, counting(by_tenant, counts))
     for index in range(1000):
         arrival_s = float(index)

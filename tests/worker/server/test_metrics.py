@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from loraplex.api.output import FinishReason
+from loraplex.api.output import FinishReason, Timings
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.worker.server import metrics
 from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
@@ -31,15 +31,58 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
     firsts = value_of("vllm:time_to_first_token_seconds_count")
     gaps = value_of("vllm:inter_token_latency_seconds_count")
     request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=0.0)
-    metrics.observe_tokens(request, TokenOutput("r", [1], 0), 0.5)
-    metrics.observe_tokens(
-        request, TokenOutput("r", [2], 1, finish_reason=FinishReason.LENGTH), 0.6
+    metrics.observe_step([(request, TokenOutput("r", [1], 0))], 0.5)
+    metrics.observe_step(
+        [(request, TokenOutput("r", [2], 1, finish_reason=FinishReason.LENGTH))], 0.6
     )
     assert value_of("vllm:prompt_tokens_total") - prompts == 7
     assert value_of("vllm:generation_tokens_total") - tokens == 2
     assert value_of("vllm:time_to_first_token_seconds_count") - firsts == 1
     assert value_of("vllm:inter_token_latency_seconds_count") - gaps == 1
     assert 'vllm:request_success_total{finished_reason="length"}' in scrape()
+
+
+def sums() -> dict[str, float]:
+    """Of all histograms and counters of vLLM's."""
+    lines = [line for line in scrape().splitlines() if line.startswith("vllm:")]
+    found = [line.partition(" ") for line in lines if "{" not in line]
+    return {name: float(value) for name, _, value in found}
+
+
+def test_the_phases_and_sizes_of_a_request_are_observed_when_it_ends() -> None:
+    before = sums()
+    request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=10.0)
+    metrics.observe_submit(64)
+    first = TokenOutput("r", [1], 0, cached_tokens=4)
+    last = TokenOutput(
+        "r", [3], 2, finish_reason=FinishReason.STOP, timings=Timings(queue_s=0.25, prefill_s=0.5)
+    )
+    for now, output in ((10.75, first), (10.875, TokenOutput("r", [2], 1)), (11.0, last)):
+        metrics.observe_step([(request, output)], now)
+    grown = {name: value - before[name] for name, value in sums().items() if value != before[name]}
+    expected = {
+        "vllm:request_queue_time_seconds_sum": 0.25,
+        "vllm:request_prefill_time_seconds_sum": 0.5,
+        "vllm:request_decode_time_seconds_sum": 0.25,
+        "vllm:request_inference_time_seconds_sum": 0.75,
+        "vllm:request_time_per_output_token_seconds_sum": 0.125,
+        "vllm:e2e_request_latency_seconds_sum": 1.0,
+        "vllm:request_prompt_tokens_sum": 7,
+        "vllm:request_generation_tokens_sum": 3,
+        "vllm:request_params_max_tokens_sum": 64,
+        "vllm:iteration_tokens_total_sum": 7 + 3,
+        "vllm:iteration_tokens_total_count": 3,
+        "vllm:prefix_cache_queries_total": 7,
+        "vllm:prefix_cache_hits_total": 4,
+    }
+    assert {name: grown[name] for name in expected} == expected
+
+
+def test_preemptions_add_up_over_engines() -> None:
+    before = value_of("vllm:num_preemptions_total")
+    for old, new in ((0, 3), (3, 3), (3, 5), (5, 2)):
+        metrics.observe_preemptions(old, new)
+    assert value_of("vllm:num_preemptions_total") - before == 7
 
 
 def test_vllm_names_say_their_model_and_no_others_do() -> None:

@@ -16,7 +16,7 @@ from loraplex_services.worker.adapters.pack.packing import ChangedRows
 from loraplex_services.worker.adapters.pack.site_plan import Part, Role
 from loraplex_services.worker.adapters.pack.values import Read, Values
 from loraplex_services.worker.model.decoder import SiteWeights
-from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.sites import EMBEDDING, NORM
 
@@ -97,7 +97,7 @@ class _Rows:
     """Some rows of the base's weight, with what the adapter has in their place or beyond them."""
 
     def __init__(
-        self, base: BaseLinear, begin: int, num_own: int, changed: ChangedRows | None = None
+        self, base: WeightRows, begin: int, num_own: int, changed: ChangedRows | None = None
     ) -> None:
         """The base's rows from `begin` on, `num_own` of them where the base has as many."""
         self._base = base

@@ -34,6 +34,8 @@ class CopiedImage:
     elapsed_s: float
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
+    copy_id: int = 0
+    """Names it to the other tensor-parallel ranks, where there are any."""
 
     @property
     def facts(self) -> AdapterFacts:
@@ -106,13 +108,12 @@ class AdapterLoader:
         self.weights.enter(slot, image.index, blocks)
 
     def _pack(self, folder: Path) -> int:
-        image = self._packer.pack(folder)
-        image.write(image_path(folder, self._packer.fingerprint))
-        return image.index.num_blocks
+        return self._packer.write(folder)
 
     def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
-            copy_events, expected_s = self.weights.copy(image, blocks, step_s)
+            own = blocks[: image.index.num_blocks]  # another rank's image may be larger
+            copy_events, expected_s = self.weights.copy(image, own, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
-            return CopiedImage(folder, image.index, tuple(blocks), elapsed_s, copy_events)
+            return CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)

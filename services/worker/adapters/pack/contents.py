@@ -36,6 +36,7 @@ class ModuleReader:
             files=(),
             geometry=self._geometry,
             max_rank=self._max_rank,
+            allow_missing=True,
         )
         unknown = [m.name for m in report.modules if m.name not in self._sites.places]
         if unknown:

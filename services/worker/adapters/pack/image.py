@@ -114,10 +114,6 @@ class PackedAdapter:
         self.index = index
         self._data = data
 
-    def described(self, facts: AdapterFacts) -> PackedAdapter:
-        """The same image with what requests must know."""
-        return PackedAdapter(msgspec.structs.replace(self.index, facts=facts), self._data)
-
     def read_into(self, buffers: Sequence[memoryview]) -> None:
         """As `Image` says."""
         begin = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 import numpy as np
@@ -26,12 +26,15 @@ from loraplex_services.worker.types.sites import SiteTable
 INT8 = "I8"
 
 
-def with_records(index: ImageIndex, table: SiteTable) -> ImageIndex:
-    """The same index with records of all sites that kernels serve."""
+def with_records(
+    index: ImageIndex, table: SiteTable, in_torch: Set[int] = frozenset()
+) -> ImageIndex:
+    """The same index with records of all sites that kernels serve, none of those `in_torch`."""
     builder = RecordBuilder([part for parts in site_parts(table) for part in parts])
     others = []
     for site in index.sites:
-        served = table.sites[site.site_id].kind in SERVED_KINDS
+        kind = table.sites[site.site_id].kind
+        served = kind in SERVED_KINDS and site.site_id not in in_torch
         if served and not site.row_ids and not site.num_rows:
             builder.add_site(site.site_id, _matrices_of(site))
         else:

@@ -45,7 +45,8 @@ def main() -> None:
 
 
 def prepare(folder: Path, sha256: str, packer: Packer) -> int:
-    """Make sure of the image, verified or made from the verified file. Returns its blocks, or 0.
+    """Make sure of the images of all ranks, verified or made from the verified file. Returns the
+    blocks of the largest, or 0.
 
     A damaged image is renamed and made again.
 
@@ -53,25 +54,33 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
         DataLoss: the tensor file is damaged.
         InvalidAdapter: not for this base, over the rank limit, or not finite.
     """
-    path = image_path(folder, packer.fingerprint)
-    try:
-        with ImageFile(path) as image:
-            image.check(packer.fingerprint)
-            return image.index.num_blocks
-    except FileNotFoundError:
-        for other in images_in(folder):
-            other.unlink()
-    except DataLoss:
-        os.replace(path, folder / DAMAGED_IMAGE)
+    counts = [_num_blocks(folder, fingerprint) for fingerprint in packer.fingerprints]
+    if all(counts):
+        return max(counts)
+    paths = [image_path(folder, fingerprint) for fingerprint in packer.fingerprints]
+    for other in set(images_in(folder)).difference(paths):
+        other.unlink()
     with (folder / TENSOR_FILE).open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256.removeprefix("sha256:"):
             raise DataLoss(f"{TENSOR_FILE} in the disk cache does not match its digest")
     try:
-        packed = packer.pack(folder)
+        return packer.write(folder)
     except NeedsBase:
         return 0
-    packed.write(path)
-    return packed.index.num_blocks
+
+
+def _num_blocks(folder: Path, fingerprint: str) -> int:
+    """Of a good image; 0 = there is none. A damaged one is renamed."""
+    path = image_path(folder, fingerprint)
+    try:
+        with ImageFile(path) as image:
+            image.check(fingerprint)
+            return image.index.num_blocks
+    except FileNotFoundError:
+        return 0
+    except DataLoss:
+        os.replace(path, folder / DAMAGED_IMAGE)
+        return 0
 
 
 if __name__ == "__main__":

@@ -6,29 +6,20 @@ What needs the base's own weights (DoRA's gains, differences from the base) come
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.tasks import SEQ_CLS
 from loraplex_services.worker.adapters.pack.contents import ModuleReader
-from loraplex_services.worker.adapters.pack.image import (
-    ImageIndex,
-    PackedAdapter,
-    PackedRole,
-    PackedSite,
-    PackedTile,
-)
-from loraplex_services.worker.adapters.pack.image_records import with_records
+from loraplex_services.worker.adapters.pack.image import PackedAdapter, image_path
+from loraplex_services.worker.adapters.pack.image_builder import ImageBuilder, Integers
 from loraplex_services.worker.adapters.pack.site_plan import (
     ItemBytes,
     Part,
@@ -36,7 +27,6 @@ from loraplex_services.worker.adapters.pack.site_plan import (
     SitePlan,
     plan_sites,
 )
-from loraplex_services.worker.adapters.pack.tiles import Packing, TileLayout, TilePlace
 from loraplex_services.worker.adapters.pack.values import (
     Read,
     TensorFile,
@@ -85,16 +75,33 @@ class Packer:
         self._reader = reader
         self._layout = layout
         self._base = base
-        self._tiles = TileLayout(layout.block_bytes)
         self.fingerprint = layout.fingerprint
+        self.fingerprints = tuple(own.fingerprint for own in layout.ranks)
+        """Of the images of all ranks."""
 
     def pack(self, folder: Path) -> PackedAdapter:
-        """Validate the adapter and lay out its bytes.
+        """Validate the adapter and lay out its bytes for the layout's rank.
 
         Raises:
             InvalidAdapter: not for this base, over the rank limit, or not finite.
             NeedsBase: there is no `base` and the adapter needs it.
         """
+        [image] = self._pack(folder, [self._layout])
+        return image
+
+    def pack_ranks(self, folder: Path) -> list[PackedAdapter]:
+        """The same for each tensor-parallel rank; what the base decides is computed once."""
+        return self._pack(folder, self._layout.ranks)
+
+    def write(self, folder: Path) -> int:
+        """Put the images of all ranks beside the adapter. Returns the blocks of the largest: every
+        rank gives an adapter the same blocks."""
+        images = self.pack_ranks(folder)
+        for image, fingerprint in zip(images, self.fingerprints, strict=True):
+            image.write(image_path(folder, fingerprint))
+        return max(image.index.num_blocks for image in images)
+
+    def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
         report = self._reader(folder)
         modules = report.modules
         if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
@@ -104,9 +111,16 @@ class Packer:
         row_ids = {name: rows.row_ids for name, rows in changed.items()}
         sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
         plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
-        packing = self._tiles.pack([part.matrix for plan in plans for part in plan.parts])
-        packed = self._fill(plans, packing, changed, file.read)
-        return packed.described(_facts_of(packed.index.sites, report.config, self._layout.ropes))
+        images = [ImageBuilder(plans, layout, row_ids) for layout in layouts]
+        for plan in plans:
+            for part in plan.parts:
+                takers = [image for image in images if image.wants(plan, part)]
+                if takers:
+                    value = self._packed(part, plan.site_id, changed, file.read)
+                    for image in takers:
+                        image.put(plan, part, value)
+        facts = _facts_of(plans, report.config, self._layout.ropes)
+        return [image.build(facts) for image in images]
 
     def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
         return itemsize(self._layout.lora_dtype(info.dtype, site_kind))
@@ -126,56 +140,16 @@ class Packer:
         sites = self._layout.sites
         return sites.sites[sites.places[module.name].site_id].kind == HEAD
 
-    def _fill(
-        self,
-        plans: Sequence[SitePlan],
-        packing: Packing,
-        changed: dict[str, ChangedRows],
-        read: Read,
-    ) -> PackedAdapter:
-        data = np.zeros(packing.num_bytes, np.uint8)
-        placed = iter(packing.tiles)
-        sites = []
-        for plan in plans:
-            by_role: dict[Role, tuple[str, list[PackedTile]]] = {}
-            row_ids: list[int] = []
-            factors = np.ones(sum(part.rank_len for part in plan.slices), np.float32)
-            for part in plan.parts:
-                if part.role is Role.ROWS:
-                    row_ids += changed[part.module.name].row_ids
-                    value = changed[part.module.name].rows.to(self._layout.dtype)
-                else:
-                    value = self._value(part, plan.site_id, read)
-                if part.matrix.itemsize == itemsize("I8"):
-                    value, of_rows = value.to_int8()
-                    factors[part.row_begin : part.row_begin + len(of_rows)] *= of_rows
-                places = next(placed)
-                self._write(data, value, places)
-                _, tiles = by_role.setdefault(part.role, (value.dtype, []))
-                tiles += [_shifted(place, part) for place in places]
-            site = self._site(plan, by_role, row_ids)
-            if any(role.dtype == "I8" for role in site.roles):
-                site = msgspec.structs.replace(site, factors=factors.tolist())
-            sites.append(site)
-        index = ImageIndex(self.fingerprint, packing.num_blocks, packing.num_bytes, sites)
-        index = with_records(index, self._layout.sites)
-        return PackedAdapter(index, data.data)
-
-    def _site(
-        self,
-        plan: SitePlan,
-        by_role: dict[Role, tuple[str, list[PackedTile]]],
-        row_ids: list[int],
-    ) -> PackedSite:
-        slices = [
-            (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
-            for part in plan.slices
-        ]
-        roles = [
-            PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
-            for role, (dtype, tiles) in by_role.items()
-        ]
-        return PackedSite(plan.site_id, slices, roles, row_ids, plan.num_rows)
+    def _packed(
+        self, part: Part, site_id: int, changed: dict[str, ChangedRows], read: Read
+    ) -> Values | Integers:
+        """The whole value of a part, in the type that it is packed in."""
+        if part.role is Role.ROWS:
+            return changed[part.module.name].rows.to(self._layout.dtype)
+        value = self._value(part, site_id, read)
+        if part.matrix.itemsize == itemsize("I8"):
+            return Integers(*value.to_int8())
+        return value
 
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
         """The matrix to be packed, in the type to be packed in, unless that is an integer."""
@@ -204,16 +178,6 @@ class Packer:
             check_finite(value, info.name)
         return Values(value.data.T, value.dtype) if is_turned else value
 
-    def _write(self, data: NDArray[np.uint8], value: Values, places: Sequence[TilePlace]) -> None:
-        item_type: Any = value.data.dtype
-        for place in places:
-            begin = place.block * self._layout.block_bytes + place.offset_bytes
-            shape = place.row_end - place.row_begin, place.col_end - place.col_begin
-            end = begin + shape[0] * shape[1] * item_type.itemsize
-            rows = slice(place.row_begin, place.row_end)
-            target = data[begin:end].view(item_type).reshape(shape)
-            target[:] = value.data[rows, place.col_begin : place.col_end]
-
 
 _ALONE = {
     Role.GAIN: "uses DoRA",
@@ -231,11 +195,11 @@ def _head_rows(module: AdapterModule, read: Read) -> ChangedRows:
     return ChangedRows(tuple(range(len(weight.data))), weight)
 
 
-def _facts_of(sites: Sequence[PackedSite], config: AdapterConfig, ropes: BaseRopes) -> AdapterFacts:
+def _facts_of(plans: Sequence[SitePlan], config: AdapterConfig, ropes: BaseRopes) -> AdapterFacts:
     """Raises InvalidAdapter for a rotary embedding that the base cannot have."""
-    roles = {Role(role.role) for site in sites for role in site.roles}
+    roles = {part.role for plan in plans for part in plan.parts}
     reasons = [why for role, why in _ALONE.items() if role in roles]
-    vocab_size = max((site.num_rows for site in sites), default=0)
+    vocab_size = max((plan.num_rows for plan in plans), default=0)
     if vocab_size:
         reasons.insert(0, "has a vocabulary of its own")
     if config.task == SEQ_CLS:
@@ -282,29 +246,3 @@ def _a_of_expert(stacked: Values, module: AdapterModule) -> Values:
 def _b_of_expert(stacked: Values, share: ExpertShare) -> Values:
     """Its rows of B turned, `[rank * experts, out]`, where experts alternate."""
     return Values(stacked.data[share.index :: share.num_experts], stacked.dtype)
-
-
-def _shifted(place: TilePlace, part: Part) -> PackedTile:
-    """A tile in the coordinates of its site."""
-    return (
-        part.row_begin + place.row_begin,
-        part.row_begin + place.row_end,
-        part.col_begin + place.col_begin,
-        part.col_begin + place.col_end,
-        place.block,
-        place.offset_bytes,
-    )
-
-
-def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
-    """Join tiles of a block whose rows follow each other in the matrix and in memory."""
-    last = tiles[0]
-    for _, tile in pairwise(tiles):
-        row_begin, row_end, col_begin, col_end, block, offset = last
-        end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
-        if (row_end, col_begin, col_end, block, end) == (tile[0], *tile[2:]):
-            last = (row_begin, tile[1], col_begin, col_end, block, offset)
-        else:
-            yield last
-            last = tile
-    yield last

@@ -10,6 +10,7 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex_services.worker.adapters.pack.tiles import Matrix
 from loraplex_services.worker.ops.lora.slices import Slice
+from loraplex_services.worker.types.sharding import Span
 from loraplex_services.worker.types.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
 
 FLOAT32_BYTES = 4
@@ -44,6 +45,10 @@ class Part:
     row_begin: int
     col_begin: int
     matrix: Matrix
+    columns: tuple[Span, ...] | None = None
+    """Columns of the whole value that a tensor-parallel rank has; None = all."""
+    rows: tuple[int, ...] | None = None
+    """Rows of it; None = all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class BaseLinear(Protocol):
-    """What a LoRA layer and DoRA need of a base weight `[out, in]`."""
+class WeightRows(Protocol):
+    """What packing an adapter needs of a base weight `[out, in]`."""
 
     out_features: int
     in_features: int
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) as the layer uses them, float32 `[end - begin, in]`."""
+        ...
+
+
+class BaseLinear(WeightRows, Protocol):
+    """What a LoRA layer and DoRA need of a base weight `[out, in]`."""
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> fresh `[T, out]`."""
@@ -22,10 +30,6 @@ class BaseLinear(Protocol):
     def apply_float32(self, x: Tensor) -> Tensor:
         """`[T, in]` -> fresh float32 `[T, out]`, not rounded to x's dtype where
         `keeps_float32(x)`."""
-        ...
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) as the layer uses them, float32 `[end - begin, in]`."""
         ...
 
 

@@ -28,9 +28,9 @@ def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         if delta is not None:
             out, rows = y[run.begin : run.end], x[run.begin : run.end]
             if delta.row_ids is not None:
-                _replace_outputs(out, rows, delta.rows, delta.row_ids)
+                replace_outputs(out, rows, delta.rows, delta.row_ids)
             if delta.a:
-                _expand(out, _shrink(rows, delta), delta, run.coef)
+                expand(out, shrink(rows, delta.a, delta.rank), delta, run.coef)
             apply_vectors(out, delta, run.coef)
 
 
@@ -48,11 +48,11 @@ def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBat
             if delta.row_ids is not None:
                 _replace_rows(out, ids, delta.rows, delta.row_ids)
             if delta.a:
-                _expand(out, _look_up(ids, delta), delta, run.coef)
+                expand(out, _look_up(ids, delta), delta, run.coef)
             apply_vectors(out, delta, run.coef)
 
 
-def _replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
+def replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
     """y[:, row_ids] = x rows^T."""
     products = torch.zeros(len(x), len(row_ids), dtype=torch.float32, device=x.device)
     for tile in rows:
@@ -70,12 +70,12 @@ def _replace_rows(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: T
         y[hits, tile.col_begin : tile.col_end] = tile.data[places[hits] - tile.row_begin]
 
 
-def _shrink(x: Tensor, delta: SiteDelta) -> Tensor:
-    """x A^T, float32 `[n, rank]`."""
-    if len(delta.a) == 1:
-        return x.float() @ delta.a[0].data.float().T
-    shrunk = torch.zeros(len(x), delta.rank, dtype=torch.float32, device=x.device)
-    for tile in delta.a:
+def shrink(x: Tensor, a: Sequence[Tile], num_rows: int) -> Tensor:
+    """x A^T, float32 `[n, num_rows]`, where A has so many rows."""
+    if len(a) == 1:
+        return x.float() @ a[0].data.float().T
+    shrunk = torch.zeros(len(x), num_rows, dtype=torch.float32, device=x.device)
+    for tile in a:
         _shrink_tile(shrunk, x, tile)
     return shrunk
 
@@ -96,7 +96,7 @@ def _look_up(token_ids: Tensor, delta: SiteDelta) -> Tensor:
     return found
 
 
-def _expand(y: Tensor, shrunk: Tensor, delta: SiteDelta, coef: float) -> None:
+def expand(y: Tensor, shrunk: Tensor, delta: SiteDelta, coef: float) -> None:
     """y += coef * scale * shrunk B. Mutates both."""
     shrunk.mul_(delta.scales)
     if coef != 1.0:

@@ -21,7 +21,7 @@ BLOCK_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class GroupedTiling:
     """Sizes of the tiles of one grouped product."""
 
     block_rows: int
@@ -35,24 +35,24 @@ class Tiling:
 
 
 TILINGS_HALF = (
-    Tiling(16, 64, 128, 4, 4, 2),
-    Tiling(64, 128, 64, 4, 3, 2),
-    Tiling(128, 128, 32, 8, 4, 2),
+    GroupedTiling(16, 64, 128, 4, 4, 2),
+    GroupedTiling(64, 128, 64, 4, 3, 2),
+    GroupedTiling(128, 128, 32, 8, 4, 2),
 )
 """For bfloat16 and float16: few pairs an expert, where weights are what is read; some; many. The
 first is what plain products of one to sixteen rows ran fastest with on an H200; the others are
 reasoned."""
-TILINGS_FLOAT32 = (Tiling(16, 32, 64, 4, 3, 2), Tiling(32, 64, 32, 4, 3, 2))
+TILINGS_FLOAT32 = (GroupedTiling(16, 32, 64, 4, 3, 2), GroupedTiling(32, 64, 32, 4, 3, 2))
 FEW_PAIRS, SOME_PAIRS = 16, 96
 """An expert's pairs on average up to which the first tiling and the second serve."""
 
 
-def tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
+def tilings(dtype: torch.dtype) -> tuple[GroupedTiling, ...]:
     """All that products of a dtype use."""
     return TILINGS_FLOAT32 if dtype is torch.float32 else TILINGS_HALF
 
 
-def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
+def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> GroupedTiling:
     """By the mean number of pairs an expert: how many it really has only the device knows."""
     choices, mean = tilings(dtype), num_pairs / num_experts
     number = (mean > FEW_PAIRS) + (mean > SOME_PAIRS)
@@ -143,7 +143,7 @@ def _multiply_tile(
 
 
 def grouped_linear(
-    x: Tensor, weights: Tensor, pairs: SortedPairs, tiling: Tiling, of_tokens: bool
+    x: Tensor, weights: Tensor, pairs: SortedPairs, tiling: GroupedTiling, of_tokens: bool
 ) -> Tensor:
     """Semantics: y[p] = W[expert of p] x[p] for each pair p.
 
@@ -175,7 +175,7 @@ def grouped_linear(
 
 
 def constants_of(
-    tiling: Tiling, num_experts: int, num_active: int, dtype: torch.dtype
+    tiling: GroupedTiling, num_experts: int, num_active: int, dtype: torch.dtype
 ) -> dict[str, int | bool]:
     """What `grouped_linear_kernel` is compiled for."""
     return {

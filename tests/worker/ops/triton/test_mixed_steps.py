@@ -1,11 +1,11 @@
-"""Forward passes that are cut into pieces at each attention, against eager ones."""
+"""Forward passes that are cut into segments at each attention, against eager ones."""
 
 import pytest
 import torch
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, PieceRecorder
+from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.ops.triton.conftest import INTERPRETING
@@ -58,7 +58,7 @@ def eager(runner, plan):
         return runner._model.forward(runner._batches.make(runner._batches.read(plan)))
 
 
-class AttendingRecorder(PieceRecorder):
+class AttendingRecorder(SegmentRecorder):
     """Attends where a capture would be interrupted: what a replay does, in one pass."""
 
     def __init__(self, inputs, size, attention):
@@ -68,7 +68,7 @@ class AttendingRecorder(PieceRecorder):
     def interrupt(self, *call):
         attended = super().interrupt(*call)
         self._attention.out = attended[: self._attention.num_tokens]
-        self.pieces[-2].attention.run(self._attention)
+        self.segments[-2].attention.run(self._attention)
         return attended
 
 
@@ -85,9 +85,9 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
     num_layers = len(runner._model._layers)
-    assert len(recorder.pieces) == num_layers + 1
-    sites = [site for piece in recorder.pieces for site in piece.sites]
-    assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own piece"
+    assert len(recorder.segments) == num_layers + 1
+    sites = [site for piece in recorder.segments for site in piece.sites]
+    assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own segment"
 
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
@@ -108,7 +108,7 @@ def test_replayed_pieces_equal_an_eager_step(runner, device):
     expected = eager(runner, plan).clone()
     step = runner._batches.read(plan)
     graph = gpu.graph_of(step)
-    assert len(graph.pieces) == len(runner._model._layers) + 1
+    assert len(graph.segments) == len(runner._model._layers) + 1
     before = torch.zeros(0, dtype=torch.int64, device=device)
     with torch.inference_mode():
         for _ in range(2):  # what a replay leaves behind changes nothing in the next

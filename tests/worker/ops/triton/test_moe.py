@@ -32,7 +32,7 @@ from tests.worker.ops.triton.reads import note_reads
 from tests.worker.ops.triton.test_runner import AsksNobody
 from tests.worker.tiny import CONFIG
 
-SMALL = moe.Tiling(16, 32, 16, 4, 2, 2)
+SMALL = moe.GroupedTiling(16, 32, 16, 4, 2, 2)
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 9, [3, 2]]
 MOE = {
     "architectures": ["Qwen2MoeForCausalLM"],

@@ -11,6 +11,7 @@ from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner import building
+from loraplex_services.worker.runner.allocation import kv_buffer
 from loraplex_services.worker.runner.backends import choose_operators
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
@@ -263,7 +264,7 @@ def test_the_largest_step_is_run_to_measure_it_and_writes_nothing(folders, devic
     dtype = torch.float32
     operators = choose_operators(device, dtype, "auto", "triton")
     config, model = building._read_model(folders[0], "auto", dtype, device, operators)
-    kv = building._kv_buffer(config, dtype, device, 1 << 20)
+    kv = kv_buffer(config, dtype, device, 1 << 20)
     kv.arena.data.zero_()
     logits = run_largest_step(model, operators, kv, max_num_tokens=40, max_num_rows=3)
     assert logits.shape == (3, config.vocab_size) and logits.isfinite().all()

@@ -1,0 +1,211 @@
+"""What one tenant's worst does to the ordinary traffic of another, for each shared resource.
+
+    python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE]
+
+`loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs alone and
+then beside an attacker, for the same time. A ratio is the median over the rounds of p99 beside the
+attacker over p99 alone. The attackers have the lowest priority of the scheduler, because they share
+the machine with the servers; what they make the servers do has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import write_results
+from benchmarks.serving.isolation_attacks import (
+    ATTACKS,
+    LIMITED,
+    LOOPING_ADAPTER,
+    NUM_OWN_ADAPTERS,
+)
+from benchmarks.serving.isolation_traffic import Target, Waits, ordinary_traffic
+from benchmarks.serving.process_memory import PeakMemory
+from demo.stack import Stack, running_stack
+from loraplex.api.registry import Tenant
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
+
+DEMO = Path(__file__).parents[2] / "demo"
+BASE_ID = "base"
+CACHE_BYTES = "4MiB"
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+_SETTLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """Tenants of one stack."""
+
+    ordinary: Target
+    attacker: Target
+    limited: Target
+    """Another attacker, which the operator lets run 4 sequences at a time."""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = parse_args()
+    with isolated_stack() as tenants:
+        results = {}
+        for resource in ATTACKS:
+            if args.only in ("", resource):
+                results[resource] = measured(tenants, resource, args.rounds, args.seconds)
+                print(_row(resource, results[resource]), flush=True)
+    if args.only:
+        return
+    write_results("isolation", {"rounds": args.rounds, "seconds": args.seconds, **results})
+
+
+def parse_args() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each half of a round")
+    parser.add_argument("--only", default="", choices=("", *ATTACKS), metavar="RESOURCE")
+    return parser.parse_args()
+
+
+@contextmanager
+def isolated_stack() -> Iterator[Tenants]:
+    """A stack with keys, and adapters of both tenants."""
+    with tempfile.TemporaryDirectory(prefix="isolation-") as folder:
+        admin_key = f"lpx_bench_{secrets.token_hex(16)}"
+        key_file = Path(folder) / "admin-key"
+        key_file.write_text(admin_key)
+        settings = {
+            "LORAPLEX_AUTH": "keys",
+            "LORAPLEX_ADMIN_KEY_FILE": str(key_file),
+            "LORAPLEX_CACHE_BYTES": CACHE_BYTES,
+        }
+        with running_stack(DEMO / "base", BASE_ID, Path(folder) / "state", settings) as stack:
+            yield asyncio.run(_prepared(stack, admin_key, Path(folder)))
+
+
+async def _prepared(stack: Stack, admin_key: str, folder: Path) -> Tenants:
+    async with RegistryClient(stack.registry, Credentials(api_key=admin_key)) as admin:
+        made = [
+            await admin.admin.create_key(tenant, ["reader", "publisher"])
+            for tenant in ("acme", "globex", "initech")
+        ]
+        await admin.admin.set_tenant(Tenant("initech", max_concurrent=4), ["max_concurrent"])
+    ordinary, attacker, limited = (_target(stack, token) for _, token in made)
+    async with RegistryClient(stack.registry, Credentials(api_key=ordinary.key)) as client:
+        await client.upload(DEMO / "adapters" / "upper", Publication("upper"))
+    async with RegistryClient(stack.registry, Credentials(api_key=attacker.key)) as client:
+        for number in range(NUM_OWN_ADAPTERS):
+            own = _adapter_like_upper(folder / f"own-{number}", number)
+            await client.upload(own, Publication(own.name))
+        looping = _adapter_like_upper(folder / LOOPING_ADAPTER, NUM_OWN_ADAPTERS)
+        (looping / "chat_template.jinja").write_text(LOOP)
+        await client.upload(looping, Publication(LOOPING_ADAPTER))
+    return Tenants(ordinary, attacker, limited)
+
+
+def _target(stack: Stack, key: str) -> Target:
+    host, _, port = stack.http.removeprefix("http://").rpartition(":")
+    return Target(host, int(port), stack.registry, key)
+
+
+def _adapter_like_upper(folder: Path, number: int) -> Path:
+    """Another adapter of the same size: one byte of its last tensor differs."""
+    shutil.copytree(DEMO / "adapters" / "upper", folder)
+    path = folder / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4] ^= number + 1  # the lowest bits of a float32
+    path.write_bytes(data)
+    return folder
+
+
+def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Ratios of one resource, with how requests ended and the memory of the services."""
+    kind = ATTACKS[resource][-1]
+    alone, beside, attacks = [], [], Counter[str]()
+
+    def traffic() -> Waits:
+        return asyncio.run(ordinary_traffic(tenants.ordinary, "upper", kind, seconds))
+
+    traffic()  # loads the adapter, and starts the processes of pools
+    with PeakMemory() as memory:
+        for _ in range(rounds):
+            alone.append(traffic())
+            attacker = tenants.limited if resource == LIMITED else tenants.attacker
+            with attack(resource, attacker, attacks):
+                beside.append(traffic())
+    return {
+        "attack": ATTACKS[resource][0],
+        "first_token_p99": _ratio(beside, alone, "first_token_s"),
+        "between_tokens_p99": _ratio(beside, alone, "between_tokens_s"),
+        "registry_read_p99": _ratio(beside, alone, "registry_read_s"),
+        "failed_alone": sum(waits.num_failed for waits in alone),
+        "failed": sum(waits.num_failed for waits in beside),
+        "requests": sum(waits.statuses.total() for waits in beside),
+        "attacker": dict(attacks),
+        "peak_mib": {name: peak >> 20 for name, peak in memory.peaks.items()},
+        "p99_s": [
+            {name: _p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *beside)
+        ],
+    }
+
+
+@contextmanager
+def attack(resource: str, target: Target, statuses: Counter[str]) -> Iterator[None]:
+    """Attack meanwhile, from a process of its own. Mutates: statuses, how its requests ended."""
+    command = [sys.executable, "-m", "benchmarks.serving.isolation_attacks", resource]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=DEMO.parent
+    )
+    assert process.stdin is not None, "opened with a pipe"
+    process.stdin.write(json.dumps(asdict(target)) + "\n")
+    process.stdin.flush()
+    try:
+        asyncio.run(asyncio.sleep(_SETTLE_S))
+        yield
+    finally:
+        out, _ = process.communicate(timeout=60)
+        statuses.update(json.loads(out))
+
+
+_WAITS = ("first_token_s", "between_tokens_s", "registry_read_s")
+
+
+def _ratio(beside: Sequence[Waits], alone: Sequence[Waits], name: str) -> float:
+    ratios = [
+        _p99(getattr(a, name)) / _p99(getattr(b, name)) for a, b in zip(beside, alone, strict=True)
+    ]
+    return round(statistics.median(ratios), 2)
+
+
+def _p99(values: Sequence[float]) -> float:
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+def _row(resource: str, result: dict[str, Any]) -> str:
+    peaks = ", ".join(f"{name} {mib} MiB" for name, mib in result["peak_mib"].items())
+    return (
+        f"{resource}: first token {result['first_token_p99']}x, between tokens "
+        f"{result['between_tokens_p99']}x, registry read {result['registry_read_p99']}x, "
+        f"{result['failed']} of {result['requests']} failed ({result['failed_alone']} alone); "
+        f"attacker {result['attacker']}; peaks: {peaks}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`loraplex usage`: who used what."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from loraplex.cli.output import print_json, print_table
+from loraplex.cli.parsing import add_command, add_connection
+from loraplex.cli.publish import client_of
+
+if TYPE_CHECKING:
+    from loraplex.api.registry import UsageEntry
+
+_COUNTERS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens")
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "usage",
+        _usage,
+        "Show requests, tokens, errors and seconds by day, tenant and adapter.",
+        "loraplex usage --adapter acme/support --since 2026-11-01 --csv",
+    )
+    parser.add_argument(
+        "--tenant", default="", help="of this tenant, or 'all'; both need the first admin key"
+    )
+    parser.add_argument("--adapter", default="", metavar="TENANT/NAME", help="only this adapter")
+    parser.add_argument(
+        "--since", default="", metavar="DAY", help="first day, as YYYY-MM-DD (30 days ago)"
+    )
+    parser.add_argument("--csv", action="store_true", help="print comma-separated values")
+    add_connection(parser, "registry")
+
+
+async def _usage(args: argparse.Namespace) -> None:
+    every = args.tenant == "all"
+    async with client_of(args) as client:
+        entries = await client.usage(
+            tenant="" if every else args.tenant,
+            all_tenants=every,
+            model=args.adapter,
+            since=args.since,
+        )
+    if args.json:
+        for entry in entries:
+            print_json(entry)
+        return
+    header = ("day", "tenant", "model", *_COUNTERS, "seconds")
+    if args.csv:
+        import csv
+
+        csv.writer(sys.stdout).writerows([header, *map(_row, entries)])
+        return
+    print_table([name.upper().replace("_", " ") for name in header], list(map(_row, entries)))
+
+
+def _row(entry: UsageEntry) -> tuple[str, ...]:
+    counters = (str(getattr(entry, name)) for name in _COUNTERS)
+    return (entry.day, entry.tenant, entry.model, *counters, f"{entry.duration_s:.3f}")

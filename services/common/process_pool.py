@@ -1,0 +1,215 @@
+"""A pool of processes for work on what tenants send: templates, grammars, tokenizers, headers.
+
+Such input can take long, need much memory or crash the library that reads it. Each job runs in a
+process with a memory limit and a time limit, tenants get the processes in rotation, and a job that
+ran out of time or killed its process is refused for a while without running again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Hashable
+from typing import Any
+
+from loraplex.errors import LoraplexError, ResourceExhausted, Unavailable
+from loraplex_services.common.job_process import FRAME, MAX_FRAME_BYTES
+from loraplex_services.common.limits import PoolLimits
+from loraplex_services.common.piped_process import start_module
+from loraplex_services.common.recent import Recent
+from loraplex_services.common.tenant_slots import TenantSlots
+
+REFUSED_S = 30.0
+"""How long a job is refused after it failed."""
+MAX_REFUSED = 1024
+
+
+class JobFailed(Exception):
+    """A job ran out of time or killed its process."""
+
+    def __init__(self, *, is_late: bool, is_repeated: bool) -> None:
+        super().__init__()
+        self.is_late = is_late
+        """True if it ran out of time."""
+        self.is_repeated = is_repeated
+        """True if it failed a moment ago and did not run again."""
+
+
+class ProcessPool:
+    """Runs jobs in processes of one module. They start when they are first needed."""
+
+    def __init__(self, module: str, limits: PoolLimits, setup: bytes = b"") -> None:
+        """`setup` is the first frame that each process gets."""
+        self._module = module
+        self._limits = limits
+        self._setup = setup
+        self._slots = TenantSlots(limits.num_processes)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._all: set[asyncio.subprocess.Process] = set()
+        """Those that run, idle or not."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gone = asyncio.Event()
+        self._refused: Recent[Hashable, tuple[float, bool]] = Recent(MAX_REFUSED)
+        """When a job failed, and whether it was late."""
+        self._answers: Recent[Hashable, bytes] = Recent(limits.num_answers)
+        self._is_closed = False
+
+    async def ask(self, tenant: str, job: bytes, key: Hashable = None) -> bytes:
+        """The answer to a job.
+
+        Args:
+            key: what the answer or failure is remembered by; None = nothing is remembered.
+
+        Raises:
+            JobFailed: it ran out of time or killed its process, now or a moment ago.
+            ResourceExhausted: the tenant has too many jobs waiting, or waited too long.
+            Unavailable: no process could be started.
+        """
+        if (known := self._known(key)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(self._limits.max_wait_s):
+                await self._slots.take(tenant, self._limits.work)
+        except TimeoutError:
+            raise ResourceExhausted(
+                f"all processes for {self._limits.work} are busy; try again",
+                reason="POOL_BUSY",
+                retry_after_s=1.0,
+            ) from None
+        process = None
+        try:
+            if (known := self._known(key)) is not None:  # meanwhile
+                return known
+            process = await self._started()
+            answer = await self._answer(process, job, key)
+            if key is not None:
+                self._answers.put(key, answer)
+            return answer
+        except BaseException:
+            if process is not None:
+                self._kill(process)
+            raise
+        finally:
+            self._release(tenant, process)
+
+    async def close(self) -> None:
+        """End all processes and wait until they are gone."""
+        self._is_closed = True
+        while self._idle:
+            self._kill(self._idle.pop())
+        for process in self._all:
+            process.kill()  # whoever waits for its answer collects it
+        if self._all or self._tasks:
+            await self._gone.wait()
+
+    def _known(self, key: Hashable) -> bytes | None:
+        """The answer, if it is remembered. Raises: JobFailed."""
+        if key is None:
+            return None
+        failed = self._refused.get(key)
+        if failed is not None and _now_s() - failed[0] < REFUSED_S:
+            raise JobFailed(is_late=failed[1], is_repeated=True)
+        return self._answers.get(key)
+
+    async def _answer(
+        self, process: asyncio.subprocess.Process, job: bytes, key: Hashable
+    ) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await _exchange(process, job)
+        except (TimeoutError, EOFError, OSError) as failure:
+            if self._is_closed:
+                raise Unavailable("the server stops", retry_after_s=1.0) from None
+            is_late = isinstance(failure, TimeoutError)
+            if key is not None:
+                self._refused.put(key, (_now_s(), is_late))
+            raise JobFailed(is_late=is_late, is_repeated=False) from None
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """An idle process or a new one. Its start does not count as time of the job."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            self._kill(process)
+        if self._is_closed:
+            raise Unavailable("the server stops", retry_after_s=1.0)
+        process = await start_module(self._module)
+        self._all.add(process)
+        if self._is_closed:  # meanwhile
+            process.kill()
+        try:
+            async with asyncio.timeout(self._limits.start_timeout_s):
+                await _exchange(process, self._setup)
+        except (TimeoutError, EOFError, OSError):
+            self._kill(process)
+            raise Unavailable(
+                f"no process for {self._limits.work} could be started; try again",
+                reason="PROCESS_FAILED",
+                retry_after_s=1.0,
+            ) from None
+        except BaseException:
+            self._kill(process)
+            raise
+        return process
+
+    def _release(self, tenant: str, process: asyncio.subprocess.Process | None) -> None:
+        """Free the slot. Where the job cost its process, the tenant holds the slot until there is
+        another, so that no other tenant waits for the start."""
+        if process is None or self._is_closed:
+            if process in self._all:
+                self._kill(process)
+            self._slots.give(tenant)
+        elif process not in self._all:
+            self._run(self._replace(tenant))
+        else:
+            if self._limits.keeps_processes:
+                self._idle.append(process)
+            else:
+                self._kill(process)
+            self._slots.give(tenant)
+
+    async def _replace(self, tenant: str) -> None:
+        try:
+            if self._limits.keeps_processes:
+                self._idle.append(await self._started())
+        except (LoraplexError, OSError):
+            pass  # the next job tries again and reports the reason
+        finally:
+            self._slots.give(tenant)
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        """End a process at once, and collect its exit status in the background."""
+        self._all.discard(process)
+        if process.returncode is None:
+            process.kill()
+        self._run(_collect(process))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._is_closed and not self._all and not self._tasks:
+            self._gone.set()
+
+
+async def _collect(process: asyncio.subprocess.Process) -> None:
+    await process.communicate()
+
+
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
+    """Send a frame and await its answer. Raises: EOFError, OSError if the process died."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(FRAME.pack(len(frame)))
+    process.stdin.write(frame)
+    await process.stdin.drain()
+    (length,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
+    if length > MAX_FRAME_BYTES:
+        raise EOFError
+    return await process.stdout.readexactly(length)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,41 @@
+"""GET /v1/usage: what the caller's tenant has used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.registry.usage_reports import UsageCounts, UsageKey
+
+_PARAMETERS = ("since", "adapter")
+Read = Callable[[str, str, str], Awaitable[list[tuple[UsageKey, UsageCounts]]]]
+"""Usage of a tenant, of one model ("" = all), since a day ("" = 30 days ago)."""
+
+
+class UsageEndpoint:
+    """The endpoint over the registry's counts."""
+
+    def __init__(self, caller: Callable[[Request], Awaitable[Caller]], read: Read) -> None:
+        self._caller = caller
+        self._read = read
+
+    def routes(self) -> list[Route]:
+        """The path."""
+        return [Route("/v1/usage", self.usage, methods=["GET"])]
+
+    async def usage(self, request: Request) -> Response:
+        """GET /v1/usage?since=YYYY-MM-DD&adapter=NAME."""
+        tenant = (await self._caller(request)).tenant
+        for name in request.query_params:
+            if name not in _PARAMETERS:
+                raise InvalidRequest.field(name, "", "unknown; there are since and adapter")
+        adapter = request.query_params.get("adapter", "")
+        found = await self._read(tenant, adapter, request.query_params.get("since", ""))
+        data = [{**key._asdict(), **dataclasses.asdict(counts)} for key, counts in found]
+        return JSONResponse({"object": "list", "data": data})

@@ -1,0 +1,97 @@
+"""What tenants use: one log line for each request, and counts that go to the registry."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.recent import CANCELLED, OK, RecentRequests
+from loraplex_services.gateway.registry.usage_reports import UsageByKey, UsageCounts, UsageKey
+from loraplex_services.gateway.request import GenerateCall, Target
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS = 5_000
+"""Days, tenants and models that are counted apart between two reports."""
+OTHER = "other"
+"""Models beyond that."""
+
+
+class UsageCounter:
+    """Counts since they were last taken."""
+
+    def __init__(self) -> None:
+        self._counts: dict[UsageKey, UsageCounts] = {}
+        self.recent = RecentRequests()
+
+    def add(self, prepared: PreparedRequest, outcome: str) -> None:
+        """Count a request that ended, and log it. The log contains nothing of its text."""
+        usage, duration_s = prepared.usage, now_s() - prepared.arrival_s
+        tenant, model = prepared.call.tenant, model_of(prepared.target)
+        logger.info(
+            "request",
+            extra={
+                "request_id": prepared.call.request_id,
+                "tenant": tenant,
+                "model": ",".join(each.label for each in prepared.target.adapters) or model,
+                "outcome": outcome,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "generated_tokens": usage.completion_tokens,
+                "duration_s": round(duration_s, 4),
+            },
+        )
+        self.recent.ended(
+            outcome,
+            model,
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.completion_tokens,
+            duration_s=duration_s,
+        )
+        counts = self._of(_today(), tenant, model)
+        counts.requests += 1
+        counts.errors += outcome not in (OK, CANCELLED)
+        counts.prompt_tokens += usage.prompt_tokens
+        counts.cached_tokens += usage.cached_tokens
+        counts.generated_tokens += usage.completion_tokens
+        counts.duration_s += duration_s
+
+    def refuse(self, call: GenerateCall, error: LoraplexError) -> None:
+        """Log a request that was refused. What it names as its model may be anything, and is left
+        out."""
+        outcome = outcome_of(error)
+        fields = {"request_id": call.request_id, "tenant": call.tenant, "outcome": outcome}
+        logger.info("request", extra=fields)
+        self.recent.ended(outcome)
+
+    def take(self) -> UsageByKey:
+        """The counts, which begin anew."""
+        taken, self._counts = self._counts, {}
+        return taken
+
+    def _of(self, day: str, tenant: str, model: str) -> UsageCounts:
+        key = UsageKey(day, tenant, model)
+        if key not in self._counts and len(self._counts) >= MAX_KEYS:
+            key = UsageKey(day, tenant, OTHER)
+        return self._counts.setdefault(key, UsageCounts())
+
+
+def model_of(target: Target) -> str:
+    """Names of the adapters without their versions, or the base."""
+    names = sorted(adapter.label.rpartition(":")[0] for adapter in target.adapters)
+    return "+".join(names) or target.base_id
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a request ended that raised."""
+    if isinstance(error, LoraplexError):
+        return error.reason.lower()
+    return "internal" if isinstance(error, Exception) else CANCELLED
+
+
+def _today() -> str:
+    return datetime.datetime.fromtimestamp(time.time(), datetime.UTC).date().isoformat()

@@ -1,0 +1,106 @@
+"""Sends what tenants used to the registry; a report that failed is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from loraplex.errors import LoraplexError
+from loraplex.v1 import registry_pb2
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+
+
+class UsageKey(NamedTuple):
+    """What is counted apart."""
+
+    day: str
+    """YYYY-MM-DD, in UTC."""
+    tenant: str
+    model: str
+
+
+@dataclass(slots=True)
+class UsageCounts:
+    """Sums over requests."""
+
+    requests: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    duration_s: float = 0.0
+
+
+UsageByKey = Mapping[UsageKey, UsageCounts]
+
+
+class UsageReceiver(Protocol):
+    """The registry, as far as it keeps usage."""
+
+    async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
+        """Add a report, once. Raises: LoraplexError."""
+
+
+class UsageReports:
+    """Reports of one gateway."""
+
+    def __init__(self, registry: UsageReceiver, take: Callable[[], UsageByKey]) -> None:
+        """`take` returns what was counted since its last call."""
+        self._registry = registry
+        self._take = take
+        self._unsent: registry_pb2.RecordUsageRequest | None = None
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.send()
+
+    async def send(self) -> None:
+        """Send what was counted, or the last report again if it may not have arrived."""
+        if self._unsent is None:
+            entries = [_entry(key, counts) for key, counts in self._take().items()]
+            if not entries:
+                return
+            report_id = secrets.token_hex(16)
+            self._unsent = registry_pb2.RecordUsageRequest(report_id=report_id, entries=entries)
+        try:
+            await self._registry.record_usage(self._unsent)
+        except LoraplexError as error:
+            logger.warning("usage not reported", extra={"problem": error.message})
+        else:
+            self._unsent = None
+
+
+def usage_from_wire(entry: registry_pb2.UsageEntry) -> tuple[UsageKey, UsageCounts]:
+    """One line of a list."""
+    counts = UsageCounts(
+        entry.requests,
+        entry.errors,
+        entry.prompt_tokens,
+        entry.cached_tokens,
+        entry.generated_tokens,
+        entry.duration_ms / 1000,
+    )
+    return UsageKey(entry.day, entry.tenant, entry.model), counts
+
+
+def _entry(key: UsageKey, counts: UsageCounts) -> registry_pb2.UsageEntry:
+    return registry_pb2.UsageEntry(
+        day=key.day,
+        tenant=key.tenant,
+        model=key.model,
+        requests=counts.requests,
+        errors=counts.errors,
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        duration_ms=round(counts.duration_s * 1000),
+    )

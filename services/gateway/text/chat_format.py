@@ -1,0 +1,47 @@
+"""The chat template that a model's files name, and the special tokens that it may use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """A chat template and the names it may use."""
+
+    template: str
+    special_tokens: Mapping[str, str]
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    content = files.get(name)
+    loaded = json.loads(content) if content else {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
+    """The chat template of a model's files, by name; None without one. Raises: ValueError."""
+    config = _json_file(files, "tokenizer_config.json")
+    template: Any = config.get("chat_template")
+    template = _json_file(files, "chat_template.json").get("chat_template", template)
+    if "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].decode()
+    if isinstance(template, list):
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
+        template = named.get("default")
+    if not isinstance(template, str) or not template:
+        return None
+    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+    return ChatFormat(template, specials)
+
+
+def _token_text(token: object) -> str | None:
+    """Configs write a special token as text or as an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

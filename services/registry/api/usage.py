@@ -1,0 +1,71 @@
+"""Conversion of usage, and the checks of what callers ask for."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+
+from loraplex.errors import InvalidRequest
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry.index.usage import (
+    COUNTERS,
+    MAX_DAYS,
+    Counts,
+    UsageDay,
+    UsageKey,
+    by_key,
+    field_of,
+    parse_day,
+)
+
+MAX_ENTRIES = 10_000
+_DEFAULT_DAYS = 30
+
+
+def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
+    """The counts of a report by day. Raises: InvalidRequest."""
+    if not request.report_id or len(request.report_id) > 64:
+        raise InvalidRequest.field("report_id", "", "must have 1 to 64 characters")
+    if len(request.entries) > MAX_ENTRIES:
+        raise InvalidRequest.field(
+            "entries", len(request.entries), f"at most {MAX_ENTRIES} entries"
+        )
+    days: dict[str, Counts] = {}
+    for entry in request.entries:
+        day = _day("entries.day", entry.day).isoformat()
+        key = UsageKey(entry.tenant, entry.model)
+        if "\n" in entry.tenant + entry.model:
+            raise InvalidRequest.field("entries.model", "", "must be one line")
+        counts = days.setdefault(day, {})
+        for counter in COUNTERS:
+            if number := getattr(entry, counter):
+                name = field_of(key, counter)
+                counts[name] = counts.get(name, 0) + number
+    return days
+
+
+def since_from_proto(since: str, today: datetime.date) -> datetime.date:
+    """The first day that is asked for. Raises: InvalidRequest."""
+    if not since:
+        return today - datetime.timedelta(days=_DEFAULT_DAYS - 1)
+    first = _day("since", since)
+    if (today - first).days >= MAX_DAYS:
+        raise InvalidRequest.field("since", since, f"must be within the last {MAX_DAYS} days")
+    return first
+
+
+def entries_to_proto(days: Iterable[UsageDay], tenant: str, model: str) -> list[pb.UsageEntry]:
+    """Entries of one tenant ("" = all) and model ("" = all)."""
+    return [
+        pb.UsageEntry(day=day.day, tenant=key.tenant, model=key.model, **counters)
+        for day in days
+        for key, counters in by_key(day.counts).items()
+        if tenant in ("", key.tenant) and model in ("", key.model)
+    ]
+
+
+def _day(field: str, text: str) -> datetime.date:
+    try:
+        return parse_day(text)
+    except ValueError:
+        raise InvalidRequest.field(field, text, "must be a day as YYYY-MM-DD") from None

@@ -1,0 +1,69 @@
+"""Validates adapters: small ones in a thread, large ones in processes that tenants share."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from loraplex.adapter_format import Header, Report
+from loraplex.errors import InvalidAdapter, Violation
+from loraplex_services.common.limits import VALIDATIONS, PoolLimits
+from loraplex_services.common.process_pool import JobFailed, ProcessPool
+from loraplex_services.registry.publish.validation_process import Job, Outcome
+
+SMALL_BYTES = 64 << 10
+"""Config and header of up to 500 tensors take milliseconds."""
+_MODULE = "loraplex_services.registry.publish.validation_process"
+
+
+class Validations:
+    """Checks configs and headers against bases. The processes start when they are first needed."""
+
+    def __init__(self, limits: PoolLimits = VALIDATIONS) -> None:
+        self._limits = limits
+        self._pool = ProcessPool(_MODULE, limits)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="validation")
+        """Apart from the threads that read and write objects, which must not wait for these."""
+
+    async def check(self, tenant: str, job: Job) -> tuple[Report, Header]:
+        """A valid adapter's description and header.
+
+        Args:
+            tenant: who asks; tenants get the processes in rotation.
+
+        Raises:
+            InvalidAdapter: with every violation.
+            ResourceExhausted: the tenant has too many validations waiting.
+        """
+        loop = asyncio.get_running_loop()
+        if len(job.config_bytes) + len(job.header_bytes) <= SMALL_BYTES:
+            return await loop.run_in_executor(self._threads, job.run)
+        try:
+            answer = await self._pool.ask(tenant, msgspec.msgpack.encode(job))
+        except JobFailed as failed:
+            raise InvalidAdapter.of([self._violation(failed)]) from None
+        outcome = await loop.run_in_executor(self._threads, _outcome, answer)
+        if outcome.valid is None:
+            raise InvalidAdapter.of(outcome.violations)
+        return outcome.valid
+
+    async def close(self) -> None:
+        """End the processes and threads."""
+        await self._pool.close()
+        self._threads.shutdown(wait=False)
+
+    def _violation(self, failed: JobFailed) -> Violation:
+        description = (
+            f"takes longer than {self._limits.timeout_s:g} s to validate"
+            if failed.is_late
+            else "needs too much memory to validate"
+        )
+        return Violation.of(
+            "adapter_model.safetensors", "header", f"{description}; it has too many tensors"
+        )
+
+
+def _outcome(answer: bytes) -> Outcome:
+    return msgspec.msgpack.decode(answer, type=Outcome)

@@ -1,0 +1,163 @@
+"""Fills one image: an adapter's values, as one rank has them, go to their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex_services.worker.adapters.pack.image import (
+    ImageIndex,
+    PackedAdapter,
+    PackedRole,
+    PackedSite,
+    PackedTile,
+)
+from loraplex_services.worker.adapters.pack.image_records import with_records
+from loraplex_services.worker.adapters.pack.site_cuts import (
+    ZEROS,
+    RowIds,
+    cut_plans,
+    divides_both,
+    local_rows,
+)
+from loraplex_services.worker.adapters.pack.site_plan import Part, Role, SitePlan
+from loraplex_services.worker.adapters.pack.tiles import TileLayout, TilePlace
+from loraplex_services.worker.adapters.pack.values import Values, itemsize
+from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.adapter_layout import AdapterLayout
+
+PartKey = tuple[int, str, Role]
+"""Site id, module and role: names a part in the plans of every rank."""
+
+
+class Integers(NamedTuple):
+    """A matrix as integers of rows with a factor each."""
+
+    values: Values
+    factors: NDArray[np.float32]
+
+
+class ImageBuilder:
+    """One layout's image. `put` takes whole values, part by part, in the order of the plans."""
+
+    def __init__(self, plans: Sequence[SitePlan], layout: AdapterLayout, row_ids: RowIds) -> None:
+        """`plans`: of the whole adapter."""
+        self._layout = layout
+        self._row_ids = row_ids
+        self._plans = cut_plans(plans, layout, row_ids)
+        parts = {_key(plan, part): part for plan in self._plans for part in plan.parts}
+        packing = TileLayout(layout.block_bytes).pack([part.matrix for part in parts.values()])
+        self._num_blocks, self._num_bytes = packing.num_blocks, packing.num_bytes
+        self._data = np.zeros(packing.num_bytes, np.uint8)
+        self._parts = {
+            key: (part, places)
+            for (key, part), places in zip(parts.items(), packing.tiles, strict=True)
+        }
+        self._tiles: dict[int, dict[Role, tuple[str, list[PackedTile]]]] = {}
+        self._factors: dict[int, NDArray[np.float32]] = {}
+
+    def wants(self, plan: SitePlan, part: Part) -> bool:
+        """Whether the rank has anything of a part of the whole adapter."""
+        return _key(plan, part) in self._parts
+
+    def put(self, plan: SitePlan, part: Part, value: Values | Integers) -> None:
+        """Write what the rank has of a whole value."""
+        own, places = self._parts[_key(plan, part)]
+        if isinstance(value, Integers):
+            num_ranks = sum(own_slice.rank_len for own_slice in plan.slices)
+            ones = np.ones(num_ranks, np.float32)
+            factors = self._factors.setdefault(plan.site_id, ones)
+            factors[part.row_begin : part.row_begin + len(value.factors)] *= value.factors
+            value = value.values
+        value = _cut(value, own)
+        self._write(value, places)
+        roles = self._tiles.setdefault(plan.site_id, {})
+        _, tiles = roles.setdefault(own.role, (value.dtype, []))
+        tiles += [_shifted(place, own) for place in places]
+
+    def build(self, facts: AdapterFacts) -> PackedAdapter:
+        """The image; every part was put."""
+        sites = [self._site(plan) for plan in self._plans]
+        fingerprint = self._layout.fingerprint
+        index = ImageIndex(fingerprint, self._num_blocks, self._num_bytes, sites, facts)
+        layout = self._layout
+        in_torch = {site.id for site in layout.sites.sites if divides_both(site, layout)}
+        index = with_records(index, layout.sites.on_rank(layout.shard), in_torch)
+        return PackedAdapter(index, self._data.data)
+
+    def _site(self, plan: SitePlan) -> PackedSite:
+        slices = [
+            (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
+            for part in plan.slices
+        ]
+        roles = [
+            PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
+            for role, (dtype, tiles) in self._tiles.get(plan.site_id, {}).items()
+        ]
+        site = PackedSite(plan.site_id, slices, roles, self._rows_of(plan), plan.num_rows)
+        factors = self._factors.get(plan.site_id)
+        return site if factors is None else msgspec.structs.replace(site, factors=factors.tolist())
+
+    def _rows_of(self, plan: SitePlan) -> list[int]:
+        """Ids of the rows that the adapter replaces, as the rank counts them."""
+        site, shard = self._layout.sites.sites[plan.site_id], self._layout.shard
+        row_ids: list[int] = []
+        for part in plan.parts:
+            if part.role is Role.ROWS:
+                row_ids += local_rows(self._row_ids[part.module.name], part, site, shard)
+        return row_ids
+
+    def _write(self, value: Values, places: Sequence[TilePlace]) -> None:
+        item_type: Any = value.data.dtype
+        for place in places:
+            begin = place.block * self._layout.block_bytes + place.offset_bytes
+            shape = place.row_end - place.row_begin, place.col_end - place.col_begin
+            end = begin + shape[0] * shape[1] * item_type.itemsize
+            rows = slice(place.row_begin, place.row_end)
+            target = self._data[begin:end].view(item_type).reshape(shape)
+            target[:] = value.data[rows, place.col_begin : place.col_end]
+
+
+def _key(plan: SitePlan, part: Part) -> PartKey:
+    return plan.site_id, part.module.name, part.role
+
+
+def _cut(value: Values, part: Part) -> Values:
+    data = value.data
+    if part.rows is not None:
+        data = data[list(part.rows)]
+        data[np.array(part.rows) == ZEROS] = 0
+    if part.columns is not None:
+        data = np.concatenate([data[:, begin:end] for begin, end in part.columns], axis=1)
+    return Values(data, value.dtype)
+
+
+def _shifted(place: TilePlace, part: Part) -> PackedTile:
+    """A tile in the coordinates of its site."""
+    return (
+        part.row_begin + place.row_begin,
+        part.row_begin + place.row_end,
+        part.col_begin + place.col_begin,
+        part.col_begin + place.col_end,
+        place.block,
+        place.offset_bytes,
+    )
+
+
+def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
+    """Join tiles of a block whose rows follow each other in the matrix and in memory."""
+    last = tiles[0]
+    for _, tile in pairwise(tiles):
+        row_begin, row_end, col_begin, col_end, block, offset = last
+        end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
+        if (row_end, col_begin, col_end, block, end) == (tile[0], *tile[2:]):
+            last = (row_begin, tile[1], col_begin, col_end, block, offset)
+        else:
+            yield last
+            last = tile
+    yield last

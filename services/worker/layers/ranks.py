@@ -1,0 +1,89 @@
+"""What layers need of the other tensor-parallel ranks: sums, and the parts of wide rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.types.sharding import ONLY, Shard
+
+
+class Ranks(Protocol):
+    """The group of ranks that share a base; each calls the same methods in the same order."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which rank this is."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, equal bits on each of them. Mutates and returns x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[ranks, *x.shape]`: every rank's x, of one shape."""
+        ...
+
+    def gather(self, x: Tensor, num_columns: int) -> Tensor:
+        """All ranks' columns side by side, cut to `num_columns`, on rank 0; zeros on the others.
+
+        Args:
+            x: `[n, columns]`, of the same shape on every rank.
+        """
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Give every rank what rank 0 has. Mutates x."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """A base that is not divided."""
+
+    shard: Shard = ONLY
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of one."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """One row."""
+        return x[None]
+
+    def gather(self, x: Tensor, num_columns: int) -> Tensor:
+        """All columns are here."""
+        return x[:, :num_columns]
+
+    def broadcast(self, x: Tensor) -> None:
+        """Nobody else listens."""
+
+
+class GatheredLinear:
+    """A base linear whose outputs are divided among the ranks and brought together on rank 0."""
+
+    def __init__(self, own: BaseLinear, out_features: int, ranks: Ranks) -> None:
+        """
+        Args:
+            own: this rank's outputs, as many as every other rank's.
+            out_features: of all ranks, without the padding of the last one.
+        """
+        self.in_features = own.in_features
+        self.out_features = out_features
+        self._own = own
+        self._ranks = ranks
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]` on rank 0."""
+        return self._ranks.gather(self._own.apply(x), self.out_features)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]` on rank 0."""
+        return self._ranks.gather(self._own.apply_float32(x), self.out_features)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """No rank has them all; adapters are packed from files."""
+        raise NotImplementedError

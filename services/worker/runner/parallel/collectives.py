@@ -1,0 +1,124 @@
+"""The collectives that steps use, over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
+
+All ranks are processes of one machine. They meet through a file, and gloo's sockets listen on the
+loopback interface only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from loraplex_services.worker.runner.parallel.messages import RankLost
+from loraplex_services.worker.types.sharding import Shard
+
+COLLECTIVE_TIMEOUT_S = 300.0
+"""For one collective: the ranks run the same step and wait for the slowest. A rank that ends is
+seen at once."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What the collectives of one rank have carried."""
+
+    num_calls: int = 0
+    sent_bytes: float = 0.0
+    """By this rank, in the ring algorithms: 2 (N - 1) / N of a sum's bytes, (N - 1) / N of those
+    that a gather brings together or a broadcast copies."""
+
+
+@dataclass(slots=True)
+class TorchRanks:
+    """Implements `layers.ranks.Ranks`."""
+
+    shard: Shard
+    group: Any
+    """A process group of torch. It is made for this one purpose; there is no default group."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        x = x.contiguous()
+        self._count(2 * x.nbytes)
+        self._wait(lambda: self.group.allreduce([x]))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        flat = x.flatten()
+        out = flat.new_empty(self.shard.size * len(flat))
+        self._count(out.nbytes)
+        self._wait(lambda: self.group._allgather_base(out, flat))
+        return out.view(self.shard.size, *x.shape)
+
+    def gather(self, x: Tensor, num_columns: int) -> Tensor:
+        """See `Ranks`."""
+        size = self.shard.size
+        self._count(size * x.nbytes)
+        parts = [torch.empty_like(x) for _ in range(size)] if self.shard.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        outputs = [parts] if parts else []
+        self._wait(lambda: self.group.gather(outputs, [x.contiguous()], options))
+        if not parts:
+            return x.new_zeros(len(x), num_columns)
+        return torch.cat(parts, dim=1)[:, :num_columns].contiguous()
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Ranks`."""
+        self._count(x.nbytes)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._wait(lambda: self.group.broadcast([x], options))
+
+    def _count(self, num_bytes: int) -> None:
+        size = self.shard.size
+        self.traffic.num_calls += 1
+        self.traffic.sent_bytes += num_bytes * (size - 1) / size
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise RankLost(f"a collective of rank {self.shard.rank} failed: {error}") from error
+
+
+def join(shard: Shard, rendezvous: str, device: torch.device, timeout_s: float) -> TorchRanks:
+    """Meet the other ranks.
+
+    Args:
+        rendezvous: a file of the group's own, which need not exist.
+
+    Raises:
+        RankLost: not all ranks came in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = FileStore(rendezvous, shard.size)
+        store.set_timeout(timeout)
+        group = _group(store, shard, device, timeout)
+    except RuntimeError as error:  # dist.DistError is one
+        what = f"rank {shard.rank} of {shard.size} did not meet all others within {timeout_s:g} s"
+        raise RankLost(f"tensor_parallel: {what}: {error}") from error
+    return TorchRanks(shard, group)
+
+
+def _group(store: FileStore, shard: Shard, device: torch.device, timeout: timedelta) -> Any:
+    if device.type == "cuda":
+        nccl: Any = dist.ProcessGroupNCCL
+        return nccl(store, shard.rank, shard.size, nccl.Options())
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout
+    group = gloo(store, shard.rank, shard.size, options)
+    group._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    return group

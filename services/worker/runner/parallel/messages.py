@@ -1,0 +1,180 @@
+"""Messages between rank 0 and the other ranks, as frames of msgpack over a socket pair.
+
+    rank 0 -> rank   one RankStart, then what to do, in the order in which rank 0 does it
+    rank -> rank 0   RankReady or RankRefused, then CopyDone for each Copy
+
+They hold ids and places, never weights or activations: those move through collectives.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+
+import msgspec
+
+from loraplex_services.worker.types.messages import FrameBuffer, WireError, frame
+
+RECEIVE_BYTES = 1 << 20
+
+
+class RankLost(Exception):
+    """Another rank has ended or cannot be reached: this one cannot go on."""
+
+
+class RankStart(msgspec.Struct, frozen=True, tag="start"):
+    """What a rank builds."""
+
+    rank: int
+    num_ranks: int
+    rendezvous: str
+    """A file that all ranks of the group open, and nobody else."""
+    timeout_s: float
+    """To join the group."""
+    model_dir: str
+    settings: dict[str, str | int | bool]
+    """Arguments of `build_runner`, the same on every rank."""
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The rank has its part of the base. Every field must be equal on all ranks."""
+
+    torch_version: str
+    release: str
+    """Of this package."""
+    base: str
+    """Names the base's geometry and weights."""
+    dtype: str
+    arithmetic: str
+    num_blocks: int
+    block_bytes: int
+
+
+class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The rank cannot serve its part."""
+
+    error: WireError
+
+
+class RowMessage(msgspec.Struct, frozen=True, array_like=True):
+    """One request in a step."""
+
+    key: int
+    """Names the request for as long as the other ranks know it."""
+    num_prompt: int
+    """Prompt tokens; 0 = as before."""
+    start: int
+    num_tokens: int
+    tables: list[tuple[int, list[int]]]
+    """By KV group: from which entry on the block table has changed, and the entries."""
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Compute one forward pass."""
+
+    rows: list[RowMessage]
+    gone: list[int]
+    """Keys that will not come again."""
+    runs: list[tuple[int, float, int, int]]
+    """Slot, coefficient, and token rows [begin, end)."""
+    token_ids: bytes
+    rope_rows: bytes | None
+    follows: bytes
+    """As in `StepInputs`, int64."""
+
+
+class LogitRows(msgspec.Struct, frozen=True, tag="logits"):
+    """Give rank 0 this rank's logits of some token rows of the last step."""
+
+    token_rows: bytes
+    """int64, ascending."""
+
+
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    """Fill blocks from the rank's own image in a folder."""
+
+    copy_id: int
+    path: str
+    blocks: list[int]
+    step_s: float
+
+
+class CopyDone(msgspec.Struct, frozen=True, tag="copied"):
+    """A copy has ended."""
+
+    copy_id: int
+    error: WireError | None = None
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Forget what was copied: another rank could not copy it."""
+
+    copy_id: int
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter"):
+    """Let steps use what was copied."""
+
+    slot: int
+    copy_id: int
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Take a slot out of the tables."""
+
+    slot: int
+
+
+Order = RankStart | Step | LogitRows | Copy | Drop | Enter | Unload
+"""To a rank."""
+Reply = RankReady | RankRefused | CopyDone
+"""From a rank."""
+
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class RankSocket:
+    """One end of the socket pair between rank 0 and another rank; blocking."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = FrameBuffer()
+        self._bodies: deque[bytes] = deque()
+        self._sending = threading.Lock()
+
+    def send(self, message: Order | Reply) -> None:
+        """Write one message. From any thread. Raises RankLost."""
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytes) -> None:
+        """Write a message that is encoded already."""
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise RankLost("the socket to another rank is closed") from error
+
+    def order(self) -> Order:
+        """Wait for the next one. Raises RankLost."""
+        return _orders.decode(self._next())
+
+    def reply(self) -> Reply:
+        """Wait for the next one. Raises RankLost."""
+        return _replies.decode(self._next())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _next(self) -> bytes:
+        while not self._bodies:
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except OSError as error:
+                raise RankLost("the socket to another rank broke") from error
+            if not data:
+                raise RankLost("another rank closed its socket")
+            self._bodies += self._frames.feed(data)
+        return self._bodies.popleft()

@@ -1,0 +1,109 @@
+"""What people type every day: help, versions, typos, lists, deletions, going back."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.client.settings import unknown_variables
+from loraplex_services.common.variables import known_names
+from tests.cli.conftest import DEMO
+
+MASK = DEMO / "adapters" / "mask"
+REGISTRY, LORAPLEX = "loraplex.cli.registry", "loraplex.cli.loraplex"
+
+
+def _run(module: str, *args: str, **environ: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("module", [REGISTRY, LORAPLEX])
+def test_the_bare_command_prints_its_help_and_version_its_version(module: str) -> None:
+    code, out, _ = _run(module)
+    assert code == 0 and "exit codes:" in out
+    code, out, _ = _run(module, "--version")
+    assert code == 0 and re.fullmatch(r"(registry|loraplex) \d+\.\d+\.\d+\S*\n", out)
+
+
+def test_a_misspelt_variable_is_named_with_the_right_one(tmp_path: Path) -> None:
+    where = {"LORAPLEX_REGISTRY_ADRESS": "x", "LORAPLEX_REGISTRY_ADDRESS": "127.0.0.1:1"}
+    _, _, errors = _run(REGISTRY, "list", **where)
+    assert (
+        "LORAPLEX_REGISTRY_ADRESS is ignored; the nearest known one is LORAPLEX_REGISTRY_ADDRESS"
+        in errors
+    )
+    _, _, errors = _run(
+        REGISTRY, "list", LORAPLEX_HTTP_CERT="x", LORAPLEX_REGISTRY_ADDRESS="127.0.0.1:1"
+    )
+    assert "unknown variable" not in errors
+
+
+def test_connection_flags_may_precede_the_command(registry: Any) -> None:
+    code, out, errors = _run(
+        REGISTRY,
+        "--registry",
+        registry.variables["LORAPLEX_REGISTRY_ADDRESS"],
+        "--json",
+        "base",
+        "list",
+    )
+    assert code == 0 and out.startswith("{"), errors
+
+
+@pytest.fixture(scope="module")
+def published(registry: Any) -> Any:
+    """Names that begin with day-."""
+    for name, label in (("day-b", "x"), ("day-a", "y"), ("day-c", "x")):
+        registry.json("upload", str(MASK), "--name", name, "--label", f"kind={label}")
+    return registry
+
+
+def test_lists_are_sorted_and_cut(published: Any) -> None:
+    names = [each["name"] for each in published.lines("list", "--prefix", "day-")]
+    assert names == ["day-a", "day-b", "day-c"]
+    newest = published.lines("list", "--prefix", "day-", "--sort", "created", "--limit", "2")
+    assert [each["name"] for each in newest] == ["day-c", "day-a"]
+    first = published.lines("list", "--prefix", "day-", "--limit", "1")
+    assert [each["name"] for each in first] == ["day-a"]
+
+
+def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:
+    def message(ref: str) -> str:
+        code, error = published.error("show", ref)
+        assert code == 7
+        return str(error["message"])
+
+    assert "there is no adapter default/day-aa; did you mean default/day-a?" in message("day-aa")
+    assert "has no tag prod; its tags are latest and its versions v1" in message("day-a:prod")
+    assert "has no version v7; its versions are v1" in message("day-a:v7")
+    assert "no version of default/day-a has this digest" in message(f"day-a@sha256:{'0' * 64}")
+
+
+def test_adapters_are_deleted_by_pattern_and_label(published: Any) -> None:
+    selected = ("delete", "day-*", "--all", "--label", "kind=x")
+    shown = published.lines(*selected, "--dry-run")
+    assert [each["name"] for each in shown] == ["default/day-b", "default/day-c"]
+    deleted = published.lines(*selected)
+    assert [each["name"] for each in deleted] == ["day-b", "day-c"]
+    assert [each["name"] for each in published.lines("list", "--prefix", "day-")] == ["day-a"]
+    code, error = published.error("delete", "day-x*", "--all")
+    assert code == 7 and "no adapter matches" in error["message"]
+    code, _ = published.error("delete", "day-a:v1", "--label", "kind=x")
+    assert code == 2
+
+
+def test_no_variable_of_the_servers_looks_like_a_misspelt_one_of_the_tools() -> None:
+    assert unknown_variables(dict.fromkeys(known_names(), "x")) == []

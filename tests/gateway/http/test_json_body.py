@@ -1,0 +1,107 @@
+"""Large bodies of one tenant leave memory and the event loop to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from loraplex.errors import DeadlineExceeded, InvalidRequest
+from loraplex_services.common.limits import MAX_LARGE_BODIES_PER_TENANT, MAX_SMALL_BODY_BYTES
+from loraplex_services.gateway.http import json_body
+from loraplex_services.gateway.http.json_body import MAX_BODY_BYTES, LargeBodies, read_json
+
+pytestmark = pytest.mark.hostile
+
+
+class Sender:
+    """A client whose body arrives when `is_sending` is set."""
+
+    def __init__(self, body: bytes, declared: int | None = None) -> None:
+        self.body = body
+        self.declared = len(body) if declared is None else declared
+        self.is_sending = asyncio.Event()
+        self.is_read = False
+
+    def request(self, bodies: LargeBodies) -> Request:
+        headers = [(b"content-type", b"application/json")]
+        if self.declared >= 0:
+            headers.append((b"content-length", str(self.declared).encode()))
+        scope = {"type": "http", "headers": headers, "state": {"large_bodies": bodies}}
+        return Request(scope, self._receive)
+
+    async def _receive(self) -> Any:
+        self.is_read = True
+        await self.is_sending.wait()
+        return {"type": "http.request", "body": self.body, "more_body": False}
+
+
+def large(value: str = "x") -> bytes:
+    return json.dumps({"prompt": value * (MAX_SMALL_BODY_BYTES + 1)}).encode()
+
+
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bodies() -> LargeBodies:
+    return LargeBodies()
+
+
+async def test_large_bodies_of_one_tenant_are_read_few_at_a_time_and_small_ones_at_once(
+    bodies: LargeBodies,
+) -> None:
+    senders = [Sender(large()) for _ in range(MAX_LARGE_BODIES_PER_TENANT + 3)]
+    tasks = [asyncio.create_task(read_json(s.request(bodies), "globex")) for s in senders]
+    await _settle()
+    assert sum(sender.is_read for sender in senders) == MAX_LARGE_BODIES_PER_TENANT
+    small, other = Sender(b'{"a": 1}'), Sender(large())
+    for sender in (small, other):
+        sender.is_sending.set()
+    assert await read_json(small.request(bodies), "globex") == {"a": 1}
+    assert await read_json(other.request(bodies), "acme")
+    for sender in senders:
+        sender.is_sending.set()
+    assert len(await asyncio.gather(*tasks)) == len(senders)
+
+
+async def test_the_event_loop_rests_between_large_bodies() -> None:
+    bodies = LargeBodies(rest=1e6)
+    senders = [Sender(large()) for _ in range(2)]
+    for sender in senders:
+        sender.is_sending.set()
+    assert await read_json(senders[0].request(bodies), "acme")
+    later = asyncio.create_task(read_json(senders[1].request(bodies), "globex"))
+    await _settle()
+    assert senders[1].is_read and not later.done()
+    small = Sender(b"{}")
+    small.is_sending.set()
+    assert await read_json(small.request(bodies), "globex") == {}
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
+
+
+async def test_a_large_body_that_trickles_is_given_up(
+    bodies: LargeBodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_body, "MAX_LARGE_BODY_S", 0.05)
+    with pytest.raises(DeadlineExceeded, match="took longer"):
+        await read_json(Sender(large()).request(bodies), "globex")
+    with pytest.raises(DeadlineExceeded):
+        await read_json(Sender(b"{}", declared=-1).request(bodies), "globex")
+
+
+@pytest.mark.parametrize("declared", [None, -1])
+async def test_a_body_beyond_the_limit_is_refused(
+    bodies: LargeBodies, declared: int | None
+) -> None:
+    sender = Sender(b" " * (MAX_BODY_BYTES + 1), declared)
+    sender.is_sending.set()
+    with pytest.raises(InvalidRequest) as caught:
+        await read_json(sender.request(bodies), "globex")
+    assert caught.value.reason == "BODY_TOO_LARGE"

@@ -1,0 +1,80 @@
+"""Large headers are validated in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from loraplex.adapter_format.safetensors_header import MAX_TENSORS
+from loraplex.errors import InvalidAdapter
+from loraplex_services.common.limits import VALIDATIONS
+from loraplex_services.registry.publish.validation import SMALL_BYTES, Validations
+from loraplex_services.registry.publish.validation_process import Job
+from tests.adapter_format.builders import good_config, good_tensors, tensor_file, tiny_geometry
+
+pytestmark = pytest.mark.hostile
+
+
+@pytest.fixture
+async def validations() -> AsyncIterator[Validations]:
+    made = Validations()
+    yield made
+    await made.close()
+
+
+def job(header: bytes, *, size: int | None = None) -> Job:
+    """Its config is long enough for a process."""
+    config = json.dumps(good_config()).encode() + b" " * SMALL_BYTES
+    return Job(config, header, size or len(header), (), tiny_geometry(), 256, False)
+
+
+def crowded(num_tensors: int = MAX_TENSORS - 1) -> Job:
+    """A header that takes seconds, and is for no module of the base."""
+    tensors = {
+        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {
+            "dtype": "F32", "shape": [1, 1], "data_offsets": [4 * n, 4 * n + 4],
+        }
+        for n in range(num_tensors)
+    }  # fmt: skip
+    head = json.dumps(tensors).encode()
+    prefix = len(head).to_bytes(8, "little") + head
+    return job(prefix, size=len(prefix) + 4 * num_tensors)
+
+
+async def test_a_process_finds_what_the_function_finds(validations: Validations) -> None:
+    good = job(tensor_file(good_tensors(), {"format": "pt"}))
+    assert await validations.check("acme", good) == good.run()
+    bad = crowded(1500)
+    with pytest.raises(InvalidAdapter) as alone:
+        bad.run()
+    with pytest.raises(InvalidAdapter) as caught:
+        await validations.check("acme", bad)
+    assert caught.value.violations == tuple(alone.value.violations)
+
+
+async def test_large_headers_of_one_tenant_do_not_delay_the_validations_of_another(
+    validations: Validations,
+) -> None:
+    good = job(tensor_file(good_tensors(), {"format": "pt"}))
+    await validations.check("acme", good)
+    slow = [asyncio.create_task(validations.check("globex", crowded())) for _ in range(4)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        await validations.check("acme", good)
+    assert sum(task.done() for task in slow) < len(slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_header_that_takes_too_long_is_refused() -> None:
+    validations = Validations(replace(VALIDATIONS, timeout_s=0.05))
+    try:
+        with pytest.raises(InvalidAdapter, match=r"takes longer than 0\.05 s"):
+            await validations.check("globex", crowded())
+    finally:
+        await validations.close()

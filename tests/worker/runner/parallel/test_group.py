@@ -1,0 +1,260 @@
+"""Two ranks on a tiny base: what they send each other, what each holds, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported
+from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
+from loraplex_services.worker.runner.building import build_rank, build_runner, check_group
+from loraplex_services.worker.runner.parallel.collectives import TorchRanks
+from loraplex_services.worker.runner.parallel.followers import check_equal
+from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.sharding import Shard, padded_share
+from tests.worker import tiny
+from tests.worker.parity.driving import Driver, Job, greedy
+
+PATIENCE_S = 60.0
+FLOAT_BYTES = 4
+ALL_LINEAR = tuple(name.split(".")[1] for name in tiny.LINEARS)
+READY = RankReady(
+    torch_version="2.0",
+    release="1.0",
+    base="base",
+    dtype="float32",
+    arithmetic="abc",
+    num_blocks=8,
+    block_bytes=1024,
+)
+
+
+@dataclass
+class Group:
+    """A runner of two ranks, and who of the other ranks has ended."""
+
+    root: Path
+    fully_sharded: bool = False
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    runner: TorchRunner = field(init=False)
+
+    def __post_init__(self) -> None:
+        tiny.write_base(self.root / "base")
+        self.runner = build_runner(
+            self.root / "base",
+            device="cpu",
+            dtype="float32",
+            arena_bytes=1 << 20,
+            num_ranks=2,
+            fully_sharded_loras=self.fully_sharded,
+            on_rank_end=self.note_end,
+        )
+
+    def note_end(self, rank: int, code: int) -> None:
+        self.ended.append((rank, code))
+        self.has_ended.set()
+
+    def adapter(self, name: str, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Path:
+        return tiny.write_adapter(self.root / name, seed=rank, rank=rank, targets=targets)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    group.runner.close()
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Group]:
+    """Ranks that divide both matrices of each pair."""
+    group = Group(tmp_path, fully_sharded=True)
+    yield group
+    group.runner.close()
+
+
+def held_bytes(group: Group, folder: Path) -> list[int]:
+    """Of the adapter's matrices, by rank."""
+    found = []
+    for layout in group.runner.layout.ranks:
+        with ImageFile(image_path(folder, layout.fingerprint)) as image:
+            tiles = [t for site in image.index.sites for role in site.roles for t in role.tiles]
+            num_items = sum((t[1] - t[0]) * (t[3] - t[2]) for t in tiles)
+            assert image.index.num_blocks <= group.runner.adapter_blocks(folder)
+            found.append(num_items * FLOAT_BYTES)
+    return found
+
+
+def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = ()) -> float:
+    """By rank 0, for a step of so many prompt tokens, of which the last gets logits."""
+    assert isinstance(group.runner._ranks, TorchRanks)
+    traffic = group.runner._ranks.traffic
+    before = traffic.sent_bytes
+    Driver(group.runner).run([Job(greedy("r", range(2, 2 + num_tokens), 1), slots)])
+    return traffic.sent_bytes - before
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_tokens):
+    """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of logits (N - 1) V."""
+    sums = 2 * tiny.NUM_LAYERS + 1  # and one for the embedding
+    sum_bytes = 2 * 1 / 2 * num_tokens * tiny.HIDDEN * FLOAT_BYTES
+    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
+    expected = sums * sum_bytes + logit_bytes
+    assert sent_bytes(group, num_tokens) == expected
+    driver = Driver(group.runner)
+    driver.load(3, group.adapter("all", 8))
+    assert sent_bytes(group, num_tokens, ((3, 1.0),)) == expected
+
+
+def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
+    """A of column sites and B of row sites are whole on both, everything else is halved."""
+    rank, folder = 16, group.adapter("all", 16)
+    group.runner.adapter_blocks(folder)
+    shared = halved = 0
+    for name, (num_outputs, num_inputs) in tiny.LINEARS.items():
+        is_row = name in ("self_attn.o_proj", "mlp.down_proj")
+        shared += rank * (num_outputs if is_row else num_inputs)
+        halved += rank * (num_inputs if is_row else num_outputs)
+    expected = tiny.NUM_LAYERS * (shared + halved // 2) * FLOAT_BYTES
+    assert held_bytes(group, folder) == [expected] * 2
+
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "factor"), [(("q_proj",), 1), (("o_proj",), 2), (QKVO, 5), (ALL_LINEAR, 9)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, factor):
+    """S-LoRA, section 6.2: 5 (N - 1) B r / N numbers a layer for q, k, v, o, 9 for all seven."""
+    ranks = (4, 8)
+    driver, base = Driver(full.runner), sent_bytes(full, num_tokens)
+    for slot, rank in enumerate(ranks):
+        driver.load(slot, full.adapter(f"rank-{rank}", rank, targets))
+    for slot, rank in enumerate(ranks):
+        sent = sent_bytes(full, num_tokens, ((slot, 1.0),)) - base
+        expected = tiny.NUM_LAYERS * factor * (2 - 1) * num_tokens * rank / 2
+        assert sent == expected * FLOAT_BYTES
+
+
+def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
+    rank, folder = 16, full.adapter("all", 16)
+    full.runner.adapter_blocks(folder)
+    whole = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
+    assert held_bytes(full, folder) == [whole / 2] * 2
+
+
+def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(group):
+    [follower] = group.runner._followers._all
+    os.kill(follower.process.pid, signal.SIGKILL)
+    assert group.has_ended.wait(PATIENCE_S)
+    assert group.ended == [(1, -signal.SIGKILL)]
+    with pytest.raises(RankLost):
+        sent_bytes(group, 4)
+
+
+def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(group):
+    folder = group.adapter("one", 4)
+    driver = Driver(group.runner)
+    num_blocks = group.runner.adapter_blocks(folder)
+    image_path(folder, group.runner.layout.ranks[1].fingerprint).unlink()
+    with pytest.raises(LoraplexError) as caught:
+        group.runner.copy_adapter(folder, range(num_blocks)).result(PATIENCE_S)
+    assert caught.value.reason == "ADAPTER_LOAD_FAILED"
+    driver.load(2, folder)  # packed anew
+    assert sent_bytes(group, 4, ((2, 1.0),)) > 0
+    assert not group.ended
+
+
+def test_an_adapter_that_validation_refuses_is_refused_as_with_one_rank(group):
+    folder = group.adapter("bad", 4)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
+    with pytest.raises(InvalidAdapter):
+        group.runner.pack_adapter(folder).result(PATIENCE_S)
+
+
+def test_closing_ends_the_other_ranks_and_is_no_loss(group):
+    processes = [follower.process for follower in group.runner._followers._all]
+    group.runner.close()
+    assert [process.wait(PATIENCE_S) is not None for process in processes] == [True]
+    assert not group.ended
+
+
+def test_a_lost_rendezvous_names_the_setting(tmp_path):
+    settings = {"device": "cpu"}
+    with pytest.raises(RankLost, match="tensor_parallel: rank 0 of 2 did not meet"):
+        build_rank(tmp_path, Shard(0, 2), str(tmp_path / "rendezvous"), 1.0, settings)
+
+
+def test_ranks_that_never_come_fail_the_start(tmp_path, monkeypatch):
+    """The other rank starts, but waits at another rendezvous."""
+    base = tiny.write_base(tmp_path / "base")
+    monkeypatch.setattr(
+        "loraplex_services.worker.runner.parallel.followers.RANK_MODULE", "http.server"
+    )
+    with pytest.raises(RankLost):
+        build_runner(base, device="cpu", arena_bytes=1 << 20, num_ranks=2, rendezvous_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("name", READY.__struct_fields__)
+def test_ranks_that_differ_are_refused_by_the_field(name):
+    check_equal(READY, READY, 1)
+    other = 9 if isinstance(getattr(READY, name), int) else "other"
+    with pytest.raises(InvalidRequest, match="rank 3 has") as caught:
+        check_equal(READY, msgspec.structs.replace(READY, **{name: other}), 3)
+    assert caught.value.violations[0].field == f"tensor_parallel:{name}"
+
+
+def test_a_base_that_three_ranks_cannot_share_is_refused_before_any_starts(tmp_path):
+    base = tiny.write_base(tmp_path / "base")
+    with pytest.raises(Unsupported, match="num_attention_heads"):
+        build_runner(base, device="cpu", arena_bytes=1 << 20, num_ranks=3)
+
+
+def test_more_ranks_than_cuda_devices_are_refused(tmp_path, monkeypatch):
+    base = tiny.write_base(tmp_path / "base")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InvalidRequest, match="this machine has 1 CUDA devices"):
+        check_group(base, torch.device("cuda"), 2)
+
+
+def test_random_weights_give_the_same_tokens_on_two_ranks(tmp_path):
+    base = tiny.write_base(tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    outputs = []
+    for num_ranks in (1, 2):
+        runner = build_runner(
+            base,
+            device="cpu",
+            dtype="float32",
+            arena_bytes=1 << 20,
+            load_format="dummy",
+            num_ranks=num_ranks,
+        )
+        outputs += Driver(runner).run([Job(greedy("r", [3, 1, 4, 1, 5], 12))])
+        runner.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_ranks_agree_on_the_smallest_arena_that_one_of_them_measures(tmp_path: Path) -> None:
+    """Each measures what is free when it has loaded; a group of unequal arenas would not start."""
+    base = tiny.write_base(tmp_path / "base")
+    runner = build_runner(base, device="cpu", arena_bytes=0, arena_share=0.0005, num_ranks=2)
+    try:
+        assert runner.arena_blocks >= 2
+    finally:
+        runner.close()
