@@ -141,3 +141,11 @@ def test_every_decision_is_in_the_index() -> None:
     for record in records:
         title = record.read_text().partition("\n")[0].partition(". ")[2]
         assert f"[{title}]({record.name})" in index
+
+
+def test_the_tests_behind_expectations_exist() -> None:
+    page = (ROOT / "docs" / "internals" / "expectations.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert named
+    for path, name in named:
+        assert re.search(rf"def {name}\(", (ROOT / path).read_text()), f"{path}::{name}"

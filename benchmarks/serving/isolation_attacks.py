@@ -168,6 +168,22 @@ async def watches(target: Target) -> None:
     await asyncio.sleep(0.01)
 
 
+async def unknown_messages(target: Target) -> None:
+    """Messages without a key, whose parsed form has 33 times their size."""
+    raw = b"\x12\x00" * (8 * _MIB)
+    async with grpc.aio.insecure_channel(target.registry) as channel:
+        create = channel.unary_unary("/loraplex.v1.RegistryService/CreateUpload")
+        for _ in range(20):
+            with _refusals():
+                await create(raw)
+
+
+async def unknown_keys(target: Target) -> None:
+    """Keys that nobody has, from one address."""
+    key = f"lpx_{next(_numbers):012}_{'x' * 24}"
+    await _ask(Target(target.host, target.port, "", key), "/v1/completions", {"model": "base"})
+
+
 async def _parts(upload_id: str) -> AsyncIterator[pb.UploadPartRequest]:
     chunk, crc32 = _chunk()
     for offset in range(0, _PART_BYTES, _MIB):
@@ -224,10 +240,15 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
     "disk": ("24 adapters in a cache for 8", many_adapters, 8, "text"),
 }
 """Resource -> (what the attacker sends, how, by how many clients, the other tenant's traffic)."""
+STRANGERS: dict[str, tuple[str, Attack, int, str]] = {
+    "messages without a key": ("16 MiB that parse into 530 MiB", unknown_messages, 6, "text"),
+    "wrong keys": ("a new one each time", unknown_keys, 8, "text"),
+}
+"""The same, without a key."""
 
 
 async def _attack(name: str, target: Target) -> None:
-    _, act, num_clients, _ = ATTACKS[name]
+    _, act, num_clients, _ = {**ATTACKS, **STRANGERS}[name]
 
     async def client() -> None:
         while True:

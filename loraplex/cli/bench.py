@@ -7,7 +7,8 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +24,7 @@ from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from loraplex.client.inference_client import InferenceClient
+    from loraplex.client.registry_client import RegistryClient
     from loraplex.workload import Outcome, Workload
 
 EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
@@ -59,6 +61,9 @@ def add(commands: Any) -> None:
         help="first publish as many distinct copies of the adapter, or adapters, in DIR",
     )
     parser.add_argument(
+        "--keep", action="store_true", help="do not delete what --prepare-from published"
+    )
+    parser.add_argument(
         "--registry", metavar="HOST:PORT", help="for --prepare-from (LORAPLEX_REGISTRY_ADDRESS)"
     )
     add_connection(parser, "gateway")
@@ -70,8 +75,10 @@ async def _trace(args: argparse.Namespace) -> None:
 
     workload = workload_of(args)
     file = _opened(args.outcomes)
-    prefix = await _prepare(args)
-    async with InferenceClient(args.gateway, credentials_of(args)) as client:
+    async with (
+        _prepared(args) as prefix,
+        InferenceClient(args.gateway, credentials_of(args)) as client,
+    ):
         outcomes = await _drive(client, workload, prefix, args.first_token)
     if file is not None:
         with file:
@@ -97,17 +104,39 @@ def _write(file: TextIO, workload: Workload, outcomes: Sequence[Outcome]) -> Non
         file.write(json.dumps({**asked, **dataclasses.asdict(outcome)}) + "\n")
 
 
-async def _prepare(args: argparse.Namespace) -> str:
-    """Publish adapters if asked to; returns what the names of those to use begin with."""
+@asynccontextmanager
+async def _prepared(args: argparse.Namespace) -> AsyncIterator[str]:
+    """Publish adapters if asked to, and delete them afterwards, except those that were there
+    before. Gives what the names of those to use begin with."""
     if args.prepare_from is None:
-        return ""
+        yield ""
+        return
     from loraplex.client.registry_client import RegistryClient
     from loraplex.workload.adapter_variants import NAME_PREFIX, publish_variants
 
     async with RegistryClient(args.registry, credentials_of(args)) as registry:
-        names = await publish_variants(registry, args.prepare_from, args.adapters)
-    print(f"published {len(names)} adapters", file=sys.stderr)
-    return NAME_PREFIX
+        before = {version.name async for version in registry.list(name_prefix=NAME_PREFIX)}
+        try:
+            names = await publish_variants(registry, args.prepare_from, args.adapters)
+            print(f"published {len(names)} adapters", file=sys.stderr)
+            yield NAME_PREFIX
+        finally:
+            if not args.keep:
+                await _clean_up(registry, before, args.adapters)
+
+
+async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> None:
+    """Delete the adapters that a run published."""
+    from loraplex.errors import NotFound
+    from loraplex.workload.adapter_variants import variant_name
+
+    made = [name for name in map(variant_name, range(count)) if name not in before]
+    num_deleted = 0
+    for name in made:
+        with suppress(NotFound):  # Publishing was interrupted before it.
+            await registry.delete(name, every=True, purge=True)
+            num_deleted += 1
+    print(f"deleted {num_deleted} adapters", file=sys.stderr)
 
 
 async def _drive(

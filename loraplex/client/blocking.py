@@ -123,7 +123,7 @@ def _shown_as_iterator(
     signature = inspect.signature(method)
     returns = str(signature.return_annotation)
     for name in ("AsyncGenerator", "AsyncIterator"):
-        returns = returns.replace(name, "Iterator")
+        returns = returns.replace(name, "Iterator").replace(", None]", "]")
     stream.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
     return stream
 

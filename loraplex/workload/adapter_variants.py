@@ -48,6 +48,11 @@ def _low_bytes(tensors: Sequence[TensorInfo]) -> Iterator[int]:
         yield from range(tensor.begin, tensor.end, 4 if tensor.dtype == "F32" else 2)
 
 
+def variant_name(index: int) -> str:
+    """trace-00000 and on."""
+    return f"{NAME_PREFIX}{index:05d}"
+
+
 async def publish_variants(registry: RegistryClient, path: Path, count: int) -> list[str]:
     """Publish `count` variants of the adapters under `path` in turn, as trace-00000 and on.
 
@@ -57,7 +62,7 @@ async def publish_variants(registry: RegistryClient, path: Path, count: int) -> 
     gate = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
     async def publish(index: int) -> str:
-        name = f"{NAME_PREFIX}{index:05d}"
+        name = variant_name(index)
         async with gate:
             with tempfile.TemporaryDirectory(prefix="loraplex-trace-") as folder:
                 variant = Path(folder) / name

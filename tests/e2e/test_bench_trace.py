@@ -45,7 +45,8 @@ def test_outcomes_that_cannot_be_written_are_said_before_anything_is_sent(stack:
 def test_prepared_adapters_are_as_many_distinct_ones_as_asked_for(
     stack: Stack, tmp_path: Path
 ) -> None:
-    done = bench(stack, "--adapters", "12", "--prepare-from", str(ADAPTERS[0].parent))
+    prepare = ("--adapters", "12", "--prepare-from", str(ADAPTERS[0].parent))
+    done = bench(stack, *prepare, "--keep")
     assert done.returncode == 0, done.stderr
     assert "published 12 adapters" in done.stderr
     assert "20 of 20 requests" in done.stdout and "first token" in done.stdout
@@ -53,6 +54,10 @@ def test_prepared_adapters_are_as_many_distinct_ones_as_asked_for(
     versions = [json.loads(line) for line in listed]
     trace = [version for version in versions if version["name"].startswith("trace-")]
     assert len(trace) == len({version["digest"] for version in trace}) == 12
+    stack.run_registry("delete", "trace-*", "--all")
+    done = bench(stack, *prepare)
+    assert "deleted 12 adapters" in done.stderr
+    assert "trace-" not in stack.run_registry("list", "--json").stdout
 
 
 def test_the_base_alone_needs_no_adapter(stack: Stack) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -93,6 +94,7 @@ class OpenAIEndpoints:
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/health", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             *others,
         ]
         if self._context.shows_metrics:
@@ -160,6 +162,10 @@ class OpenAIEndpoints:
         """GET /readyz."""
         reason = self._context.not_ready_reason()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
+
+    async def version(self, _: Request) -> Response:
+        """GET /version, as in vLLM."""
+        return _json({"version": metadata.version("loraplex")})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""

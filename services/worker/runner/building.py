@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
 
 logger = logging.getLogger(__name__)
+
 RENDEZVOUS_TIMEOUT_S = 120.0
 """For all ranks to start and meet, before any of them loads."""
 PARALLEL_FAMILIES = (
@@ -232,8 +233,8 @@ def _build(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, _half_wins(model_dir, load_format, cpu_isa))
     operators = choose_operators(torch_device, torch_dtype, cpu_isa, attention_backend)
-    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     operators.ranks, operators.fully_sharded = ranks, fully_sharded_loras
+    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     config, model = _read_model(
         model_dir, load_format, torch_dtype, torch_device, operators, max_model_len
     )

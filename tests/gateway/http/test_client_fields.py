@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,9 @@ async def test_what_the_reference_lists_as_not_yet_is_refused_by_name(stack: Sta
             with pytest.raises(openai.BadRequestError) as caught:
                 await stack.openai().post(PATHS[kind], body=body, cast_to=object)
             assert caught.value.param == field, (field, kind)
+
+
+async def test_the_version_is_that_of_the_package(stack: Stack) -> None:
+    await stack.start()
+    answer: Any = await stack.openai().get(f"{stack.url}/version", cast_to=object)
+    assert answer == {"version": metadata.version("loraplex")}

@@ -1,0 +1,101 @@
+"""Write docs/reference/sdk.md from the docstrings of the public classes.
+
+python scripts/sdk_page.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "sdk.md"
+INTRODUCTION = """\
+# Client library
+
+The package `loraplex` without extras is the client library; it needs grpcio and protobuf only.
+`scripts/sdk_page.py` writes this page from the docstrings. Blocking classes have the methods of
+the asynchronous ones without `await`. Every failure is a subclass of `LoraplexError`
+([errors by reason](../operate/runbooks.md#errors-by-reason)).
+"""
+
+
+def page() -> str:
+    """The page in Markdown."""
+    sys.path.insert(0, str(ROOT))
+    import loraplex
+
+    classes = [getattr(loraplex, name) for name in loraplex.__all__]
+    sections = ["\n".join(_section(cls)) for cls in classes]
+    return f"{INTRODUCTION}\n" + "\n\n".join(sections) + "\n"
+
+
+def _section(cls: type) -> Iterator[str]:
+    yield f"## {cls.__name__}\n\n{inspect.getdoc(cls)}"
+    if dataclasses.is_dataclass(cls):
+        fields = ", ".join(
+            f"`{each.name}: {_shown(each.type)}`" for each in dataclasses.fields(cls)
+        )
+        yield f"\nFields: {fields}"
+    for name, member in _methods(cls):
+        prefix = "async " if inspect.iscoroutinefunction(member) else ""
+        yield f"\n### {cls.__name__}.{name}\n\n```python\n{prefix}{name}{_signature(member)}\n```\n"
+        yield _described(inspect.getdoc(member) or "")
+
+
+def _signature(member: Any) -> str:
+    """One parameter a line, without `self`."""
+    signature = inspect.signature(member)
+    lines, is_keyword = [], False
+    for parameter in list(signature.parameters.values())[1:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            lines.append("*")
+            is_keyword = True
+        line = f"{parameter.name}: {_shown(parameter.annotation)}"
+        if parameter.default is not parameter.empty:
+            line += f" = {_default(parameter.default)}"
+        lines.append(line)
+    inner = "".join(f"    {line},\n" for line in lines)
+    shown = f"(\n{inner})" if lines else "()"
+    return f"{shown} -> {_shown(signature.return_annotation)}"
+
+
+def _default(value: object) -> str:
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}()"
+    return getattr(value, "__name__", repr(value))
+
+
+def _described(docstring: str) -> str:
+    """Sections of a docstring as lists."""
+    lines = []
+    for line in docstring.splitlines():
+        if line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        elif line.startswith("    "):
+            name, _, rest = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {rest}" if rest else f"- {line.strip()}")
+        else:
+            lines.append(f"{line}\n" if line in ("Args:", "Raises:", "Returns:") else line)
+    return "\n".join(lines)
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+    if issubclass(cls, BaseException | enum.Enum):
+        return
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and inspect.isfunction(member):
+            yield name, member
+
+
+def _shown(annotation: object) -> str:
+    return str(annotation).replace("'", "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
