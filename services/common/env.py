@@ -19,10 +19,12 @@ from loraplex_services.common.knob import (
     text_knob,
 )
 from loraplex_services.common.units import (
-    arena_bytes,
+    Memory,
     choice,
     parse_bool,
     parse_list,
+    parse_memory,
+    parse_share,
     parse_text,
     whole,
 )
@@ -96,11 +98,7 @@ ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
 )
 INSECURE: Knob[bool] = Knob(
-    "LORAPLEX_INSECURE",
-    parse_bool,
-    False,
-    "up all",
-    "Allow a bind beyond loopback without auth.",
+    "LORAPLEX_INSECURE", parse_bool, False, "up all", "Allow a bind beyond loopback without auth."
 )
 ALLOWED_HOSTS: Knob[tuple[str, ...]] = Knob(
     "LORAPLEX_ALLOWED_HOSTS",
@@ -230,7 +228,7 @@ DTYPE: Knob[str] = Knob(
 )
 LORA_DTYPE: Knob[str] = Knob(
     "LORAPLEX_LORA_DTYPE",
-    choice("auto", "int8", not_yet=["float32", "bfloat16", "float16"]),
+    choice("auto", "float32", "bfloat16", "float16", "int8"),
     "auto",
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
@@ -272,12 +270,19 @@ FULLY_SHARDED_LORAS: Knob[bool] = Knob(
 )
 
 # Worker: memory
-KV_MEMORY: Knob[int] = Knob(
+KV_MEMORY: Knob[Memory] = Knob(
     "LORAPLEX_KV_MEMORY",
-    arena_bytes,
-    0,
+    parse_memory,
+    Memory(),
     "up worker",
-    "Bytes of the arena (KV cache and adapters together); 0 = chosen by the worker.",
+    "Arena (KV cache and adapters): bytes, or percent of what the base leaves free; 0 = chosen.",
+)
+GPU_MEMORY_UTILIZATION: Knob[float] = Knob(
+    "LORAPLEX_GPU_MEMORY_UTILIZATION",
+    parse_share,
+    0.0,
+    "up worker",
+    "Share of a GPU's memory for weights, steps and arena; unset = 0.9.",
 )
 MAX_LORA_RANK: Knob[int] = Knob(
     "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
@@ -297,6 +302,13 @@ CACHE_BYTES: Knob[int] = Knob(
 # Worker: what a step holds
 MAX_NUM_SEQS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
+)
+MAX_MODEL_LEN: Knob[int] = Knob(
+    "LORAPLEX_MAX_MODEL_LEN",
+    whole(),
+    0,
+    "up worker",
+    "Longest context in tokens, prompt and output together; 0 = the base's.",
 )
 MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
@@ -383,9 +395,6 @@ SECTIONS = {
 }
 """Headings of docs/reference/settings.md, by the variable that each begins with."""
 
-ALL_KNOBS: tuple[Knob[object], ...] = tuple(
-    value for value in list(globals().values()) if isinstance(value, Knob)
-)
-ALL_SWITCHES: tuple[Switch[object], ...] = tuple(
-    value for value in list(globals().values()) if isinstance(value, Switch)
-)
+_VALUES = tuple(globals().values())
+ALL_KNOBS = tuple(value for value in _VALUES if isinstance(value, Knob))
+ALL_SWITCHES = tuple(value for value in _VALUES if isinstance(value, Switch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from loraplex.units import parse_bytes
 
@@ -69,6 +70,40 @@ def whole(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
 
     parse.__name__ = "number"
     return parse
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, or a share of what is free; neither = chosen where it is used."""
+
+    num_bytes: int = 0
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        """As `parse_memory` reads it."""
+        return f"{self.share * 100:g}%" if self.share else str(self.num_bytes)
+
+
+def parse_memory(text: str) -> Memory:
+    """`24MiB`, a number of bytes, or `85%`."""
+    if not text.strip().endswith("%"):
+        return Memory(parse_bytes(text))
+    return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
+
+
+def parse_share(text: str) -> float:
+    """A number above 0 and at most 1."""
+    return _number(text, 1.0, "a number above 0")
+
+
+def _number(text: str, at_most: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= at_most:
+        raise ValueError(f"expected {what} and at most {at_most:g}")
+    return value
 
 
 def parse_listen(text: str) -> str:

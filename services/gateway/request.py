@@ -213,6 +213,8 @@ class ServedModel:
     base_id: str
     vocab_size: int
     max_model_len: int
+    caps_context: bool = False
+    """Whether that was set, so that no adapter has a longer context."""
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     max_lora_rank: int = 0
@@ -229,8 +231,9 @@ class ServedModel:
         if not adapters:
             return self
         context = self.max_model_len
-        if len(adapters) == 1 and adapters[0].rope_scaling is not None:
-            context = adapters[0].rope_scaling.context_tokens(context)
+        scaling = adapters[0].rope_scaling if len(adapters) == 1 else None
+        if scaling is not None and not self.caps_context:
+            context = scaling.context_tokens(context)
         vocab_size = self.vocab_size + MAX_ADDED_TOKENS
         return replace(self, vocab_size=vocab_size, max_model_len=context)
 

@@ -14,7 +14,7 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common import env, variables
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.knob import Knob
-from loraplex_services.common.units import whole
+from loraplex_services.common.units import Memory, whole
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -55,11 +55,14 @@ class UpConfig:
     attention_backend: str
     model_impl: str
     load_format: str
-    kv_memory_bytes: int
+    kv_memory: Memory
+    gpu_memory_utilization: float
     """0 = chosen by the worker."""
     max_loras: int
     max_lora_rank: int
     lora_dtype: str
+    max_model_len: int
+    """0 = that of the base."""
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor_parallel: int
@@ -99,10 +102,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         attention_backend=given("attention_backend", env.ATTENTION_BACKEND),
         model_impl=given("model_impl", env.MODEL_IMPL),
         load_format=given("load_format", env.LOAD_FORMAT),
-        kv_memory_bytes=given("kv_memory", env.KV_MEMORY),
+        kv_memory=given("kv_memory", env.KV_MEMORY),
+        gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
         max_loras=given("max_loras", env.MAX_LORAS),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
+        max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
         max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
         max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
         tensor_parallel=given("tensor_parallel", env.TENSOR_PARALLEL),
@@ -118,8 +123,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 UNSUPPORTED = {
-    "--max-model-len": ((), "contexts are as long as the base's config.json says"),
-    "--gpu-memory-utilization": ((), "set --kv-memory, the bytes of KV cache and adapters"),
     "--quantization": (("none",), "bases run in float32, bfloat16 or float16"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
 }
@@ -226,10 +229,26 @@ def make_parser() -> argparse.ArgumentParser:
         "--model-impl", metavar="NAME", help="model code: auto, native or transformers (auto)"
     )
     parser.add_argument("--load-format", metavar="NAME", help="auto; dummy = random weights (auto)")
-    parser.add_argument("--kv-memory", metavar="BYTES", help="whole arena, such as 24MiB (chosen)")
+    parser.add_argument(
+        "--kv-memory",
+        metavar="BYTES|PERCENT",
+        help="whole arena: 24MiB, or 85%% of what is free once the base is loaded (chosen)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="of a GPU's memory, for weights, steps and arena together (0.9)",
+    )
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
     parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
-    parser.add_argument("--lora-dtype", metavar="NAME", help="of adapters: auto or int8 (auto)")
+    parser.add_argument(
+        "--lora-dtype",
+        metavar="NAME",
+        help="of adapters: auto, float32, bfloat16, float16, int8 (auto)",
+    )
+    parser.add_argument(
+        "--max-model-len", metavar="N", help="longest context in tokens (the base's)"
+    )
     parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
     parser.add_argument(
         "--max-num-batched-tokens", metavar="N", help="token budget of one step (2048)"

@@ -13,6 +13,7 @@ from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
 from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.common.units import Memory
 from loraplex_services.worker.types.messages import EngineConfig
 
 MAX_RESIDENT = 4096
@@ -44,9 +45,13 @@ class WorkerConfig:
     attention_backend: str
     model_impl: str
     load_format: str
-    arena_bytes: int
+    kv_memory: Memory
+    gpu_memory_utilization: float
+    """0 = not set."""
     max_lora_rank: int
     max_loras: int | None
+    max_model_len: int
+    """0 = that of the base."""
     max_step_tokens: int
     max_step_s: float
     max_running: int
@@ -64,12 +69,15 @@ class WorkerConfig:
             model_dir=str(model_dir),
             device=self.device,
             dtype=self.dtype,
-            arena_bytes=self.arena_bytes,
+            arena_bytes=self.kv_memory.num_bytes,
+            arena_share=self.kv_memory.share,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             attention_backend=self.attention_backend,
             model_impl=self.model_impl,
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank,
             max_resident=MAX_RESIDENT,
+            max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
             max_step_s=self.max_step_s,
             max_running=self.max_running,
@@ -125,9 +133,11 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         attention_backend=env.ATTENTION_BACKEND.read(environ),
         model_impl=env.MODEL_IMPL.read(environ),
         load_format=env.LOAD_FORMAT.read(environ),
-        arena_bytes=env.KV_MEMORY.read(environ),
+        kv_memory=env.KV_MEMORY.read(environ),
+        gpu_memory_utilization=env.GPU_MEMORY_UTILIZATION.read(environ),
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
         max_loras=env.MAX_LORAS.read(environ) or None,
+        max_model_len=env.MAX_MODEL_LEN.read(environ),
         max_step_tokens=max_step_tokens,
         max_step_s=env.MAX_STEP_S.read(environ),
         max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),

@@ -8,6 +8,7 @@ import pytest
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
 from loraplex_services.common.knob import Knob
+from loraplex_services.common.units import Memory
 
 
 def test_no_name_looks_like_what_kubernetes_injects() -> None:
@@ -31,7 +32,7 @@ def test_documented_default_is_what_the_parser_would_accept(knob: Knob[object]) 
 @pytest.mark.parametrize(
     ("knob", "text", "value"),
     [
-        (env.KV_MEMORY, "24MiB", 24 << 20),
+        (env.KV_MEMORY, "24MiB", Memory(24 << 20)),
         (env.DRAIN_S, "500ms", 0.5),
         (env.INSECURE, "yes", True),
         (env.WORKERS, "unix:/a, 10.0.0.1:5", ("unix:/a", "10.0.0.1:5")),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import Listener, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
@@ -30,7 +31,7 @@ def test_state_defaults_to_the_home_folder() -> None:
 def test_flags_win_over_variables_and_the_last_over_the_first() -> None:
     environ = {"LORAPLEX_MODEL": BASE, "LORAPLEX_KV_MEMORY": "1GiB", "LORAPLEX_DEVICE": "cpu"}
     config = parse(["--kv-memory", "1MiB", "--kv-memory", "24MiB"], environ)
-    assert config.kv_memory_bytes == 24 << 20
+    assert config.kv_memory == Memory(24 << 20)
     assert config.device == "cpu"
 
 
@@ -75,6 +76,13 @@ def test_other_models_pass_through(model: str) -> None:
         (MODEL, {"LORAPLEX_WORKERS": "dns:workers:50053"}, "LORAPLEX_WORKERS"),
         ([*MODEL, "--workers", "0"], {}, "--workers"),
         ([*MODEL, "--kv-memory", "plenty"], {}, "--kv-memory"),
+        ([*MODEL, "--kv-memory", "0%"], {}, "--kv-memory"),
+        ([*MODEL, "--kv-memory", "101%"], {}, "--kv-memory"),
+        ([*MODEL, "--kv-memory", "nan%"], {}, "--kv-memory"),
+        ([*MODEL, "--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization"),
+        ([*MODEL, "--gpu-memory-utilization", "90"], {}, "--gpu-memory-utilization"),
+        ([*MODEL, "--max-model-len", "-1"], {}, "--max-model-len"),
+        ([*MODEL, "--lora-dtype", "fp8"], {}, "--lora-dtype"),
         ([*MODEL, "--device", "tpu"], {}, "--device"),
         ([*MODEL, "--drain-s", "soon"], {}, "--drain-s"),
         (MODEL, {"LORAPLEX_DTYPE": "int8"}, "LORAPLEX_DTYPE"),
@@ -103,13 +111,20 @@ def test_limits_of_a_step_have_the_names_that_vllm_users_know() -> None:
     config = parse([*MODEL, "--max-num-seqs", "8", "--max-num-batched-tokens", "64"], {})
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 64)
     assert parse([*MODEL, "--lora-dtype", "int8"], {}).lora_dtype == "int8"
+    config = parse([*MODEL, "--max-model-len", "4096", "--gpu-memory-utilization", "0.85"], {})
+    assert (config.max_model_len, config.gpu_memory_utilization) == (4096, 0.85)
+
+
+def test_the_arena_is_given_in_bytes_or_percent() -> None:
+    assert parse(MODEL, {}).kv_memory == Memory()
+    assert parse([*MODEL, "--kv-memory", "85%"], {}).kv_memory == Memory(share=0.85)
+    from_variable = parse(MODEL, {"LORAPLEX_KV_MEMORY": "12.5%"}).kv_memory
+    assert str(from_variable) == "12.5%"
 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--max-model-len", "4096"),
-        ("--gpu-memory-utilization", "0.9"),
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
+from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import LISTENERS, Listener, parse
 from loraplex_services.up.state import StateDir
 from loraplex_services.up.wiring import Addresses, ChildSpec, addresses_of, child_specs
@@ -66,7 +67,7 @@ def test_flags_reach_the_worker(state: StateDir) -> None:
     environ = _specs(state, [*argv, "--served-model-name", "tiny"], {})["worker-0"].environ
     assert env.MODEL.read(environ) == BASE
     assert env.SERVED_MODEL_NAME.read(environ) == "tiny"
-    assert env.KV_MEMORY.read(environ) == 24 << 20
+    assert env.KV_MEMORY.read(environ) == Memory(24 << 20)
     assert env.DTYPE.read(environ) == "float32"
     assert env.MAX_LORAS.read(environ) == 3
     assert env.ATTENTION_BACKEND.read(environ) == "vanilla"

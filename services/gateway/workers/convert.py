@@ -27,6 +27,7 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> S
         base_id=message.base_id,
         vocab_size=message.vocab_size,
         max_model_len=message.max_model_len,
+        caps_context=message.caps_context,
         eos_token_ids=tuple(message.eos_token_ids),
         pad_token_id=message.pad_token_id if message.HasField("pad_token_id") else None,
         max_lora_rank=message.max_lora_rank,

@@ -164,10 +164,11 @@ class Fleet:
 
 
 def _same(known: ServedModel, seen: ServedModel) -> bool:
-    return (known.fingerprint, known.tokenizer_digest, known.max_model_len) == (
+    return (known.fingerprint, known.tokenizer_digest, known.max_model_len, known.caps_context) == (
         seen.fingerprint,
         seen.tokenizer_digest,
         seen.max_model_len,
+        seen.caps_context,
     )
 
 

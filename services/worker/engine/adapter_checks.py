@@ -22,6 +22,8 @@ class BaseFacts:
 
     vocab_size: int
     context_tokens: int
+    caps_context: bool = False
+    """Whether adapters with a context of their own keep to it, too."""
 
 
 def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> None:
@@ -43,7 +45,8 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> N
     own_sizes = [fact.vocab_size for fact in facts if fact.vocab_size]
     _check_ids(request, own_sizes[0] if own_sizes else base.vocab_size)
     own_context = facts[0].context_tokens if len(facts) == 1 else 0
-    _check_length(request, own_context or base.context_tokens)
+    context = own_context or base.context_tokens
+    _check_length(request, min(context, base.context_tokens) if base.caps_context else context)
     invoked = [fact.invocation_tokens for fact in facts if fact.invocation_tokens]
     if invoked:
         request.adapters_from = last_place(request.prompt_ids, invoked[0])

@@ -95,7 +95,8 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._info = runner.model_info()
-        self._base = BaseFacts(self._info.vocab_size, self._info.max_model_len)
+        info = self._info
+        self._base = BaseFacts(info.vocab_size, info.max_model_len, info.caps_context)
         self._arena = Arena(runner.arena_blocks)
         self._reclaimer = Reclaimer(self._arena)
         self.cache = AdapterCache(

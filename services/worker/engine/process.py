@@ -44,7 +44,6 @@ from loraplex_services.worker.types.messages import (
 logger = logging.getLogger("loraplex_services.worker.engine.process")
 
 RECEIVE_BYTES = 1 << 20
-MAX_CPU_ARENA_BYTES = 1 << 30
 RANK_END_S = 2.0
 """How long after a failed collective the end of another rank may be noticed."""
 QUIET_S = 0.5
@@ -150,9 +149,12 @@ def build_engine(config: EngineConfig) -> Engine:
         Path(config.model_dir),
         device=config.device,
         dtype=config.dtype,
-        arena_bytes=config.arena_bytes or default_arena_bytes(config),
+        arena_bytes=config.arena_bytes,
+        arena_share=config.arena_share,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         max_lora_rank=config.max_lora_rank,
         max_resident=config.max_resident,
+        max_model_len=config.max_model_len,
         max_num_tokens=config.max_step_tokens,
         max_num_rows=config.max_running,
         load_format=config.load_format,
@@ -169,21 +171,6 @@ def build_engine(config: EngineConfig) -> Engine:
     if (path := STEP_TRACE.read(os.environ)) is not None:
         return Engine(TracedRunner(runner, path), config, time.monotonic)
     return Engine(runner, config, time.monotonic)
-
-
-def default_arena_bytes(config: EngineConfig) -> int:
-    """Arena of each rank where none was asked for: a small share of host memory, or what a GPU has
-    left over after the weights, with room for activations."""
-    import torch
-
-    num_ranks = config.tensor_parallel
-    if config.device == "cpu" or not torch.cuda.is_available():
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(MAX_CPU_ARENA_BYTES, host_bytes // 8) // num_ranks
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    files = Path(config.model_dir).glob("*.safetensors")
-    weight_bytes = sum(file.stat().st_size for file in files) / num_ranks
-    return max(1 << 28, int(free_bytes - 0.1 * total_bytes - 1.2 * weight_bytes))
 
 
 def main() -> int:

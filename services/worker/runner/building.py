@@ -16,14 +16,13 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES, SiteValues
+from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
 from loraplex_services.worker.adapters.device.weights import AdapterWeights
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
-from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
-from loraplex_services.worker.cache.kv_layout import plan_kv_groups
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
@@ -32,7 +31,9 @@ from loraplex_services.worker.model.families import has_family, read_model_confi
 from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
+from loraplex_services.worker.runner.memory import ArenaSize
 from loraplex_services.worker.runner.numerics import (
     dtype_name,
     fingerprint,
@@ -56,7 +57,7 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-from loraplex_services.worker.types.sharding import Shard, local_config
+from loraplex_services.worker.types.sharding import Shard
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
@@ -126,24 +127,23 @@ def _build(
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     source = model_dir, settings.load_format, settings.model_impl
     config, model = _read_model(*source, torch_dtype, torch_device, operators)
+    _check_context(config, settings.max_model_len)
     share_threads(model.weight_bytes, operators, torch_device)
-    own = local_config(config, ranks.shard)
-    kv = _kv_buffer(own, torch_dtype, torch_device, settings.arena_bytes)
+    size = ArenaSize(settings.arena_bytes, settings.arena_share, settings.gpu_memory_utilization)
+    largest = settings.max_num_tokens, settings.max_num_rows
+    kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    base_key, is_int8 = weights_key(model_dir, geometry), settings.adapter_dtype == "int8"
-    layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, is_int8)
+    base_key = weights_key(model_dir, geometry)
+    stored = stored_dtype(settings.adapter_dtype, operators, kv)
+    layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     host = _pinned_cache(arena, settings.host_cache_bytes)
     adapters = AdapterWeights(arena, settings.max_resident, model.ropes, layout.ropes, host)
     packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
-    info = _model_info(config, layout, geometry, torch_device, torch_dtype, operators)
-    limits = (
-        settings.max_resident,
-        settings.max_lora_rank,
-        settings.max_num_tokens,
-        settings.max_num_rows,
-    )
+    facts = config, layout, geometry, torch_device, torch_dtype, operators
+    info = _model_info(*facts, settings.max_model_len)
+    limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     draws = operators.draws
@@ -153,34 +153,26 @@ def _build(
 
 
 def _adapter_layout(
-    model: Decoder, kv: KvBuffer, operators: Operators, max_rank: int, base_key: str, int8: bool
+    model: Decoder, kv: KvBuffer, operators: Operators, max_rank: int, base_key: str, stored: str
 ) -> AdapterLayout:
     """How adapters are packed for this base; `base_key` names its weights."""
     return AdapterLayout(
         block_bytes=kv.arena.block_bytes,
-        dtype=_dtype_key(kv.planes(0)[0].dtype),
+        dtype=dtype_key(kv.planes(0)[0].dtype),
         keeps_half=isinstance(operators, NativeOperators),
         max_rank=max_rank,
         base_key=base_key,
         sites=model.site_weights.table,
         ropes=base_ropes(model.config),
-        int8=int8,
+        stored=stored,
         shard=operators.ranks.shard,
         fully_sharded=operators.fully_sharded,
     )
 
 
-def _kv_buffer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
-) -> KvBuffer:
-    """The arena, and the KV cache in it."""
-    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
-    num_blocks = blocks_for(num_bytes, groups.block_bytes)
-    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
-
-
 def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
-    """On a CPU the page cache is as near."""
+    """Packed images in pinned memory, on CUDA; 0 bytes = chosen here. On a CPU the page cache is as
+    near."""
     return PinnedCache(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
 
 
@@ -198,11 +190,6 @@ def _packer(
     """Reads adapters of this base and lays their bytes out."""
     reader = ModuleReader(geometry, sites.table, layout.max_rank)
     return Packer(reader, layout, SiteValues(sites, layout, device))
-
-
-def _dtype_key(dtype: torch.dtype) -> str:
-    """Its safetensors name."""
-    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
 
 
 def _batch_maker(
@@ -244,6 +231,13 @@ def _gpu_path(
     return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
 
 
+def _check_context(config: ModelConfig, max_model_len: int) -> None:
+    """Raises InvalidRequest where `max_model_len` is longer than the context of the base."""
+    if max_model_len > (own := config.max_position_embeddings):
+        why = f"must be at most the context of the base, which is {own} tokens"
+        raise InvalidRequest.field("max_model_len", max_model_len, why)
+
+
 def _read_model(
     folder: Path,
     load_format: str,
@@ -278,14 +272,16 @@ def _model_info(
     device: torch.device,
     dtype: torch.dtype,
     operators: Operators,
+    max_model_len: int,
 ) -> ModelInfo:
     num_ranks = layout.shard.size
-    arithmetic = operators.name + "-int8" * layout.int8
+    arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if num_ranks > 1:  # sums have another order
         arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
         vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=max_model_len or config.max_position_embeddings,
+        caps_context=max_model_len > 0,
         eos_token_ids=config.eos_token_ids,
         dtype=dtype_name(dtype),
         device=device.type,

@@ -21,11 +21,16 @@ class RunnerSettings:
     attention_backend: str = "auto"
     """See `choose_operators`."""
     arena_bytes: int
-    """For KV cache and adapters together, on each rank."""
+    """For KV cache and adapters together, on each rank; 0 = as the next two say (see
+    `memory.ArenaSize`)."""
+    arena_share: float = 0.0
+    gpu_memory_utilization: float = 0.0
     max_lora_rank: int = 256
     """Adapters of a higher rank are refused at load."""
     max_resident: int = 4096
     """Adapters that may be loaded at once; slots are below it."""
+    max_model_len: int = 0
+    """Longest context in tokens; 0 = that of the base."""
     max_num_tokens: int = 2048
     """The most positions of one step."""
     max_num_rows: int = 256
@@ -33,7 +38,8 @@ class RunnerSettings:
     overlap: str = "off"
     """See `StepOrder`."""
     adapter_dtype: str = "auto"
-    """`int8` = A and B as integers with a factor for each rank row."""
+    """How A and B are kept: `int8` = as integers with a factor for each rank row; a floating-point
+    type, or `auto` (see `allocation.stored_dtype`)."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen here."""
     fully_sharded_loras: bool = False

@@ -133,4 +133,5 @@ def model_to_wire(
         pad_token_id=bundle.pad_token_id,
         base_aliases=config.base_aliases,
         kernels=info.kernels,
+        caps_context=info.caps_context,
     )

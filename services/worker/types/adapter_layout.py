@@ -32,12 +32,18 @@ class AdapterLayout:
     sites: SiteTable
     ropes: BaseRopes
     """The base's; what an adapter's are made from."""
-    int8: bool = False
-    """A and B of linears and the head become integers with a factor for each rank row."""
+    stored: str = "auto"
+    """What A and B are kept as, whatever they were published in; I8 = A and B of linears and the
+    head become integers with a factor for each rank row, and the rest is as with auto."""
     shard: Shard = ONLY
     """The tensor-parallel rank that is packed for; `sites` is the table of the whole base."""
     fully_sharded: bool = False
     """Ranks divide both matrices of each pair, not one: see `pack.site_cuts`."""
+
+    @property
+    def int8(self) -> bool:
+        """Whether A and B are integers."""
+        return self.stored == "I8"
 
     @property
     def ranks(self) -> tuple[AdapterLayout, ...]:
@@ -49,6 +55,8 @@ class AdapterLayout:
         """What A and B are packed as."""
         if self.int8 and site_kind in (LINEAR, LM_HEAD):
             return "I8"
+        if self.stored not in ("auto", "I8"):
+            return self.stored
         keeps = self.keeps_half and self.dtype == "F32" and published in HALF_DTYPES
         return published if keeps else self.dtype
 
@@ -56,7 +64,7 @@ class AdapterLayout:
     def fingerprint(self) -> str:
         """Images of equal fingerprints hold the same bytes for an adapter."""
         sites = (self.sites.sites, sorted(self.sites.places.items()))
-        types = (self.block_bytes, self.dtype, self.keeps_half, self.int8, self.max_rank)
+        types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
         parts = repr(
             (IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard, self.fully_sharded)

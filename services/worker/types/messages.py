@@ -34,7 +34,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     arena_bytes: int
-    """0 = `process.default_arena_bytes`."""
+    """0 = measured once the weights are loaded."""
+    arena_share: float = 0.0
+    gpu_memory_utilization: float = 0.0
+    """See `runner.memory.ArenaSize`."""
     attention_backend: str = "auto"
     """`auto`, `vanilla`, `cpu` or `triton`: see `backends.choose_operators`."""
     model_impl: str = "auto"
@@ -42,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     max_lora_rank: int
     max_resident: int
+    max_model_len: int = 0
+    """Longest context in tokens; 0 = that of the base."""
     max_step_tokens: int
     max_step_s: float = 0.0
     """Of steps in which requests decode; see `SchedulerLimits`."""
@@ -53,7 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: str = "off"
     """`auto`, `on` or `off`: see `steps`."""
     adapter_dtype: str = "auto"
-    """How A and B are kept: `auto` or `int8`."""
+    """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     tensor_parallel: int = 1

@@ -34,6 +34,8 @@ class ModelInfo:
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry
     """What adapters are validated against."""
+    caps_context: bool = False
+    """Whether `max_model_len` was set: adapters with a context of their own keep to it, too."""
     rope_switch_len: int | None = None
     """Requests of more known tokens than this have another KV, from their first token on."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
@@ -51,3 +52,50 @@ def test_both_paths_serve_the_same_tokens_from_half_precision_files(base, dtype,
         for d in drivers
     ]
     assert outputs[0] == outputs[1]
+
+
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def logprobs(driver):
+    rng = random.Random(3)
+    prompts = [[rng.randrange(300) for _ in range(20)] for _ in range(4)]
+    jobs = [
+        Job(greedy(str(i), p, 4, prompt_logprobs=0), ((0, 1.0),)) for i, p in enumerate(prompts)
+    ]
+    driver.run(jobs)
+    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs]
+
+
+@pytest.mark.parametrize("cpu_isa", ["auto", "torch"])
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dtype, dtype):
+    """What is served is the adapter rounded to it, whatever it was published in."""
+    stored = TORCH[NAMES[lora_dtype]]
+    published = published_as(base, torch.float32, tmp_path / "published")
+    rounded = published_as(base, torch.float32, tmp_path / "rounded")
+    path = rounded / "adapter_model.safetensors"
+    tensors = {name: t.to(stored).float() for name, t in load_file(path).items()}
+    save_file(tensors, path)
+    settings = {"device": "cpu", "dtype": dtype, "arena_bytes": 8 << 20, "cpu_isa": cpu_isa}
+    found = []
+    for folder, kept in ((published, lora_dtype), (rounded, "float32")):
+        driver = Driver(build_runner(base.folder, adapter_dtype=kept, **settings))
+        driver.load(0, folder)
+        table = driver.runner._adapters.weights.table.values()
+        expected = TORCH[NAMES[kept]]
+        assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {expected}
+        found.append((logprobs(driver), driver.runner.adapter_blocks(folder)))
+    tolerance = 1e-3 if dtype == "float32" else 0.1  # bfloat16 rounds sums of another order
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=tolerance, atol=tolerance)
+    if stored is not torch.float32:
+        assert found[0][1] < 0.6 * found[1][1]
+
+
+def test_a_dtype_that_is_none_is_refused_by_name(base):
+    with pytest.raises(InvalidRequest, match="lora_dtype: must be one of auto, float32"):
+        build_runner(
+            base.folder, device="cpu", dtype="float32", arena_bytes=8 << 20, adapter_dtype="fp4"
+        )

@@ -1,5 +1,7 @@
 """What is checked once a request's adapters are known, and from where on they act."""
 
+from dataclasses import replace
+
 import pytest
 
 from loraplex.api.pooling import Pooling
@@ -34,6 +36,14 @@ def test_what_adds_to_no_other_adapter_is_refused_by_its_digest(position):
 def test_plain_adapters_combine_and_special_ones_run_alone():
     admit(request_of((FIRST, 1.0), (SECOND, 0.5)), [AdapterFacts()] * 2, BASE)
     admit(request_of((FIRST, 1.0)), [AdapterFacts(alone_because="uses DoRA")], BASE)
+
+
+def test_a_capped_context_holds_for_adapters_with_a_longer_one_too():
+    facts = [AdapterFacts(context_tokens=200)]
+    long = request_of((FIRST, 1.0), prompt=[1] * 61)
+    admit(long, facts, BASE)
+    with pytest.raises(InvalidRequest, match="exceed the context of 64 tokens"):
+        admit(long, facts, replace(BASE, caps_context=True))
 
 
 def test_dora_has_no_other_weight_than_one():

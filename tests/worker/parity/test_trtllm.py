@@ -58,8 +58,9 @@ def test_the_tokens_of_a_mixed_batch_stay_the_same(stage, near_ties, tmp_path):
             continue
         slots[name] = first_free + len(slots)
         stage.driver.load(slots[name], back)
-    own_vocabulary = {name for name in refused if "vocab" in name or "added" in name}
-    assert refused - own_vocabulary == REFUSED & set(stage.slots)
+    sometimes = {name for name in refused if "vocab" in name or "added" in name}
+    sometimes |= {"bias-all", "bias-lora-only"}  # trained where the base has biases
+    assert refused - sometimes == REFUSED & set(stage.slots)
     pairs = [
         (name, Job(greedy(f"{name}-{i}", job.request.prompt_ids, NUM_NEW_TOKENS), ((slot, 1.0),)))
         for i, (name, job) in enumerate(jobs)

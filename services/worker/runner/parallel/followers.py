@@ -88,7 +88,7 @@ class Followers:
         self,
         num_ranks: int,
         model_dir: Path,
-        settings: dict[str, str | int | bool],
+        settings: dict[str, str | int | float | bool],
         timeout_s: float,
         on_end: RankEnded,
     ) -> None:

@@ -33,7 +33,7 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     timeout_s: float
     """To join the group."""
     model_dir: str
-    settings: dict[str, str | int | bool]
+    settings: dict[str, str | int | float | bool]
     """Arguments of `build_runner`, the same on every rank."""
 
 

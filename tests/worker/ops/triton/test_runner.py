@@ -7,11 +7,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.api.sampling import SamplingParams
+from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.loader import CopiedImage
+from loraplex_services.worker.runner import building
+from loraplex_services.worker.runner.allocation import kv_buffer
+from loraplex_services.worker.runner.backends import choose_operators
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
+from loraplex_services.worker.runner.profiling import run_largest_step
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
@@ -243,3 +248,24 @@ def test_graph_replay_equals_eager(kernel_runner, device):
         step = runner._batches.read(plan)
         replayed = gpu.replay(gpu.graph_of(step), step, before)
     torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dtype_of_adapters_that_the_kernels_do_not_read_is_refused(folders, device):
+    """They read adapters in the type of the model, which is float32 here."""
+    settings = {"arena_bytes": 2 << 20, "max_resident": 4, "attention_backend": "triton"}
+    with pytest.raises(Unsupported, match="lora_dtype: these kernels read adapters in the model's"):
+        build_runner(
+            folders[0], device=device.type, dtype="float32", adapter_dtype="bfloat16", **settings
+        )
+
+
+def test_the_largest_step_is_run_to_measure_it_and_writes_nothing(folders, device):
+    """In a cache of a few blocks, before the arena is there."""
+    dtype = torch.float32
+    operators = choose_operators(device, dtype, "auto", "triton")
+    config, model = building._read_model(folders[0], "auto", "native", dtype, device, operators)
+    kv = kv_buffer(config, dtype, device, 1 << 20)
+    kv.arena.data.zero_()
+    logits = run_largest_step(model, operators, kv, max_num_tokens=40, max_num_rows=3)
+    assert logits.shape == (3, config.vocab_size) and logits.isfinite().all()
+    assert not kv.arena.data.any()

@@ -249,3 +249,13 @@ def test_random_weights_give_the_same_tokens_on_two_ranks(tmp_path):
         outputs += Driver(runner).run([Job(greedy("r", [3, 1, 4, 1, 5], 12))])
         runner.close()
     assert outputs[0] == outputs[1]
+
+
+def test_ranks_agree_on_the_smallest_arena_that_one_of_them_measures(tmp_path: Path) -> None:
+    """Each measures what is free when it has loaded; a group of unequal arenas would not start."""
+    base = tiny.write_base(tmp_path / "base")
+    runner = build_runner(base, device="cpu", arena_bytes=0, arena_share=0.0005, num_ranks=2)
+    try:
+        assert runner.arena_blocks >= 2
+    finally:
+        runner.close()

@@ -1,0 +1,95 @@
+"""The arena's memory, and what adapters are kept as in it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
+from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.ranks import Ranks
+from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.runner.memory import ArenaSize, memory_of
+from loraplex_services.worker.runner.numerics import dtype_name
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sharding import local_config
+
+PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
+"""Of the arena that the step runs with whose memory is measured."""
+_LORA_DTYPES = {
+    "auto": "auto",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int8": "I8",
+}
+
+
+def allocate(
+    size: ArenaSize,
+    model: Decoder,
+    operators: Operators,
+    dtype: torch.dtype,
+    device: torch.device,
+    largest: tuple[int, int],
+) -> KvBuffer:
+    """The arena, beside weights that are loaded and what the largest step needs; `largest` = its
+    tokens and rows."""
+    is_gpu, ranks = device.type == "cuda", operators.ranks
+    new_kv = partial(kv_buffer, local_config(model.config, ranks.shard), dtype, device)
+
+    def step_bytes() -> int:
+        if not is_gpu or operators.name != "triton":
+            return 0
+        from loraplex_services.worker.runner.profiling import measured_step_bytes
+
+        return measured_step_bytes(model, operators, new_kv(PROFILING_BYTES), *largest)
+
+    num_bytes = size.choose(memory_of(device), step_bytes, is_gpu=is_gpu)
+    if not (is_gpu or size.num_bytes):  # ranks share the host's memory
+        num_bytes //= ranks.shard.size
+    return new_kv(_least(num_bytes, ranks, device))
+
+
+def _least(num_bytes: int, ranks: Ranks, device: torch.device) -> int:
+    """The smallest of what the ranks have: block ids mean the same on each of them."""
+    if ranks.shard.size == 1:
+        return num_bytes
+    return int(ranks.all_gather(torch.tensor([num_bytes], device=device)).min())
+
+
+def kv_buffer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
+) -> KvBuffer:
+    """The arena, and the KV cache in it."""
+    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
+    num_blocks = blocks_for(num_bytes, groups.block_bytes)
+    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
+
+
+def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
+    """What A and B are kept as: a float type; `int8` = integers with a factor for each rank row;
+    `auto` = as computed with, or published where the kernels read that.
+
+    Raises:
+        Unsupported: the kernels read adapters in the model's own dtype only.
+    """
+    stored = _LORA_DTYPES.get(name)
+    if stored is None:
+        known = ", ".join(_LORA_DTYPES)
+        raise InvalidRequest.field("lora_dtype", name, f"must be one of {known}")
+    model_dtype = dtype_key(kv.planes(0)[0].dtype)
+    if operators.name == "triton" and stored not in ("auto", "I8", model_dtype):
+        dtype = dtype_name(TORCH_DTYPES[model_dtype])
+        why = f"these kernels read adapters in the model's {dtype} or as int8; use auto, or --dtype"
+        raise Unsupported.field("lora_dtype", name, why)
+    return stored
+
+
+def dtype_key(dtype: torch.dtype) -> str:
+    """Its safetensors name."""
+    return next(name for name, known in TORCH_DTYPES.items() if known is dtype)
