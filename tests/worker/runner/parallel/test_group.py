@@ -196,7 +196,7 @@ def test_closing_ends_the_other_ranks_and_is_no_loss(group):
 
 
 def test_a_lost_rendezvous_names_the_setting(tmp_path):
-    settings = {"device": "cpu"}
+    settings = {"device": "cpu", "arena_bytes": 1 << 20}
     with pytest.raises(RankLost, match="tensor_parallel: rank 0 of 2 did not meet"):
         build_rank(tmp_path, Shard(0, 2), str(tmp_path / "rendezvous"), 1.0, settings)
 
