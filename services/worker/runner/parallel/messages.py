@@ -8,6 +8,7 @@ They hold ids and places, never weights or activations: those move through colle
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -21,6 +22,10 @@ RECEIVE_BYTES = 1 << 20
 
 class RankLost(Exception):
     """Another rank has ended or cannot be reached: this one cannot go on."""
+
+
+class HungUp(RankLost):
+    """The other end closed its socket, as rank 0 does to end a rank."""
 
 
 class RankStart(msgspec.Struct, frozen=True, tag="start"):
@@ -166,6 +171,8 @@ class RankSocket:
 
     def close(self) -> None:
         """Hang up."""
+        with contextlib.suppress(OSError):  # a thread that still reads would keep it open
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _next(self) -> bytes:
@@ -175,6 +182,6 @@ class RankSocket:
             except OSError as error:
                 raise RankLost("the socket to another rank broke") from error
             if not data:
-                raise RankLost("another rank closed its socket")
+                raise HungUp("another rank closed its socket")
             self._bodies += self._frames.feed(data)
         return self._bodies.popleft()

@@ -32,6 +32,7 @@ from loraplex_services.worker.runner.parallel.messages import (
     CopyDone,
     Drop,
     Enter,
+    HungUp,
     LogitRows,
     RankLost,
     RankRefused,
@@ -111,6 +112,8 @@ def main() -> int:
         start = rank_zero.order()
         assert isinstance(start, RankStart), "the first order is to start"
         return _serve(start, rank_zero)
+    except HungUp:
+        return 0
     except RankLost as error:
         logger.info("rank ends", extra={"reason": str(error)})
         time.sleep(LAST_WORDS_S)
