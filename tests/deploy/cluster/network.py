@@ -225,6 +225,8 @@ def _peer(peer: Document, side: str, pods: Sequence[Endpoint]) -> str | None:
     """An nftables match; empty for anybody, None where no pod is selected."""
     if not peer:
         return ""
+    if "namespaceSelector" in peer:
+        return None  # There is one namespace here, and no policy names it.
     assert set(peer) == {"podSelector"}, f"this peer is not understood: {peer}"
     chosen = [pod.address for pod in pods if _matches(peer["podSelector"], pod.labels)]
     return f"ip {side} {{ {', '.join(chosen)} }}" if chosen else None
