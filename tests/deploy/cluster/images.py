@@ -33,7 +33,11 @@ STAND_INS = {
     "valkey/valkey": Image(
         Path("/"),
         {},
-        ("redis-server", "--port", "6379", "--bind", "0.0.0.0", "--protected-mode", "no"),
+        # The manifest's arguments, but for the folder: nothing is saved.
+        (
+            *("redis-server", "--port", "6379", "--bind", "0.0.0.0", "--protected-mode", "no"),
+            *("--save", "", "--appendonly", "no"),
+        ),
         6379,
     ),
     "quay.io/minio/minio": Image(
