@@ -102,9 +102,9 @@ class ModuleParts:
         if part == BASE_WEIGHT and not (
             is_table and (self.has_lora or TOKEN_DELTA in self.tensors)
         ):
-            return "is a copy of the base that PEFT writes beside LoRA on embeddings; remove it"
+            return "is a copy of the base, which PEFT adds when LoRA is on embeddings; remove it"
         if part in (SAVED_COPY, ORIGINAL) and not (is_table and self._has_saved_weight):
-            return "is a copy that PEFT writes beside embeddings in modules_to_save; remove it"
+            return "is a copy, which PEFT adds when modules_to_save has embeddings; remove it"
         if (
             part == WEIGHT
             and kind not in (EMBEDDING, LM_HEAD)

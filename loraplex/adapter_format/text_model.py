@@ -69,7 +69,7 @@ _TOWERS = frozenset(
     visual
     """.split()
 )
-"""Parts of module names that only towers beside the text model have."""
+"""Parts of module names that only the other parts of a multimodal model have."""
 
 
 @dataclass(frozen=True, slots=True)

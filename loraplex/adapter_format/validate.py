@@ -27,7 +27,7 @@ from loraplex.errors import InvalidAdapter, Violation
 
 MAX_RANK = 256
 _OF_TRAINING = ".lora_velora_embed"
-"""Ends names of tensors that only a backward pass reads (VeLoRA); PEFT writes them beside LoRA."""
+"""Ends names of tensors that only a backward pass reads (VeLoRA); PEFT writes them with LoRA."""
 
 
 def validate(

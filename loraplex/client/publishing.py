@@ -106,7 +106,7 @@ def local_files(folder: Path) -> list[LocalFile]:
 
 
 def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
-    """What stands in a folder beside the adapter and is not uploaded: a note about the harmless
+    """What a folder holds besides the adapter and is not uploaded: a note about the harmless
     files of a training, and a warning about each other adapter.
 
     Raises:

@@ -186,7 +186,7 @@ class _Plan:
     def settle_tied_head(self, shares: dict[str, list[_Share]]) -> bool:
         """Keep a tied pair of tables tied where both changed alike; returns whether it came apart.
 
-        A copy of the table that the files hold beside a tied one stays the same as it.
+        Where the files hold a copy of a tied table, the copy is changed in the same way.
         """
         table, head = f"{self._embedding}.weight", f"{self._head}.weight"
         if not self._tied or not (table in self.edits or head in self.edits):

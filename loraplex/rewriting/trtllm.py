@@ -203,7 +203,7 @@ def from_trtllm(
         where = f"{CONFIG_FILE}:[{index}]"
         modules = _modules(number, layer, bases, where)
         if use_dora and not is_dora:
-            _refuse(where, "no DoRA", "stands beside rows of a DoRA, which PEFT cannot express")
+            _refuse(where, "no DoRA", "is mixed with rows of a DoRA, which PEFT cannot express")
         row = _split(weights[index], rank, number, modules, bool(is_dora), where)
         for module, share in _shares(number, modules, row):
             if module.name in ranks:

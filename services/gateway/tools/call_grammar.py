@@ -1,6 +1,6 @@
 """Grammars that constrain calls within answers to the schemas, in the notation of the base.
 
-Optional calls stand in free text, or beside answers that follow a schema of their own: then an
+Optional calls stand in free text, or are the alternative to answers that follow a schema: then an
 answer is either calls or that. Required calls stand alone, after the thought if there is one.
 The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
 which only a call matches. A mark may be a single token, which that library excludes from plain

@@ -37,7 +37,7 @@ def allocate(
     device: torch.device,
     largest: tuple[int, int],
 ) -> KvBuffer:
-    """The arena, beside weights that are loaded and what the largest step needs; `largest` = its
+    """The arena, after the loaded weights and what the largest step needs; `largest` = its
     tokens and rows."""
     is_gpu, ranks = device.type == "cuda", operators.ranks
     new_kv = partial(kv_buffer, local_config(model.config, ranks.shard), dtype, device)

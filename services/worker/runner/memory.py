@@ -31,7 +31,7 @@ class ArenaSize:
 
         Args:
             memory: of the device, with the weights loaded.
-            step_bytes: runs the largest step and says what it needs beside them.
+            step_bytes: runs the largest step and says what it needs in addition to them.
 
         Raises:
             InvalidRequest: nothing is left, or the setting means nothing on this device.

@@ -1,4 +1,4 @@
-"""What the largest step needs beside the weights and the arena, measured by running it."""
+"""What the largest step needs in addition to the weights and the arena, measured by running it."""
 
 from __future__ import annotations
 

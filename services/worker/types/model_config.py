@@ -95,7 +95,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scale: QueryScale | None = None
     attention_sinks: bool = False
-    """Each query head has a score beside those of the keys, without a value."""
+    """Each query head has a score in addition to those of the keys, without a value."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     moe: MoeConfig | None = None

@@ -94,8 +94,10 @@ class Packer:
         return self._pack(folder, self._layout.ranks)
 
     def write(self, folder: Path) -> int:
-        """Put the images of all ranks beside the adapter. Returns the blocks of the largest: every
-        rank gives an adapter the same blocks."""
+        """Write the images of all ranks into the adapter's folder.
+
+        Returns the blocks of the largest image: every rank gives an adapter the same blocks.
+        """
         images = self.pack_ranks(folder)
         for image, fingerprint in zip(images, self.fingerprints, strict=True):
             image.write(image_path(folder, fingerprint))

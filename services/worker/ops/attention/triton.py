@@ -69,7 +69,7 @@ def attend_contexts(
         tiles: int32 `[n, 4]`: sequence, first token row, end row, position of the first row; of
             `rows_of_tile` rows each.
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
-        sinks: float32 `[num_heads]`: a score beside those of the keys, without a value.
+        sinks: float32 `[num_heads]`: a score in addition to those of the keys, without a value.
         tiling: for experiments.
     """
     tiling = tiling or context_tiling(shape, q.itemsize, shared_bytes(q.device))
