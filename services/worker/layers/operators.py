@@ -80,8 +80,12 @@ class Operators(Protocol):
     def attention(
         self, config: ModelConfig, layer: int, sinks: Tensor | None = None
     ) -> AttentionBackend:
-        """The layer's backend. `sinks`: float32 `[num_heads]`, a score of each query head in addition
-        to those of the keys, which has no value."""
+        """The layer's backend.
+
+        Args:
+            sinks: float32 `[num_heads]`, a score of each query head in addition to those of the
+                keys, which has no value.
+        """
         ...
 
 
