@@ -46,7 +46,7 @@ def test_added_tokens_trained_as_single_rows_must_leave_no_gap() -> None:
         adapter([3, VOCAB + 1]).validate(tiny_geometry())
 
 
-def test_the_copies_that_peft_writes_beside_saved_tables_have_their_place() -> None:
+def test_the_copies_that_peft_adds_to_saved_tables_have_their_place() -> None:
     names = ("weight", "modules_to_save.weight", "original_module.weight")
     tables = {f"{path}.{name}": table(VOCAB + 3) for path in (EMBEDDING, HEAD) for name in names}
     adapter = Adapter().with_tensors(tables)
@@ -55,7 +55,7 @@ def test_the_copies_that_peft_writes_beside_saved_tables_have_their_place() -> N
     with pytest.raises(InvalidAdapter) as caught:
         adapter.validate(tiny_geometry())
     assert len(caught.value.violations) == 4
-    assert "beside embeddings in modules_to_save" in caught.value.violations[0].description
+    assert "when modules_to_save has embeddings" in caught.value.violations[0].description
 
 
 def test_rows_trained_on_a_resized_table_are_read_with_the_table() -> None:
