@@ -47,8 +47,8 @@ KEY = path_knob("LORAPLEX_KEY", "tools all", "PEM private key of the certificate
 STATE_DIR = path_knob(
     "LORAPLEX_STATE_DIR",
     "up registry worker",
-    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex. For a worker, where its "
-    "disk cache lives; default a temporary folder.",
+    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex. For a worker, where "
+    "its disk cache lives; default a temporary folder.",
 )
 METRICS_LISTEN = listen_knob(
     "LORAPLEX_METRICS_LISTEN",
