@@ -25,6 +25,7 @@ from loraplex_services.common.units import (
     parse_list,
     parse_memory,
     parse_share,
+    parse_store_url,
     parse_text,
     whole,
 )
@@ -120,8 +121,12 @@ REGISTRY_SERVICE_LISTEN = listen_knob(
     "registry",
     "gRPC address for services, which must show a certificate signed by LORAPLEX_CA.",
 )
-OBJECTS = text_knob(
-    "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
+OBJECTS: Knob[str] = Knob(
+    "LORAPLEX_OBJECTS",
+    parse_store_url,
+    "",
+    "registry worker",
+    "Object store: file:///path or s3://bucket/prefix.",
 )
 METADATA = text_knob(
     "LORAPLEX_METADATA",

@@ -117,6 +117,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         log_format=env.LOG_FORMAT.read(environ),
     )
     _check_bind(config)
+    variables.check_values(environ, ("registry", "gateway", "worker"))
     return config
 
 
