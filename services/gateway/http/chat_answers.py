@@ -48,6 +48,11 @@ class ChatAnswers:
         is_stopped = text_delta.finish_reason is FinishReason.STOP
         return is_stopped and self._answers[text_delta.index].num_calls > 0
 
+    def content_begin(self, index: int) -> int | None:
+        """Character offset in a choice at which its content begins; None = not known yet."""
+        reply = self._answers[index]
+        return None if reply.may_think else reply.content_begin
+
     def num_thought_tokens(self) -> int:
         """Tokens of thoughts so far, over all choices."""
         count = 0

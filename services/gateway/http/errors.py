@@ -6,14 +6,18 @@ import json
 import math
 from typing import Any
 
-from loraplex.errors import LoraplexError, NotFound, codes_of
+from loraplex.errors import AdapterNotFound, LoraplexError, NotFound, codes_of
+
+
+_MODEL_REASONS = (NotFound.reason, AdapterNotFound.reason)
+"""Of errors that mean a model unless they name a field."""
 
 
 def error_object(error: LoraplexError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     param = error.violations[0].field if error.violations else None
     code = error.reason.lower()
-    if isinstance(error, NotFound):
+    if isinstance(error, NotFound) and error.reason in _MODEL_REASONS:
         param, code = param or "model", "model_not_found"
     return {
         "error": {
