@@ -19,7 +19,13 @@ from starlette.types import ASGIApp
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http.answering import Answering, json_response
-from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
+from loraplex_services.gateway.http.calls import (
+    OpenAICall,
+    Origin,
+    origin_of,
+    parse_chat,
+    parse_completion,
+)
 from loraplex_services.gateway.http.chat import ChatFormatter
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
@@ -52,9 +58,6 @@ class AppContext:
     shows_metrics: bool
     keys: KeyRing | None
     """None if callers need no key."""
-    tool_format: str = "auto"
-    reasoning: str = "auto"
-    """How answers are parsed; "auto" = as each base's chat template shows."""
 
     async def caller(self, request: Request) -> Caller:
         """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
@@ -66,13 +69,17 @@ class AppContext:
 class OpenAIEndpoints:
     """OpenAI's endpoints, health and metrics on top of the pipeline."""
 
-    def __init__(self, generation: Generation, resolver: Resolver, context: AppContext) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        answering: Answering,
+        resolver: Resolver,
+        context: AppContext,
+    ) -> None:
         self._generation = generation
         self._resolver = resolver
         self._context = context
-        self._answering = Answering(
-            generation, tool_format=context.tool_format, reasoning=context.reasoning
-        )
+        self._answering = answering
 
     def app(self, hosts: HostRule | None, others: Sequence[Route] = ()) -> ASGIApp:
         """The app behind its guard; `others` are routes of other endpoints."""
@@ -112,7 +119,7 @@ class OpenAIEndpoints:
         """POST /v1/embeddings."""
         caller = await self._context.caller(request)
         call = parse_embeddings(
-            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+            await read_json(request, caller.tenant), origin_of(request, caller.tenant)
         )
         try:
             embed = embed_all(self._generation, call.calls, call.finish)
@@ -126,7 +133,7 @@ class OpenAIEndpoints:
         """POST /classify."""
         caller = await self._context.caller(request)
         call = parse_classify(
-            await read_json(request, caller.tenant), _origin(request, caller.tenant)
+            await read_json(request, caller.tenant), origin_of(request, caller.tenant)
         )
         try:
             score = score_all(self._generation, call.calls)
@@ -169,7 +176,7 @@ class OpenAIEndpoints:
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
-        call = parse(await read_json(request, caller.tenant), _origin(request, caller.tenant))
+        call = parse(await read_json(request, caller.tenant), origin_of(request, caller.tenant))
         return await self._answering.answer(
             request,
             call,
@@ -177,15 +184,6 @@ class OpenAIEndpoints:
             ChatFormatter if call.is_chat else CompletionFormatter,
             CHUNKS,
         )
-
-
-def _origin(request: Request, tenant: str) -> Origin:
-    return Origin(
-        request_id=request.state.request_id,
-        tenant=tenant,
-        split_key=request.headers.get("x-loraplex-split-key", ""),
-        trace=request.headers.get("traceparent", ""),
-    )
 
 
 def _completion_id(call: OpenAICall, request: Request) -> str:

@@ -65,6 +65,10 @@ class AnswerBlocks:
             events += self.close()
         return events
 
+    def open_empty(self, kind: BlockKind) -> list[BlockEvent]:
+        """Open a block without content."""
+        return self._open_new(kind)
+
     def close(self) -> list[BlockEvent]:
         """Close the open block, if there is one."""
         block, self._open = self._open, None

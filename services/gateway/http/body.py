@@ -24,11 +24,13 @@ IGNORED = frozenset(
 side of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "async": (False,),
     "audio": (),
     "beam_width": (1,),
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
     "detokenize": (True,),
+    "defer_loading": (False,),
     "documents": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),

@@ -8,7 +8,6 @@ from typing import Any
 
 from loraplex.errors import AdapterNotFound, LoraplexError, NotFound, codes_of
 
-
 _MODEL_REASONS = (NotFound.reason, AdapterNotFound.reason)
 """Of errors that mean a model unless they name a field."""
 
