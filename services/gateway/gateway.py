@@ -32,6 +32,7 @@ from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
 from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
@@ -237,10 +238,12 @@ class Gateway:
         endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.caller, encoder)
         responses = ResponsesEndpoints(context.caller, answering, encoder)
+        messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(context.caller, self._registry.usage)
         others = [
             *tokenize.routes(),
             *responses.routes(),
+            *messages.routes(),
             *usage.routes(),
             *console.routes(),
         ]

@@ -63,7 +63,13 @@ class AppContext:
         """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
         if self.keys is None:
             return LOCAL
-        return await self.keys.caller(request.headers.get("authorization", ""))
+        return await self.keys.caller(authorization_of(request))
+
+
+def authorization_of(request: Request) -> str:
+    """The header with the caller's key, also if it came as Anthropic's clients send it."""
+    key = request.headers.get("x-api-key", "")
+    return request.headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 class OpenAIEndpoints:
@@ -197,7 +203,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         fields = {"request_id": request.state.request_id, "reason": error.reason}
         logger.warning("request failed", extra=fields)
     return Response(
-        error_body(error),
+        error_body(error, request.url.path),
         status_code=codes_of(error).http,
         media_type="application/json",
         headers=error_headers(error),

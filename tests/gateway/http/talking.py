@@ -37,5 +37,6 @@ def prompt_of(stack: Stack, index: int = -1) -> str:
 async def started_talker(stack: Stack) -> Stack:
     """Start a stack whose base thinks and calls tools."""
     stack.workers[0].files = tokenizer_files(TEMPLATE)
+    stack.workers[0].max_model_len = 2048
     await stack.start()
     return stack

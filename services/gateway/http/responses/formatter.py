@@ -157,7 +157,7 @@ class ResponsesFormatter:
         content = [] if is_empty else [self._part(block)]
         if block.kind is BlockKind.CALL:
             assert block.call is not None, "a call"
-            fields = {"call_id": block.call.call_id, "name": block.call.name}
+            fields = {"call_id": block.call.call_id, **self._name(block.call.name)}
             arguments = "" if is_empty else block.text
             status = _IN_PROGRESS if is_empty else _COMPLETED
             item |= {"type": "function_call", **fields, "arguments": arguments, "status": status}
@@ -168,6 +168,13 @@ class ResponsesFormatter:
             if self._call.encodes_thoughts and not is_empty:
                 item["encrypted_content"] = encoded_thought(block.text)
         return item
+
+    def _name(self, name: str) -> dict[str, str]:
+        """The name of a called function, as it was offered."""
+        if name not in self._call.namespaces:
+            return {"name": name}
+        namespace, name = self._call.namespaces[name]
+        return {"name": name, "namespace": namespace}
 
     def _part(self, block: Block, *, is_empty: bool = False) -> dict[str, Any]:
         text = "" if is_empty else block.text

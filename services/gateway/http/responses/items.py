@@ -74,8 +74,15 @@ def _add_message(messages: ChatMessages, body: Body, field: str) -> None:
         raise InvalidRequest.field(f"{field}.role", role, why)
 
 
+def full_name(namespace: str, name: str) -> str:
+    """The name under which the model knows a function of a namespace."""
+    return f"{namespace}__{name}"
+
+
 def _add_call(messages: ChatMessages, body: Body, field: str) -> None:
     call_id, name = required_text(body, "call_id", field), required_text(body, "name", field)
+    if namespace := body.text("namespace"):
+        name = full_name(namespace, name)
     arguments = body.text("arguments") or "{}"
     messages.called(call_id, name, _json(arguments, f"{field}.arguments"))
 

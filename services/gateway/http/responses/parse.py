@@ -14,10 +14,11 @@ from loraplex_services.gateway.http.as_chat import (
     choice_of,
     objects,
     parse_as_chat,
+    required_text,
 )
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
-from loraplex_services.gateway.http.responses.items import Find, add_item
+from loraplex_services.gateway.http.responses.items import Find, add_item, full_name
 
 _NAMES = {
     "messages": "input",
@@ -53,6 +54,8 @@ class ResponsesCall:
     encodes_thoughts: bool
     """Thoughts are also sent in encoded form, for callers who send them back."""
     shows_logprobs: bool
+    namespaces: Mapping[str, tuple[str, str]]
+    """Namespace and name of each function that is in a namespace."""
     echoed: dict[str, Any] = field(default_factory=dict)
     """Fields of the request that the response repeats."""
 
@@ -87,11 +90,12 @@ def parse_responses(
     echoed = _echoed(body, instructions, text, reasoning, tools, choice)
     previous_id, stores = body.text("previous_response_id") or "", body.flag("store", True)
     top_logprobs = body.integer("top_logprobs")
+    functions, namespaces = _tools(tools)
     chat |= {
         "messages": _messages(instructions, items, history),
         "response_format": _response_format(text.get("format")),
         "reasoning_effort": reasoning.get("effort"),
-        "tools": [_tool(tool, name) for name, tool in objects(tools, "tools")],
+        "tools": functions,
         "tool_choice": _tool_choice(choice),
         "logprobs": _LOGPROBS in includes or bool(top_logprobs),
         "top_logprobs": top_logprobs,
@@ -107,6 +111,7 @@ def parse_responses(
         stores=stores,
         encodes_thoughts=_THOUGHT in includes,
         shows_logprobs=chat["logprobs"],
+        namespaces=namespaces,
         echoed=echoed,
     )
 
@@ -203,16 +208,41 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+def _tools(value: Any) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Functions as chat describes them, and namespace and name of those in a namespace."""
+    functions: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    for where, tool in objects(value, "tools"):
+        if tool.get("type") != "namespace":
+            functions.append(_function(tool, where))
+            continue
+        body = _typed(tool, where)
+        namespace = required_text(body, "name", where)
+        body.text("description")
+        for inner_field, inner in objects(body.raw("tools") or [], f"{where}.tools"):
+            function = _function(inner, inner_field)
+            name = required_text(Body(function["function"]), "name", inner_field)
+            function["function"]["name"] = full_name(namespace, name)
+            namespaces[full_name(namespace, name)] = (namespace, name)
+            functions.append(function)
+        body.finish()
+    return functions, namespaces
+
+
+def _function(tool: dict[str, Any], field: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         shown = kind[:32] if isinstance(kind, str) else ""
         why = f"tools of type {shown!r} are not served, only functions; turn the tool off"
         raise Unsupported.field(f"{field}.type", shown, why)
-    body = Body({name: value for name, value in tool.items() if name != "type"}, f"{field}.")
+    body = _typed(tool, field)
     function = body.named({"name", "description", "parameters", "strict"})
     body.finish()
     return {"type": "function", "function": function}
+
+
+def _typed(tool: dict[str, Any], field: str) -> Body:
+    return Body({name: value for name, value in tool.items() if name != "type"}, f"{field}.")
 
 
 def _tool_choice(value: Any) -> Any:

@@ -222,6 +222,21 @@ async def test_tool_choice_and_parallel_calls_reach_the_grammar(talker: Stack) -
     assert "<tools>" not in prompt_of(talker)
 
 
+async def test_functions_of_a_namespace_are_called_by_namespace_and_name(talker: Stack) -> None:
+    says(talker, f"</think>{CALL}".replace("weather", "sky__weather"))
+    tools = [{"type": "namespace", "name": "sky", "description": "of the sky", "tools": [WEATHER]}]
+    answer = await _ask(talker, tools=tools)
+    call = answer.output[-1]
+    assert (call.namespace, call.name) == ("sky", "weather")
+    Response.model_validate(answer.to_dict())
+    assert '"name": "sky__weather"' in prompt_of(talker)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    await _ask(talker, tools=tools, input=[call.to_dict(), result])
+    assert "<sky__weather Zürich>[tool]rain" in prompt_of(talker)
+    error = await _refusal(talker, tools=[{**tools[0], "tools": [{"type": "web_search"}]}])
+    assert error.param == "tools[0].tools[0].type"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_are_those_of_the_text_after_the_thought(
     talker: Stack, stream: bool
