@@ -158,6 +158,13 @@ MAX_LARGE_BODIES = 8
 MAX_LARGE_BODIES_PER_TENANT = 2
 MAX_LARGE_BODY_S = 60
 """For a large HTTP body to arrive."""
+MAX_STORED_RESPONSE_BYTES = 128 * MIB
+"""JSON of the responses that one gateway keeps for `previous_response_id`, over all tenants."""
+MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
+MAX_HISTORY_RESPONSES = 1024
+"""Stored responses that one conversation may consist of."""
+MAX_RESPONSE_METADATA = 16
+"""Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8

@@ -32,10 +32,13 @@ from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
+from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
+from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
-from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -223,16 +226,26 @@ class Gateway:
         console = ConsoleEndpoints(
             context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
-        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
-        tokenize = TokenizeEndpoints(
-            context.caller,
-            self._resolver,
-            self._fleet,
-            self._adapter_text,
-            self._generation.charge_request,
+        answering = Answering(
+            self._generation,
+            tool_format=self._config.tool_format,
+            reasoning=self._config.reasoning,
         )
+        encoder = PromptEncoder(
+            self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
+        )
+        endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
+        tokenize = TokenizeEndpoints(context.caller, encoder)
+        responses = ResponsesEndpoints(context.caller, answering, encoder)
+        messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(context.caller, self._registry.usage)
-        others = [*tokenize.routes(), *usage.routes(), *console.routes()]
+        others = [
+            *tokenize.routes(),
+            *responses.routes(),
+            *messages.routes(),
+            *usage.routes(),
+            *console.routes(),
+        ]
         if self._config.lora_root is not None:
             others += AliasEndpoints(
                 context.caller, self._registry_of, self._config.lora_root
@@ -249,8 +262,6 @@ class Gateway:
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
-            tool_format=self._config.tool_format,
-            reasoning=self._config.reasoning,
         )
 
     def _host_rule(self) -> HostRule | None:

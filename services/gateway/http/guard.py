@@ -62,7 +62,8 @@ class Guard:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = sent["request-id"] = request_id
             elif not message.get("more_body") and not intake.is_over and "expect" not in headers:
                 await send({**message, "more_body": True})
                 await intake.discard()
@@ -71,7 +72,7 @@ class Guard:
 
         host = headers.get("host", "")
         if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
-            await _refuse(send_with_id, _bad_host())
+            await _refuse(send_with_id, _bad_host(), scope["path"])
             return
         await self._app(scope, intake, send_with_id)
 
@@ -121,8 +122,8 @@ def _bad_host() -> LoraplexError:
     )
 
 
-async def _refuse(send: Send, error: LoraplexError) -> None:
-    body = error_body(error)
+async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
+    body = error_body(error, path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
