@@ -37,6 +37,7 @@ from loraplex_services.gateway.http.guard import Guard, HostRule
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import EventStream, until_gone
+from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.embedding import embed_all
 from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
@@ -51,6 +52,11 @@ from loraplex_services.gateway.tools.call_grammar import call_grammar
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
+_FORMATTERS: dict[Parse, Callable[[ResponseInfo], Formatter]] = {
+    parse_completion: CompletionFormatter,
+    parse_chat: ChatFormatter,
+    parse_generate: GenerateFormatter,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class OpenAIEndpoints:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/classify", self.classify, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -114,6 +121,10 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Any:
         """POST /v1/chat/completions."""
         return await self._complete(request, parse_chat)
+
+    async def generate(self, request: Request) -> Any:
+        """POST /inference/v1/generate."""
+        return await self._complete(request, parse_generate)
 
     async def embeddings(self, request: Request) -> Any:
         """POST /v1/embeddings."""
@@ -181,7 +192,7 @@ class OpenAIEndpoints:
         except LoraplexError as error:
             raise with_names(error, call.field_names) from None
         info = ResponseInfo(_completion_id(call, request), int(time.time()), call, prepared)
-        formatter = ChatFormatter(info) if call.is_chat else CompletionFormatter(info)
+        formatter = _FORMATTERS[parse](info)
         text_deltas = self._text_deltas(prepared)
         if call.stream:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter, call.include_usage))

@@ -12,7 +12,7 @@ from loraplex_services.gateway.http.formatting import (
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import chat_logprobs
+from loraplex_services.gateway.http.logprobs import chat_logprobs, prompt_logprob_maps
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import decode_all
@@ -59,7 +59,12 @@ class ChatFormatter:
             )
             for text_delta in choices
         ]
-        body = self._info.object("chat.completion", formatted) | {"usage": self._usage()}
+        body = self._info.object("chat.completion", formatted) | {
+            "usage": self._usage(),
+            "prompt_logprobs": prompt_logprob_maps(
+                self._info.of_choice(0), choices[0].prompt_logprobs
+            ),
+        }
         return body | prompt_id_fields(self._info)
 
     def _read(self, text_delta: TextDelta) -> Delta:
@@ -144,7 +149,9 @@ class ChatFormatter:
     def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
         prepared = self._info.of_choice(text_delta.index)
         num_top = prepared.call.sampling.logprobs
-        return None if num_top is None else chat_logprobs(prepared.tokens, text_delta, num_top)
+        if num_top is None:
+            return None
+        return chat_logprobs(self._info.names(text_delta.index), text_delta, num_top)
 
 
 def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:

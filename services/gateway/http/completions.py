@@ -10,7 +10,12 @@ from loraplex_services.gateway.http.formatting import (
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
+from loraplex_services.gateway.http.logprobs import (
+    completion_logprobs,
+    joined,
+    prompt_logprob_maps,
+    prompt_logprobs,
+)
 from loraplex_services.gateway.request import TextDelta
 
 _KIND = "text_completion"
@@ -41,9 +46,15 @@ class CompletionFormatter:
         return self._info.object(_KIND, []) | {"usage": self._info.usage()}
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        formatted = [self._choice(text_delta, is_first=True) for text_delta in choices]
+        formatted = [self._whole(text_delta) for text_delta in choices]
         body = self._info.object(_KIND, formatted) | {"usage": self._info.usage()}
         return body | prompt_id_fields(self._info)
+
+    def _whole(self, choice: TextDelta) -> dict[str, Any]:
+        prepared = self._info.of_choice(choice.index)
+        return self._choice(choice, is_first=True) | {
+            "prompt_logprobs": prompt_logprob_maps(prepared, choice.prompt_logprobs)
+        }
 
     def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
         echo = self._echo(text_delta.index) if is_first else ""
@@ -66,11 +77,12 @@ class CompletionFormatter:
             return None
         shift = len(self._echo(text_delta.index))
         offsets = [shift + offset for offset in text_delta.offsets]
-        lists = completion_logprobs(prepared.tokens, text_delta.logprobs, offsets)
+        names = self._info.names(text_delta.index)
+        lists = completion_logprobs(names, text_delta.logprobs, offsets)
         if not (is_first and prepared.resolved.echo):
             return lists
         prompt = prompt_logprobs(
-            prepared.tokens,
+            names,
             prepared.prompt_ids,
             text_delta.prompt_logprobs,
             skip_special=prepared.resolved.text.skip_special,

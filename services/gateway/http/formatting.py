@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import Target, TextDelta
 
@@ -29,6 +30,10 @@ class ResponseInfo:
     def of_choice(self, index: int) -> PreparedRequest:
         """The prompt that a choice belongs to."""
         return self.prepared[index // self.num_choices]
+
+    def names(self, index: int) -> TokenNames:
+        """How logprobs of a choice show its tokens."""
+        return TokenNames(self.of_choice(index).tokens, self.call.tokens_as_ids)
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A response or chunk without usage."""
