@@ -89,6 +89,10 @@ class VersionRecord:
     """JSON of the adapter's own `RopeScaling`; "" = the same as its base."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty: the base's end its output."""
+    keep_versions: int = 0
+    """Above 0: one of a row of updates, of which so many are kept."""
+    expires_s: float = 0.0
+    """When an ephemeral version is deleted; 0 = never."""
     purged: bool = False
     """Deleted with --purge: the bytes need not be retained."""
 

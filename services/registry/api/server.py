@@ -99,6 +99,7 @@ class RegistryService(AdminService):
             await signatures.check_upload(options.tenant, options.signatures)
             done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
+        self._registry.retention.published(done.version)
         place = (done.version.tenant, done.version.name)
         tags = (await self._registry.lookup.everything(*place)).tags
         return pb.FinishUploadResponse(
