@@ -13,7 +13,7 @@ from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.refs import LATEST, Ref, split_choice
 
 Adapter = tuple[str, str]
-"""(tenant, name)."""
+"""(tenant, name in lower case)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Version:
 
     tenant: str
     name: str
+    """As it was first published."""
     number: int
     digest: str
     base_id: str
@@ -123,7 +124,7 @@ class RegistrySnapshot:
 
     def version(self, tenant: str, name: str, number: int) -> Version | None:
         """One version that is not deleted."""
-        return self.find(Ref(tenant, name, version=number), "")
+        return self.find(Ref(tenant, name.lower(), version=number), "")
 
     def find(self, ref: Ref, split_key: str) -> Version | None:
         """The version that a reference means; None if the snapshot lacks it. Checks no access."""
@@ -154,7 +155,9 @@ class RegistrySnapshot:
         if not versions:
             return None
         tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
-        return Listing(owner, name, tuple(versions), tuple(tag for tag in tags if tag.sides))
+        return Listing(
+            owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.sides)
+        )
 
     def labels(self, tenant: str | None = None) -> dict[str, str]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
@@ -173,7 +176,7 @@ class RegistrySnapshot:
         return sum(_newest(entry) is not None for entry in self._entries.values())
 
     def _entry(self, tenant: str, name: str) -> _Entry:
-        return self._entries.setdefault((tenant, name), _Entry())
+        return self._entries.setdefault((tenant, name.lower()), _Entry())
 
     @staticmethod
     def _number(entry: _Entry, ref: Ref, split_key: str) -> int:

@@ -86,6 +86,7 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         parent=message.parent,
         when_loaded_s=message.when_loaded_s,
         keep_versions=message.keep_versions,
+        spelling=message.name.rpartition("/")[2],
         ttl_s=message.ttl_s,
     )
 
@@ -131,7 +132,7 @@ def version_to_proto(
     """
     message = pb.AdapterVersion(
         tenant=record.tenant,
-        name=record.name,
+        name=record.shown_name,
         version=record.version,
         digest=record.digest,
         base_id=record.base_id,

@@ -207,8 +207,13 @@ class Publisher:
             number = max((record.version for record in records), default=0) + 1
             created_s = now_s()
             expires_s = created_s + options.ttl_s if options.ttl_s else 0.0
+            spelling = records[0].shown_name if records else options.spelling
             record = dataclasses.replace(
-                wanted, version=number, created_s=created_s, expires_s=expires_s
+                wanted,
+                version=number,
+                created_s=created_s,
+                expires_s=expires_s,
+                spelling="" if spelling == options.name else spelling,
             )
             key = layout.version(options.tenant, options.name, number)
             if await documents.create(self._store, key, record):
