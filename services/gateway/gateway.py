@@ -31,6 +31,7 @@ from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
@@ -234,10 +235,8 @@ class Gateway:
         )
         usage = UsageEndpoint(context.caller, self._registry.usage)
         others = [*tokenize.routes(), *usage.routes(), *console.routes()]
-        if self._config.lora_root is not None:
-            others += AliasEndpoints(
-                context.caller, self._registry_of, self._config.lora_root
-            ).routes()
+        if context.folders is not None:
+            others += AliasEndpoints(context.caller, self._registry_of, context.folders).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
@@ -246,12 +245,14 @@ class Gateway:
         return RegistryClient(self._config.registry_address, credentials)
 
     def _app_context(self) -> AppContext:
+        root = self._config.lora_root
         return AppContext(
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
             tool_format=self._config.tool_format,
             reasoning=self._config.reasoning,
+            folders=None if root is None else LoraFolders(self._registry_of, root, self._resolver),
         )
 
     def _host_rule(self) -> HostRule | None:

@@ -33,8 +33,9 @@ from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
     headers_of,
 )
-from loraplex_services.gateway.http.guard import Guard, HostRule
+from loraplex_services.gateway.http.guard import Guard, HostRule, api_key_of
 from loraplex_services.gateway.http.json_body import read_json
+from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import EventStream, until_gone
 from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
@@ -71,6 +72,8 @@ class AppContext:
     tool_format: str = "auto"
     reasoning: str = "auto"
     """How answers are parsed; "auto" = as each base's chat template shows."""
+    folders: LoraFolders | None = None
+    """Folders that are published when a request names them; None = there are none."""
 
     async def caller(self, request: Request) -> Caller:
         """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
@@ -186,6 +189,11 @@ class OpenAIEndpoints:
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
         call = parse(await read_json(request, caller.tenant), _origin(request, caller.tenant))
+        if self._context.folders is not None:
+            key = api_key_of(request)
+            model = await self._context.folders.adopted(key, caller.tenant, call.model)
+            calls = tuple(replace(each, model=model) for each in call.calls)
+            call = replace(call, calls=calls)
         try:
             prepared = await self._generation.prepare_all(call.calls)
             prepared = [self._styled(each, call) for each in prepared]

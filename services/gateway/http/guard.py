@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import LoraplexError, PermissionDenied, codes_of
@@ -130,3 +131,8 @@ async def _refuse(send: Send, error: LoraplexError) -> None:
     start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
+
+
+def api_key_of(request: Request) -> str:
+    """The key that a request was sent with; "" without one."""
+    return request.headers.get("authorization", "").partition(" ")[2].strip()
