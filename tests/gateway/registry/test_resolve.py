@@ -7,20 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from loraplex.api.sampling import Sampling
+from loraplex.api.request import AskedAdapter, TextPrompt
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
-from loraplex_services.gateway.request import (
-    AskedAdapter,
-    GenerateCall,
-    ServedModel,
-    Target,
-    TextPrompt,
-)
+from loraplex_services.gateway.request import GenerateCall, ServedModel, Target
 
-CALL = GenerateCall("r", "default", "", TextPrompt("x"), Sampling())
+CALL = GenerateCall(tenant="default", model="", prompt=TextPrompt("x"))
 
 
 class RegistryLookup:

@@ -204,4 +204,4 @@ def undisturbed(prepared: PreparedRequest, index: int) -> TextDelta:
     if ends:
         event.stop_token_id = ids[-1]
     text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
-    return text.add(tokens_from_wire(event, ""), job.sampling.stop_token_ids)
+    return text.add(tokens_from_wire(event, ""), job.request.sampling.stop_token_ids)
