@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from loraplex.api.output import TokenLogprob
+from loraplex.api.request import TokenPrompt
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.http.logprobs import finite, prompt_logprob_maps
-from loraplex_services.gateway.request import TextDelta, TokenPrompt
+from loraplex_services.gateway.request import TextDelta
 
 _PREFIX = "sampling_params."
 
