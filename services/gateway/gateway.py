@@ -32,10 +32,12 @@ from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.pauses import PauseEndpoints
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.registrar import BaseRegistrar
@@ -120,11 +122,13 @@ class Gateway:
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
+        self._live = LiveRequests(self._resolver, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
+            self._live,
             self._controller,
             TenantRates(self._rate_limit_store),
             self._concurrency,
@@ -234,7 +238,8 @@ class Gateway:
             self._generation.charge_request,
         )
         usage = UsageEndpoint(context.caller, self._registry.usage)
-        others = [*tokenize.routes(), *usage.routes(), *console.routes()]
+        pauses = PauseEndpoints(context.caller, self._live)
+        others = [*tokenize.routes(), *pauses.routes(), *usage.routes(), *console.routes()]
         if context.folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, context.folders).routes()
         return endpoints.app(self._host_rule(), others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt
+from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
@@ -117,30 +117,15 @@ def call_of(
         )
     return_token_ids = body.flag("return_token_ids")
     tokens_as_ids = body.flag("return_tokens_as_token_ids")
-    adapters = _adapters(body.raw("adapters"))
-    cache_salt, priority = body.text("cache_salt") or "", body.integer("priority") or 0
-    if not -(1 << 31) <= priority < 1 << 31:
-        raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
-    first_token_s = body.number("first_token_s")
-    truncation = body.integer("truncate_prompt_tokens")
     grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
-    asked = replace(asked, grammar=grammar)
+    first = _first_call(body, origin, model, prompts[0], replace(asked, grammar=grammar))
     body.finish()
     calls = tuple(
-        GenerateCall(
+        replace(
+            first,
             request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
-            tenant=origin.tenant,
-            model=model,
             prompt=prompt,
-            sampling=asked,
-            adapters=adapters,
-            cache_salt=cache_salt,
-            priority=priority,
             split_key=split_key_of(fields, origin, prompt),
-            timeout_s=origin.timeout_s,
-            first_token_s=first_token_s,
-            trace=origin.trace,
-            truncate_prompt_tokens=truncation,
         )
         for index, prompt in enumerate(prompts)
     )
@@ -157,6 +142,37 @@ def call_of(
         grammar=grammar,
         tokens_as_ids=tokens_as_ids,
     )
+
+
+def _first_call(
+    body: Body, origin: Origin, model: str, prompt: Prompt, asked: Sampling
+) -> GenerateCall:
+    """The call of one prompt; those of others differ by prompt, id and split key."""
+    priority = body.integer("priority") or 0
+    if not -(1 << 31) <= priority < 1 << 31:
+        raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
+    return GenerateCall(
+        tenant=origin.tenant,
+        model=model,
+        prompt=prompt,
+        sampling=asked,
+        adapters=_adapters(body.raw("adapters")),
+        cache_salt=body.text("cache_salt") or "",
+        priority=priority,
+        timeout_s=origin.timeout_s,
+        first_token_s=body.number("first_token_s"),
+        on_update=_update_policy(body.text("on_update")),
+        trace=origin.trace,
+        truncate_prompt_tokens=body.integer("truncate_prompt_tokens"),
+    )
+
+
+def _update_policy(value: str | None) -> UpdatePolicy:
+    try:
+        return UpdatePolicy(value or UpdatePolicy.FINISH)
+    except ValueError:
+        known = ", ".join(UpdatePolicy)
+        raise InvalidRequest.field("on_update", value or "", f"must be one of {known}") from None
 
 
 def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Grammar | None, str]:

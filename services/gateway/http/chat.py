@@ -9,6 +9,7 @@ from loraplex.api.output import FinishReason
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
+    UnsentSpans,
     prompt_id_fields,
     token_id_fields,
 )
@@ -32,12 +33,14 @@ class ChatFormatter:
         self._info = info
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
+        self._unsent = UnsentSpans()
         self._answers: dict[int, AnswerParser] = {}
         self._offsets: dict[int, list[int]] = {}
         """Where the tokens of each choice begin, up to the end of its thought."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
+        self._unsent.add(text_delta)
         if text_delta.index not in self._begun:
             chunks.append(self._opening(text_delta))
             self._begun.add(text_delta.index)
@@ -46,7 +49,9 @@ class ChatFormatter:
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            chunks.append(self._chunk([self._choice(text_delta, "delta", delta)]))
+            choice = self._choice(text_delta, "delta", delta)
+            choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
+            chunks.append(self._chunk([choice]))
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -57,6 +62,7 @@ class ChatFormatter:
             self._choice(
                 text_delta, "message", self._message(self._read(text_delta)), with_prompt=True
             )
+            | self._info.weights(text_delta.index, text_delta.spans)
             for text_delta in choices
         ]
         body = self._info.object("chat.completion", formatted) | {

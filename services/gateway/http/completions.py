@@ -7,6 +7,7 @@ from typing import Any
 
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
+    UnsentSpans,
     prompt_id_fields,
     token_id_fields,
 )
@@ -28,8 +29,10 @@ class CompletionFormatter:
         self._info = info
         self._begun: set[int] = set()
         """Indices of the choices that have been started."""
+        self._unsent = UnsentSpans()
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        self._unsent.add(text_delta)
         choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
         says_nothing = not (
             choice["text"] or choice["finish_reason"] or choice["logprobs"] or text_delta.token_ids
@@ -37,6 +40,7 @@ class CompletionFormatter:
         hides_ids = not self._info.call.return_token_ids and choice["logprobs"] is None
         if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
             return []
+        choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
         extra = {} if self._begun else prompt_id_fields(self._info)
         self._begun.add(text_delta.index)
         chunk = self._info.object(_KIND, [choice]) | self._info.chunk_usage()
@@ -53,7 +57,8 @@ class CompletionFormatter:
     def _whole(self, choice: TextDelta) -> dict[str, Any]:
         prepared = self._info.of_choice(choice.index)
         return self._choice(choice, is_first=True) | {
-            "prompt_logprobs": prompt_logprob_maps(prepared, choice.prompt_logprobs)
+            "prompt_logprobs": prompt_logprob_maps(prepared, choice.prompt_logprobs),
+            **self._info.weights(choice.index, choice.spans),
         }
 
     def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:

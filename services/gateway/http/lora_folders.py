@@ -58,9 +58,11 @@ class LoraFolders:
             if not in_place and [v async for v in registry.list(tenant=place[0], name=place[1])]:
                 raise _already_loaded(name)
             try:
-                return (await registry.upload(path, publication)).version
+                version = (await registry.upload(path, publication)).version
             except LoraplexError as error:
                 raise with_names(error, {"name": "lora_name"}) from None
+        await self._resolver.refresh(version.ref)
+        return version
 
     async def adopted(self, api_key: str, tenant: str, model: str) -> str:
         """The reference to use for a model string: if it names no adapter but a folder, the folder

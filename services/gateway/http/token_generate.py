@@ -78,6 +78,7 @@ class GenerateFormatter:
             "finish_reason": text_delta.finish_reason,
             "stop_reason": text_delta.stop_reason,
             "token_ids": list(text_delta.token_ids),
+            **self._info.weights(text_delta.index, text_delta.spans),
         }
 
 
