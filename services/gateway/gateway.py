@@ -100,11 +100,7 @@ class Gateway:
         self._registrar = BaseRegistrar(
             self._registry, self._base_refused, replaces=config.replaces_bases
         )
-        self._keys = (
-            KeyRing(self._registry.check_key, max_unchecked_s=config.max_unchecked_key_s)
-            if config.wants_keys
-            else None
-        )
+        self._keys = KeyRing(self._registry.check_key) if config.wants_keys else None
         self._fleet = Fleet(
             config.workers,
             config.gateway_id,

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.registry import TenantLimits
 from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError
@@ -24,7 +25,6 @@ from loraplex_services.common.limits import (
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from loraplex_services.gateway.pipeline.sampling import resolve
-from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import ServedModel, WorkerJob
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from loraplex_services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.registry import TenantLimits
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
@@ -35,7 +36,7 @@ from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
+from loraplex_services.gateway.registry.tenants import TenantDirectory
 from loraplex_services.gateway.request import GenerateCall, Target, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within

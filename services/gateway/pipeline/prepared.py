@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.registry import TenantLimits
 from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
-from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import (
     GenerateCall,
     RunningAdapter,

@@ -26,6 +26,7 @@ from loraplex_services.worker.types.messages import (
 )
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files
+from tests.worker.loading import adapter_blocks
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_an_adapter_on_the_device_serves_on_when_its_files_and_the_store_are_awa
 
 def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
     probe = make_runner(files)
-    needed = probe.adapter_blocks(files / A) + probe.adapter_blocks(files / B)
+    needed = adapter_blocks(probe, files / A) + adapter_blocks(probe, files / B)
     stage = Stage(make_runner(files, arena_bytes=(2 * needed - 1) * probe.block_bytes), files)
     output = stage.step(*stage.fetched(A, B), Prefetch(A, pin=True), Prefetch(B, pin=True))
     [entry] = [c for c in output.residency if c.residency.digest == B]
