@@ -31,11 +31,12 @@ from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
 from loraplex_services.gateway.http.embeddings import embeddings_body, parse_embeddings
 from loraplex_services.gateway.http.errors import error_body, error_headers
-from loraplex_services.gateway.http.formatting import headers_of
-from loraplex_services.gateway.http.guard import Guard, HostRule
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo, headers_of
+from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import CHUNKS, until_gone
+from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.embedding import embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
@@ -47,6 +48,11 @@ from loraplex_services.gateway.request import with_names
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
+_FORMATTERS: dict[Parse, Callable[[ResponseInfo], Formatter]] = {
+    parse_completion: CompletionFormatter,
+    parse_chat: ChatFormatter,
+    parse_generate: GenerateFormatter,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,6 @@ class AppContext:
         if self.keys is None:
             return LOCAL
         return await self.keys.caller(authorization_of(request))
-
-
-def authorization_of(request: Request) -> str:
-    """The header with the caller's key, also if it came as Anthropic's clients send it."""
-    key = request.headers.get("x-api-key", "")
-    return request.headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 class OpenAIEndpoints:
@@ -92,6 +92,7 @@ class OpenAIEndpoints:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/classify", self.classify, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -120,6 +121,10 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Any:
         """POST /v1/chat/completions."""
         return await self._complete(request, parse_chat)
+
+    async def generate(self, request: Request) -> Any:
+        """POST /inference/v1/generate."""
+        return await self._complete(request, parse_generate)
 
     async def embeddings(self, request: Request) -> Any:
         """POST /v1/embeddings."""
@@ -187,7 +192,7 @@ class OpenAIEndpoints:
             request,
             call,
             _completion_id(call, request),
-            ChatFormatter if call.is_chat else CompletionFormatter,
+            _FORMATTERS[parse],
             CHUNKS,
         )
 

@@ -229,12 +229,11 @@ class _TextLogprobs:
         self._undecided += zip(text_delta.offsets, text_delta.logprobs, strict=True)
         if content_begin is None:
             return
-        prepared = self._info.prepared[0]
-        num_top = prepared.call.sampling.logprobs or 0
+        num_top = self._info.prepared[0].call.sampling.logprobs or 0
         entries = tuple(entry for begin, entry in self._undecided if begin >= content_begin)
         self._undecided = []
         delta = TextDelta(0, logprobs=entries)
-        self.shown += chat_logprobs(prepared.tokens, delta, num_top)["content"]
+        self.shown += chat_logprobs(self._info.names(0), delta, num_top)["content"]
 
     def take(self) -> list[dict[str, Any]]:
         """Those that were not taken before."""
