@@ -8,6 +8,7 @@ prefixes, and as the last resort those of the request that arrived last, which i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -19,6 +20,7 @@ from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.lookahead import Lookahead
 from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
     Policy,
@@ -37,6 +39,8 @@ MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
 MAX_PASSED_OVER = 16
 """Long prompts that wait for another to end; short ones behind more of them are not looked for."""
+MAX_SPARED = 64
+"""Adapters of the first waiting requests that are evicted only if nothing else is idle."""
 REWALK_S = 0.1
 """The queue is searched again at least this often, because ages and estimates change."""
 
@@ -66,6 +70,8 @@ class Scheduler:
         self._running = RunningBatch()
         self._room = Room(limits, layout, arena, cache, self._running, counters)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
+        self._reclaimer = reclaimer
+        self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
@@ -81,6 +87,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
+        self.num_awaiting_copies = 0
+        """Requests that had a slot and memory, but not their adapters, at the last look."""
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -271,7 +279,7 @@ class Scheduler:
         that could matter, or `REWALK_S` have passed.
         """
         if not self._waiting and not self._cache.has_prefetches:
-            self.is_full = False
+            self.is_full, self.num_awaiting_copies, self._reclaimer.spared = False, 0, ()
             return []
         state = self._num_changes + self._cache.num_changes
         if self._idle_walk is not None:
@@ -287,15 +295,16 @@ class Scheduler:
         """Rows of requests that start, and whether the next walk could end otherwise though
         nothing else has changed."""
         rows: list[PlannedRow] = []
-        ahead: set[str] = set()
+        ahead: dict[str, None] = {}
         loads_left = MAX_LOADS_PER_STEP
         num_passed_over = 0
         may_repeat = budget <= 0
-        self.is_full = False
+        self.is_full, self.num_awaiting_copies = False, 0
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(view, self._cache.take_moved())
         while (request := next(walk, None)) is not None:
             if not self._room.has_slot(request, now):
+                self._lookahead.load(request, walk, ahead, now)
                 break
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
@@ -307,8 +316,9 @@ class Scheduler:
                 continue
             if not self._room.has_memory(request):
                 self.is_full = True
+                self._lookahead.load(request, walk, ahead, now)
                 break
-            ahead.update(digests)
+            ahead.update(dict.fromkeys(digests))
             if is_ready and request.adapters_ready_s is None:
                 request.adapters_ready_s = now
             if is_ready and self._awaits_its_turn(request, budget):
@@ -330,12 +340,14 @@ class Scheduler:
                 walk.skip_flow()
                 continue
             if not is_ready:
+                self.num_awaiting_copies += 1
                 loads_left = loads_left - 1 if self._cache.load(digests, ahead, now) else 0
                 walk.takes_absent = loads_left > 0
                 may_repeat = may_repeat or not loads_left
             if now - request.arrival_s >= self._limits.max_overtaking_s:
                 walk.takes_ready = False  # nobody overtakes it; what comes behind may load
             walk.skip_flow()
+        self._reclaimer.spared = frozenset(islice(ahead, MAX_SPARED))
         self._cache.load_prefetches(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
 
