@@ -103,7 +103,10 @@ def page() -> Iterator[str]:
     for service, pools in limits.POOLS.items():
         for pool in pools:
             memory = _sized(pool.memory_bytes)
-            row = (service, pool.work, str(pool.num_processes), memory, f"{pool.timeout_s:g}")
+            seconds = f"{pool.timeout_s:g}"
+            if pool.cpu_s:
+                seconds += f", {pool.cpu_s:g} of processor time"
+            row = (service, pool.work, str(pool.num_processes), memory, seconds)
             yield f"| {' | '.join(row)} |"
     yield ""
     yield "## Numbers"

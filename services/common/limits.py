@@ -89,6 +89,9 @@ class PoolLimits:
     """Of each process."""
     timeout_s: float
     """For one job, once a process has it."""
+    cpu_s: float = 0.0
+    """Processor time of one job, which does not depend on how busy the machine is; 0 = no limit
+    but `timeout_s`."""
     max_wait_s: float = 30.0
     """For a process, before the job begins."""
     start_timeout_s: float = 30.0
@@ -118,6 +121,7 @@ GRAMMARS = PoolLimits(
     num_processes=2,
     memory_bytes=1536 * MIB,
     timeout_s=5.0,
+    cpu_s=1.0,  # schemas of hundreds of properties take 0.03
     start_timeout_s=60.0,  # for Python and a large vocabulary
     num_answers=1024,
 )

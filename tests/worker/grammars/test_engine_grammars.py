@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -284,3 +285,19 @@ def test_a_request_cancelled_while_its_grammar_compiles_is_gone(stage: Stage) ->
     slow = Grammar(json_schema=json.dumps({"enum": [f"{'x' * 40}{i}" for i in range(2000)]}))
     assert stage.run(submit("r", slow), Cancel("r")) == {}
     assert not stage.failures and not stage.engine.awaits_grammars
+
+
+@pytest.mark.hostile
+def test_a_grammar_that_is_hard_to_compile_does_not_hold_up_another_tenant(stage: Stage) -> None:
+    hard = [
+        submit(f"hard-{n}", Grammar(json_schema={"type": "integer", "multipleOf": 90_001 + n}))
+        for n in range(4)
+    ]
+    easy = submit("easy", Grammar(regex="[a-z]{3}"))
+    stage.outputs, stage.failures = {}, {}
+    greedy = [msgspec.structs.replace(each, tenant="globex") for each in hard]
+    stage.step(*greedy, msgspec.structs.replace(easy, tenant="acme"))
+    while "easy" not in stage.finished:
+        stage.step()
+    assert not any(f"hard-{n}" in stage.outputs for n in range(1, 4))
+    stage.step(*(Cancel(each.request_id) for each in hard))
