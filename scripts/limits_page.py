@@ -30,6 +30,10 @@ Calls per tenant are those that the keys of one tenant may have open at one proc
 callers without auth are not counted. A call beyond the limit is refused with `RESOURCE_EXHAUSTED`
 and the reason `TOO_MANY_CALLS`.
 
+A registry answers 200 calls per second of each tenant, and a gateway does as many reads. The last
+column says how many calls a call counts as. A call that comes too early waits for its time, and is
+refused with the same reason if that takes too long. Refusals are sent a second late.
+
 """
 
 POOLS = """\
@@ -61,6 +65,7 @@ COUNTS = {
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
     "`DEADLINE_EXCEEDED`; what arrived is kept",
+    "MAX_CALL_WAIT_S": "seconds that a call waits for its time in the rate of its tenant",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
     "is refused before it is tokenized",
     "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "
@@ -81,12 +86,16 @@ NUMBERS = {
 def page() -> Iterator[str]:
     """The lines of the page."""
     yield from INTRODUCTION.splitlines()
-    yield "| method | largest message | open calls per tenant |"
-    yield "|---|---|---|"
+    yield "| method | largest message | open calls per tenant | counts as |"
+    yield "|---|---|---|---|"
     for method, row in sorted(limits.METHODS.items()):
         yield _row(f"`{method.removeprefix('/loraplex.v1.')}`", row)
+    yield _row("every other method of `RegistryService`", limits.REGISTRY_DEFAULT)
     yield _row("every other gRPC method", limits.DEFAULT)
     yield _row("every HTTP endpoint (body)", limits.HTTP_BODY)
+    yield _row("`GET /v1/models/{ref}`", MethodLimits(num_calls=1))
+    yield _row("`GET /v1/models`, `/console`", MethodLimits(num_calls=limits.LIST_CALLS))
+    yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
     yield ""
     yield "## Sizes within a request"
     yield ""
@@ -122,7 +131,8 @@ def page() -> Iterator[str]:
 
 def _row(name: str, row: MethodLimits) -> str:
     calls = str(row.max_calls_per_tenant or "no limit")
-    return f"| {name} | {_sized(row.max_message_bytes)} | {calls} |"
+    counts_as = str(row.num_calls or "not counted")
+    return f"| {name} | {_sized(row.max_message_bytes)} | {calls} | {counts_as} |"
 
 
 def _sized(num_bytes: int) -> str:

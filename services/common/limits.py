@@ -32,9 +32,13 @@ class MethodLimits:
     max_calls_per_tenant: int = 0
     """Calls that the keys of one tenant may have open at one process; 0 = no limit. Services and
     callers without auth are not limited."""
+    num_calls: int = 0
+    """How many calls one call counts as in its tenant's rate; 0 = it is not counted."""
 
 
 DEFAULT = MethodLimits()
+REGISTRY_DEFAULT = MethodLimits(num_calls=1)
+"""Every method of the registry counts."""
 
 _INFERENCE = "/loraplex.v1.InferenceService/"
 _REGISTRY = "/loraplex.v1.RegistryService/"
@@ -45,11 +49,19 @@ METHODS: Mapping[str, MethodLimits] = {
     _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB),
     _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB),
     # A safetensors header of at most 8 MiB, and the config.
-    _REGISTRY + "ValidateAdapter": MethodLimits(max_message_bytes=9 * MIB, max_calls_per_tenant=2),
+    _REGISTRY + "ValidateAdapter": MethodLimits(
+        max_message_bytes=9 * MIB, max_calls_per_tenant=2, num_calls=10
+    ),
     # Chunks have at most 1 MiB.
-    _REGISTRY + "UploadPart": MethodLimits(max_message_bytes=2 * MIB, max_calls_per_tenant=32),
-    _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32),
-    _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16),
+    _REGISTRY + "UploadPart": MethodLimits(
+        max_message_bytes=2 * MIB, max_calls_per_tenant=32, num_calls=1
+    ),
+    _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32, num_calls=1),
+    _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16, num_calls=10),
+    # Pages have up to 1,000 entries; usage is read for up to 400 days.
+    _REGISTRY + "ListAdapters": MethodLimits(num_calls=10),
+    _REGISTRY + "ListAudit": MethodLimits(num_calls=10),
+    _REGISTRY + "ListUsage": MethodLimits(num_calls=20),
     _WORKER + "Session": MethodLimits(max_message_bytes=16 * MIB),
     _WORKER + "Generate": MethodLimits(max_message_bytes=16 * MIB),
 }
@@ -57,6 +69,17 @@ METHODS: Mapping[str, MethodLimits] = {
 
 HTTP_BODY = MethodLimits(max_message_bytes=8 * MIB)
 """Bodies of all HTTP endpoints of the gateway."""
+CALLS_PER_S = 200
+"""Calls of one tenant that one registry answers, and reads that one gateway does: `num_calls`. A
+publication takes five."""
+CALL_BURST = 200
+"""Calls that may come at once."""
+MAX_CALL_WAIT_S = 2
+"""A call that would have to wait longer for its time is refused."""
+LIST_CALLS = 10
+"""What a list of models, or of what the console shows, counts as."""
+USAGE_CALLS = 20
+"""What a report of usage counts as."""
 
 MAX_STREAMS_PER_CONNECTION = 4096
 """Calls that one HTTP/2 connection may have open."""
@@ -185,7 +208,7 @@ DEFAULT_MAX_UNCHECKED_S = 24 * 3600.0
 
 def limits_of(method: str) -> MethodLimits:
     """The limits of `/package.Service/Method`."""
-    return METHODS.get(method, DEFAULT)
+    return METHODS.get(method, REGISTRY_DEFAULT if method.startswith(_REGISTRY) else DEFAULT)
 
 
 def max_receive_bytes(services: Collection[str]) -> int:

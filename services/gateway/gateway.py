@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
@@ -222,7 +224,11 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         context = self._app_context()
         console = ConsoleEndpoints(
-            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._controller,
+            self.readiness.missing,
         )
         endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
         tokenize = TokenizeEndpoints(
@@ -232,7 +238,9 @@ class Gateway:
             self._adapter_text,
             self._generation.charge_request,
         )
-        usage = UsageEndpoint(context.caller, self._registry.usage)
+        usage = UsageEndpoint(
+            functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
+        )
         others = [*tokenize.routes(), *usage.routes(), *console.routes()]
         if self._config.lora_root is not None:
             others += AliasEndpoints(

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -19,8 +19,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from loraplex.errors import LoraplexError, codes_of
+from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
+from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.limits import LIST_CALLS
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
 from loraplex_services.gateway.http.chat import ChatFormatter, ends_in_thought
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
@@ -65,12 +67,33 @@ class AppContext:
     tool_format: str = "auto"
     reasoning: str = "auto"
     """How answers are parsed; "auto" = as each base's chat template shows."""
+    rates: CallRates = field(default_factory=CallRates)
+    """Of reads."""
+    refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
 
     async def caller(self, request: Request) -> Caller:
-        """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
+        """The caller of a request.
+
+        Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
+        """
         if self.keys is None:
             return LOCAL
-        return await self.keys.caller(request.headers.get("authorization", ""))
+        try:
+            return await self.keys.caller(request.headers.get("authorization", ""))
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+
+    async def reader(self, request: Request, num_calls: int) -> Caller:
+        """The caller of a request that reads lists and reports, once it is within its tenant's
+        rate. Raises as `caller`, and ResourceExhausted for too many reads."""
+        caller = await self.caller(request)
+        try:
+            await self.rates.wait(caller, num_calls)
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+        return caller
 
 
 class OpenAIEndpoints:
@@ -146,12 +169,12 @@ class OpenAIEndpoints:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        tenant = (await self._context.caller(request)).tenant
+        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
         return _json(list_models(self._resolver.models(tenant), request.query_params, tenant))
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self._context.caller(request)).tenant
+        ref, tenant = request.path_params["ref"], (await self._context.reader(request, 1)).tenant
         return _json(show_model(await self._resolver.model(ref, tenant), ref))
 
     async def healthz(self, _: Request) -> Response:

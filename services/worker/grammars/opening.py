@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_COMPILED = 256
 """Grammars kept compiled; the least recently used goes first."""
 MASK_GRACE_S = 0.002
-"""How long a step waits for masks begun in the step before: most take microseconds. It does not wait
-for a grammar whose last mask took longer, so that a hard grammar slows down nobody else."""
+"""How long a step waits for masks begun in the step before: most take microseconds. It does not
+wait for a grammar whose last mask took longer: a hard grammar slows down nobody else."""
 NUM_THREADS = 2
 """That compile, and as many that compute masks."""
 STACK_BYTES = 16 << 20

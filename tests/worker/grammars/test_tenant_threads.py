@@ -29,7 +29,8 @@ def test_tenants_that_wait_get_a_thread_in_rotation() -> None:
         for tenant in ("globex", "globex", "globex", "acme", "initech", "acme")
     ]
     end.set()
-    for future in (first, *waiting):
+    assert first.result(timeout=30)
+    for future in waiting:
         future.result(timeout=30)
     assert order == ["globex", "acme", "initech", "globex", "acme", "globex"]
 
