@@ -58,6 +58,8 @@ COUNTS = {
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
     "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
     "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_JSON_COMMAS": "commas in an HTTP body, which bound the values that are parsed at one stretch",
+    "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
     "MAX_LARGE_BODY_S": "seconds for such a body to arrive",

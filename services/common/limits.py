@@ -125,17 +125,18 @@ class PoolLimits:
     """Answers that are remembered by their key."""
 
 
-# Together they leave the gateway's pod (2 GiB) 832 MiB, the registry's (1 GiB) 448 MiB and the
+# Together they leave the gateway's pod (2 GiB) 576 MiB, the registry's (1 GiB) 448 MiB and the
 # worker's (8 GiB) 5 GiB. `tests/deploy` compares them with the manifests.
 TEMPLATES = PoolLimits(
     "chat templates", num_processes=3, memory_bytes=192 * MIB, timeout_s=2.0, max_wait_s=10.0
 )
 TOKENIZER_FILES = PoolLimits(
-    # Twice what the tokenizers of today's largest vocabularies take (25 MB of JSON: 325 MB).
+    # Tokenizers of today's largest vocabularies (25 MB of JSON) take 325 MB and 1.5 s.
     "tokenizer files",
-    num_processes=1,
-    memory_bytes=640 * MIB,
+    num_processes=2,
+    memory_bytes=448 * MIB,
     timeout_s=20.0,
+    cpu_s=10.0,
     max_wait_s=60.0,
     keeps_processes=False,
 )
@@ -180,6 +181,10 @@ MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
 MAX_SMALL_BODY_BYTES = 256 * KIB
 """HTTP bodies beyond it wait for each other."""
+MAX_JSON_COMMAS = 1 << 20
+"""In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
+MAX_JSON_BRACKETS = 1 << 18
+"""Opening ones. Objects and lists take the most time to parse: these take 0.03 s."""
 MAX_LARGE_BODIES = 8
 """Large HTTP bodies that one gateway has in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
