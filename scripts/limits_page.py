@@ -58,7 +58,7 @@ COUNTS = {
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
     "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
     "other, and are parsed in a fifth of the gateway's time at most",
-    "MAX_JSON_COMMAS": "commas in an HTTP body, which bound the values that are parsed at one stretch",
+    "MAX_JSON_COMMAS": "commas in an HTTP body; they bound the values that are parsed at once",
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
@@ -73,6 +73,10 @@ COUNTS = {
     "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "
     "once, and one more each second; further keys that the server does not know are refused with "
     "status 429",
+    "MAX_UNCHECKED_KEY_S": "seconds for which a gateway accepts a key that it cannot check, "
+    "because the registry is away",
+    "MAX_RUNNING": "sequences that one gateway relays at a time; further requests wait",
+    "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`",
 }

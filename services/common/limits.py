@@ -125,7 +125,7 @@ class PoolLimits:
     """Answers that are remembered by their key."""
 
 
-# Together they leave the gateway's pod (2 GiB) 576 MiB, the registry's (1 GiB) 448 MiB and the
+# Together they leave the gateway's pod (3 GiB) 1600 MiB, the registry's (1 GiB) 448 MiB and the
 # worker's (8 GiB) 5 GiB. `tests/deploy` compares them with the manifests.
 TEMPLATES = PoolLimits(
     "chat templates", num_processes=3, memory_bytes=192 * MIB, timeout_s=2.0, max_wait_s=10.0
@@ -207,8 +207,12 @@ MAX_WRONG_KEYS_PER_PEER = 60
 """Wrong API keys that one address may send at once before its unknown keys are refused."""
 WRONG_KEYS_PER_S = 1.0
 """How fast it may send further ones."""
-DEFAULT_MAX_UNCHECKED_S = 24 * 3600.0
-"""How long a key that cannot be checked stays valid, by default."""
+MAX_UNCHECKED_KEY_S = 24 * 3600
+"""How long a key that the registry cannot check, because it is away, stays valid at a gateway."""
+MAX_RUNNING = 4096
+"""Sequences that one gateway relays at a time."""
+MAX_QUEUED = 4096
+"""Requests that wait at one gateway."""
 
 
 def limits_of(method: str) -> MethodLimits:

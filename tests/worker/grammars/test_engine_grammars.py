@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +92,7 @@ def submit(
     request_id: str,
     grammar: Grammar | None = None,
     output_ids: Sequence[int] = (),
+    tenant: str = "default",
     **sampling: Any,
 ) -> Submit:
     fields: dict[str, Any] = {"max_tokens": 160, "seed": 1, "temperature": 1.2, **sampling}
@@ -102,6 +102,7 @@ def submit(
         SamplingParams(**fields),
         output_ids=list(output_ids),
         grammar=grammar,
+        tenant=tenant,
     )
 
 
@@ -217,7 +218,8 @@ def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(stage: Stage)
     together = dict(stage.run(*requests))
     assert set(together) == {"free", "object", "digits", "late"}
     for request in requests:
-        assert stage.run(request) == {request.request_id: together[request.request_id]}
+        name = request.request.request_id
+        assert stage.run(request) == {name: together[name]}
 
 
 @pytest.mark.parametrize("quick_s", [60.0, 0.0], ids=["planned ahead", "left out meanwhile"])
@@ -289,15 +291,14 @@ def test_a_request_cancelled_while_its_grammar_compiles_is_gone(stage: Stage) ->
 
 @pytest.mark.hostile
 def test_a_grammar_that_is_hard_to_compile_does_not_hold_up_another_tenant(stage: Stage) -> None:
-    hard = [
-        submit(f"hard-{n}", Grammar(json_schema={"type": "integer", "multipleOf": 90_001 + n}))
-        for n in range(4)
+    ids = [f"hard-{n}" for n in range(4)]
+    grammars = [
+        Grammar(json_schema={"type": "integer", "multipleOf": 90_001 + n}) for n in range(4)
     ]
-    easy = submit("easy", Grammar(regex="[a-z]{3}"))
-    stage.outputs, stage.failures = {}, {}
-    greedy = [msgspec.structs.replace(each, tenant="globex") for each in hard]
-    stage.step(*greedy, msgspec.structs.replace(easy, tenant="acme"))
+    hard = [submit(i, g, tenant="globex") for i, g in zip(ids, grammars, strict=True)]
+    stage.outputs, stage.finished, stage.failures = {}, {}, {}
+    stage.step(*hard, submit("easy", Grammar(regex="[a-z]{3}"), tenant="acme"))
     while "easy" not in stage.finished:
         stage.step()
-    assert not any(f"hard-{n}" in stage.outputs for n in range(1, 4))
-    stage.step(*(Cancel(each.request_id) for each in hard))
+    assert not stage.outputs.keys() & set(ids[1:])
+    stage.step(*map(Cancel, ids))
