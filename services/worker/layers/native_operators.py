@@ -55,6 +55,10 @@ class NativeOperators:
             return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
 
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """See Operators."""
+        return is_readable(weight)
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """See Operators."""
         if is_readable(weight):
