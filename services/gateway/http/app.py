@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -19,6 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+import loraplex
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat, parse_completion
@@ -165,7 +165,7 @@ class OpenAIEndpoints:
 
     async def version(self, _: Request) -> Response:
         """GET /version, as in vLLM."""
-        return _json({"version": metadata.version("loraplex")})
+        return _json({"version": loraplex.__version__})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""
