@@ -40,6 +40,7 @@ from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoint
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
+from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
@@ -234,15 +235,17 @@ class Gateway:
         encoder = PromptEncoder(
             self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
         )
-        endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
+        endpoints = OpenAIEndpoints(answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.caller, encoder)
         responses = ResponsesEndpoints(context.caller, answering, encoder)
+        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
         messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(context.caller, self._registry.usage)
         others = [
             *tokenize.routes(),
             *responses.routes(),
             *messages.routes(),
+            *vectors.routes(),
             *usage.routes(),
             *console.routes(),
         ]
