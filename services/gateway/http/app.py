@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+import loraplex
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http.answering import Answering, json_response
@@ -147,7 +147,7 @@ class OpenAIEndpoints:
 
     async def version(self, _: Request) -> Response:
         """GET /version, as in vLLM."""
-        return json_response({"version": metadata.version("loraplex")})
+        return json_response({"version": loraplex.__version__})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""
