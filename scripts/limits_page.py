@@ -81,6 +81,8 @@ COUNTS = {
 NUMBERS = {
     "KEY_LIFETIME_S": "lifetime of an API key in seconds; 0 = it does not expire",
     "WAIT_S": "seconds that a tag waits for its adapter to be loaded",
+    "KEPT_VERSIONS": "`keep_versions` of an upload; 0 = all versions are kept",
+    "EPHEMERAL_S": "`ttl_s` of an upload, in seconds; 0 = the version is not ephemeral",
     "QUOTA": "`max_bytes`, `max_versions` and `max_concurrent` of a tenant; 0 = no limit",
     "RATE_PER_S": "`requests_per_s` and `tokens_per_s` of a tenant; 0 = no limit",
     "FAIRNESS_WEIGHT": "`fairness_weight` of a tenant; 0 = 1",

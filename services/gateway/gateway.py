@@ -35,13 +35,16 @@ from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
+from loraplex_services.gateway.http.pauses import PauseEndpoints
 from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.registrar import BaseRegistrar
@@ -122,11 +125,13 @@ class Gateway:
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
+        self._live = LiveRequests(self._resolver, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
+            self._live,
             self._controller,
             TenantRates(self._rate_limit_store),
             self._concurrency,
@@ -227,8 +232,11 @@ class Gateway:
         console = ConsoleEndpoints(
             context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
+        root = self._config.lora_root
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         answering = Answering(
             self._generation,
+            folders,
             tool_format=self._config.tool_format,
             reasoning=self._config.reasoning,
         )
@@ -241,18 +249,18 @@ class Gateway:
         vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
         messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(context.caller, self._registry.usage)
+        pauses = PauseEndpoints(context.caller, self._live)
         others = [
             *tokenize.routes(),
             *responses.routes(),
             *messages.routes(),
             *vectors.routes(),
+            *pauses.routes(),
             *usage.routes(),
             *console.routes(),
         ]
-        if self._config.lora_root is not None:
-            others += AliasEndpoints(
-                context.caller, self._registry_of, self._config.lora_root
-            ).routes()
+        if folders is not None:
+            others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:

@@ -16,6 +16,8 @@ from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.chat_answers import ends_in_thought
 from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
+from loraplex_services.gateway.http.guard import api_key_of
+from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.sse import EventStream, Renamed, StreamFormat, until_gone
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
@@ -28,9 +30,21 @@ from loraplex_services.gateway.tools.call_grammar import call_grammar
 class Answering:
     """The one path of generated text from the pipeline to HTTP."""
 
-    def __init__(self, generation: Generation, *, tool_format: str, reasoning: str) -> None:
-        """`tool_format` and `reasoning`: how answers are parsed; "auto" = as each base's chat
-        template shows."""
+    def __init__(
+        self,
+        generation: Generation,
+        folders: LoraFolders | None,
+        *,
+        tool_format: str,
+        reasoning: str,
+    ) -> None:
+        """
+        Args:
+            folders: those that are published when a request names them; None = there are none.
+            tool_format, reasoning: how answers are parsed; "auto" = as each base's chat template
+                shows.
+        """
+        self._folders = folders
         self._generation = generation
         self._tool_format = tool_format
         self._reasoning = reasoning
@@ -44,6 +58,8 @@ class Answering:
         stream_format: StreamFormat,
     ) -> Any:
         """An ASGI response. Raises: what `Generation.prepare` and `Generation.run` raise."""
+
+        call = await self._adopted(request, call)
 
         def renamed(error: LoraplexError) -> LoraplexError:
             return with_names(error, call.field_names)
@@ -60,6 +76,14 @@ class Answering:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
             return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
         return await _complete_response(request, text_deltas, info, formatter, renamed)
+
+    async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
+        """The call for an adapter, if it named a folder."""
+        if self._folders is None:
+            return call
+        tenant = call.calls[0].tenant
+        model = await self._folders.adopted(api_key_of(request), tenant, call.model)
+        return replace(call, calls=tuple(replace(each, model=model) for each in call.calls))
 
     def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
         """Apply the settings for tool calls and reasoning; constrain calls to their schemas.

@@ -29,10 +29,12 @@ from loraplex_services.gateway.http.calls import (
 from loraplex_services.gateway.http.chat import ChatFormatter
 from loraplex_services.gateway.http.completions import CompletionFormatter
 from loraplex_services.gateway.http.errors import MESSAGES_PATH, error_body, error_headers
-from loraplex_services.gateway.http.guard import Guard, HostRule
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
+from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.sse import CHUNKS
+from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.registry.keyring import KeyRing, require_admin
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -54,6 +56,11 @@ NOT_SERVED = {
 """Paths that clients of other servers know, and what to do instead."""
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
+_FORMATTERS: dict[Parse, Callable[[ResponseInfo], Formatter]] = {
+    parse_completion: CompletionFormatter,
+    parse_chat: ChatFormatter,
+    parse_generate: GenerateFormatter,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +78,6 @@ class AppContext:
         if self.keys is None:
             return LOCAL
         return await self.keys.caller(authorization_of(request))
-
-
-def authorization_of(request: Request) -> str:
-    """The header with the caller's key, also if it came as Anthropic's clients send it."""
-    key = request.headers.get("x-api-key", "")
-    return request.headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 class OpenAIEndpoints:
@@ -97,6 +98,7 @@ class OpenAIEndpoints:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/", self.models, methods=["GET"]),
             Route("/v1/models/{ref:path}", self.model, methods=["GET"]),
@@ -123,6 +125,10 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Any:
         """POST /v1/chat/completions."""
         return await self._complete(request, parse_chat)
+
+    async def generate(self, request: Request) -> Any:
+        """POST /inference/v1/generate."""
+        return await self._complete(request, parse_generate)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -158,11 +164,7 @@ class OpenAIEndpoints:
         caller = await self._context.caller(request)
         call = parse(await read_json(request, caller.tenant), origin_of(request, caller.tenant))
         return await self._answering.answer(
-            request,
-            call,
-            _completion_id(call, request),
-            ChatFormatter if call.is_chat else CompletionFormatter,
-            CHUNKS,
+            request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
         )
 
 

@@ -41,7 +41,6 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "padding": (False,),
     "parallel_tool_calls": (True, False),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -105,6 +104,12 @@ class Body:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise bad_type(self._prefix + name, value, "a whole number")
         return value
+
+    def count(self, name: str) -> int | None:
+        """An integer field that may also be true, which means 1, or false, which means none."""
+        if isinstance(self._left.get(name), bool):
+            return int(self.flag(name)) or None
+        return self.integer(name)
 
     def number(self, name: str) -> float | None:
         """A number field."""

@@ -10,10 +10,11 @@ from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
+    UnsentSpans,
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import chat_logprobs
+from loraplex_services.gateway.http.logprobs import chat_logprobs, prompt_logprob_maps
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.tools.reader import Delta, ToolCall
 
@@ -27,10 +28,12 @@ class ChatFormatter:
         self._info = info
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
+        self._unsent = UnsentSpans()
         self._answers = ChatAnswers(info)
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
+        self._unsent.add(text_delta)
         if text_delta.index not in self._begun:
             chunks.append(self._opening(text_delta))
             self._begun.add(text_delta.index)
@@ -39,7 +42,9 @@ class ChatFormatter:
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            chunks.append(self._chunk([self._choice(text_delta, "delta", delta)]))
+            choice = self._choice(text_delta, "delta", delta)
+            choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
+            chunks.append(self._chunk([choice]))
         return chunks
 
     def ending(self) -> list[dict[str, Any]]:
@@ -58,9 +63,15 @@ class ChatFormatter:
                 self._message(self._answers.read(text_delta)),
                 with_prompt=True,
             )
+            | self._info.weights(text_delta.index, text_delta.spans)
             for text_delta in choices
         ]
-        body = self._info.object("chat.completion", formatted) | {"usage": self._answers.usage()}
+        body = self._info.object("chat.completion", formatted) | {
+            "usage": self._answers.usage(),
+            "prompt_logprobs": prompt_logprob_maps(
+                self._info.of_choice(0), choices[0].prompt_logprobs
+            ),
+        }
         return body | prompt_id_fields(self._info)
 
     def _message(self, delta: Delta) -> dict[str, Any]:
@@ -120,7 +131,9 @@ class ChatFormatter:
     def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
         prepared = self._info.of_choice(text_delta.index)
         num_top = prepared.call.sampling.logprobs
-        return None if num_top is None else chat_logprobs(prepared.tokens, text_delta, num_top)
+        if num_top is None:
+            return None
+        return chat_logprobs(self._info.names(text_delta.index), text_delta, num_top)
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:

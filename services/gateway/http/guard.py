@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import LoraplexError, PermissionDenied, codes_of
@@ -131,3 +132,14 @@ async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
     start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
+
+
+def authorization_of(request: Request) -> str:
+    """The header with the caller's key, also if it came as Anthropic's clients send it."""
+    key = request.headers.get("x-api-key", "")
+    return request.headers.get("authorization", f"Bearer {key}" if key else "")
+
+
+def api_key_of(request: Request) -> str:
+    """The key that a request was sent with; "" without one."""
+    return authorization_of(request).partition(" ")[2].strip()

@@ -234,7 +234,7 @@ class _TextLogprobs:
         entries = tuple(entry for begin, entry in self._undecided if begin >= content_begin)
         self._undecided = []
         delta = TextDelta(0, logprobs=entries)
-        self.shown += chat_logprobs(prepared.tokens, delta, num_top)["content"]
+        self.shown += chat_logprobs(self._info.names(0), delta, num_top)["content"]
 
     def take(self) -> list[dict[str, Any]]:
         """Those that were not taken before."""
