@@ -311,10 +311,17 @@ MAX_STEP_S: Knob[float] = Knob(
 )
 POLICY: Knob[str] = Knob(
     "LORAPLEX_POLICY",
-    choice("fair", "fcfs", "clustered"),
+    choice("fair", "fcfs"),
     "fair",
     "worker",
-    "Order of waiting requests: fair to tenants and adapters, by arrival, or by resident adapters.",
+    "Order of waiting requests: fair to tenants and adapters, or by arrival.",
+)
+CLUSTER_SIZE: Knob[int] = Knob(
+    "LORAPLEX_CLUSTER_SIZE",
+    whole(),
+    0,
+    "up worker",
+    "Once so many adapters run, requests for these go before others of their tenant; 0 = never.",
 )
 
 # Switches of LORAPLEX_DEBUG

@@ -58,6 +58,7 @@ class UpConfig:
     gpu_memory_utilization: float
     """0 = chosen by the worker."""
     max_loras: int
+    cluster_size: int
     max_lora_rank: int
     lora_dtype: str
     max_model_len: int
@@ -103,6 +104,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         kv_memory=given("kv_memory", env.KV_MEMORY),
         gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
         max_loras=given("max_loras", env.MAX_LORAS),
+        cluster_size=given("cluster_size", env.CLUSTER_SIZE),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
         max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
@@ -238,6 +240,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a GPU's memory, for weights, steps and arena together (0.9)",
     )
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
+    parser.add_argument(
+        "--cluster-size",
+        metavar="N",
+        help="once so many adapters run, requests for these go first; 0 = never (0)",
+    )
     parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
     parser.add_argument(
         "--lora-dtype",
