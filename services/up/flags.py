@@ -61,6 +61,7 @@ class UpConfig:
     cluster_size: int
     max_lora_rank: int
     lora_dtype: str
+    quantization: str
     max_model_len: int
     """0 = that of the base."""
     max_num_seqs: int
@@ -107,6 +108,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         cluster_size=given("cluster_size", env.CLUSTER_SIZE),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
+        quantization=given("quantization", env.QUANTIZATION),
         max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
         max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
         max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
@@ -124,7 +126,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 UNSUPPORTED = {
-    "--quantization": (("none",), "bases run in float32, bfloat16 or float16"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
 }
 """Flags to come: the values that mean what happens today, and what happens today."""
@@ -240,24 +241,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a GPU's memory, for weights, steps and arena together (0.9)",
     )
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
-    parser.add_argument(
-        "--cluster-size",
-        metavar="N",
-        help="once so many adapters run, requests for these go first; 0 = never (0)",
-    )
+    parser.add_argument("--cluster-size", metavar="N", help="adapters from which on they cluster")
     parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
     parser.add_argument(
         "--lora-dtype",
         metavar="NAME",
         help="of adapters: auto, float32, bfloat16, float16, int8 (auto)",
     )
-    parser.add_argument(
-        "--max-model-len", metavar="N", help="longest context in tokens (the base's)"
-    )
+    parser.add_argument("--quantization", metavar="NAME", help="at load: none, int8, int4 (none)")
+    parser.add_argument("--max-model-len", metavar="N", help="longest context (the base's)")
     parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
-    parser.add_argument(
-        "--max-num-batched-tokens", metavar="N", help="token budget of one step (2048)"
-    )
+    parser.add_argument("--max-num-batched-tokens", metavar="N", help="tokens of a step (2048)")
     for flag in UNSUPPORTED:
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")
