@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
@@ -230,10 +232,14 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         context = self._app_context()
         console = ConsoleEndpoints(
-            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._controller,
+            self.readiness.missing,
         )
         root = self._config.lora_root
-        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
+        folders = LoraFolders(self._registry_of, root, self._resolver) if root is not None else None
         answering = Answering(
             self._generation,
             folders,
@@ -248,7 +254,9 @@ class Gateway:
         responses = ResponsesEndpoints(context.caller, answering, encoder)
         vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
         messages = MessagesEndpoints(context.caller, answering, encoder)
-        usage = UsageEndpoint(context.caller, self._registry.usage)
+        usage = UsageEndpoint(
+            functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
+        )
         pauses = PauseEndpoints(context.caller, self._live)
         others = [
             *tokenize.routes(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,8 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import loraplex
-from loraplex.errors import LoraplexError, codes_of
+from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
+from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.limits import LIST_CALLS
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
@@ -72,12 +74,33 @@ class AppContext:
     shows_metrics: bool
     keys: KeyRing | None
     """None if callers need no key."""
+    rates: CallRates = field(default_factory=CallRates)
+    """Of reads."""
+    refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
 
     async def caller(self, request: Request) -> Caller:
-        """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
+        """The caller of a request.
+
+        Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
+        """
         if self.keys is None:
             return LOCAL
-        return await self.keys.caller(authorization_of(request))
+        try:
+            return await self.keys.caller(authorization_of(request))
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+
+    async def reader(self, request: Request, num_calls: int) -> Caller:
+        """The caller of a request that reads lists and reports, once it is within its tenant's
+        rate. Raises as `caller`, and ResourceExhausted for too many reads."""
+        caller = await self.caller(request)
+        try:
+            await self.rates.wait(caller, num_calls)
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+        return caller
 
 
 class OpenAIEndpoints:
@@ -132,14 +155,14 @@ class OpenAIEndpoints:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        tenant = (await self._context.caller(request)).tenant
+        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
         return json_response(
             list_models(self._resolver.models(tenant), request.query_params, tenant)
         )
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self._context.caller(request)).tenant
+        ref, tenant = request.path_params["ref"], (await self._context.reader(request, 1)).tenant
         return json_response(show_model(await self._resolver.model(ref, tenant), ref))
 
     async def healthz(self, _: Request) -> Response:

@@ -229,8 +229,7 @@ class _TextLogprobs:
         self._undecided += zip(text_delta.offsets, text_delta.logprobs, strict=True)
         if content_begin is None:
             return
-        prepared = self._info.prepared[0]
-        num_top = prepared.call.sampling.logprobs or 0
+        num_top = self._info.prepared[0].call.sampling.logprobs or 0
         entries = tuple(entry for begin, entry in self._undecided if begin >= content_begin)
         self._undecided = []
         delta = TextDelta(0, logprobs=entries)
