@@ -239,7 +239,7 @@ class Gateway:
             self.readiness.missing,
         )
         root = self._config.lora_root
-        folders = LoraFolders(self._registry_of, root, self._resolver) if root is not None else None
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         answering = Answering(
             self._generation,
             folders,
