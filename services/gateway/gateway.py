@@ -288,9 +288,7 @@ class Gateway:
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():
-            return (
-                f"waiting for the first snapshot of the registry at {self._config.registry_address}"
-            )
+            return "waiting for the first snapshot of the registry"
         if not any(view.takes_requests for view in self._fleet.views()):
             return "waiting for the first ready worker"
         return self._registrar.missing

@@ -25,6 +25,7 @@ from loraplex.errors import (
 )
 from loraplex.refs import check_name
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import SERVICE_KEY_IDS
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.request import with_names
@@ -65,13 +66,14 @@ class AliasEndpoints:
         name, folder = _name(body), body.text("lora_path") or ""
         body.flag("load_inplace")
         body.finish()
+        _require_publisher(caller)
         path = await asyncio.to_thread(self._inside, folder)
         publication = Publication(name, labels=_LABELS)
         async with self._client(_key(request)) as registry:
             try:
                 await registry.upload(path, publication)
             except LoraplexError as error:
-                raise with_names(error, {"name": "lora_name"}) from None
+                raise _without_path(with_names(error, {"name": "lora_name"}), path) from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -103,6 +105,27 @@ class AliasEndpoints:
             why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
             raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
         return path
+
+
+def _require_publisher(caller: Caller) -> None:
+    """Before anything is read. Raises: PermissionDenied."""
+    is_limited = caller.key_id not in SERVICE_KEY_IDS
+    if is_limited and not caller.scopes & {"publisher", "admin", "root"}:
+        raise PermissionDenied("this needs a key with the scope 'publisher'")
+
+
+def _without_path(error: LoraplexError, path: Path) -> LoraplexError:
+    """The error without the place of the folder on this machine. Mutates: error."""
+
+    def cut(text: str) -> str:
+        return text.replace(f"{path}/", "").replace(str(path), path.name)
+
+    error.message = cut(error.message)
+    error.args = (error.message,)
+    error.violations = tuple(
+        Violation(cut(v.field), cut(v.value), cut(v.description)) for v in error.violations
+    )
+    return error
 
 
 def _name(body: Body) -> str:

@@ -314,7 +314,15 @@ def _completion_id(call: OpenAICall, request: Request) -> str:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    """JSON, which has no NaN. Raises: LoraplexError if a number is not finite."""
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise LoraplexError(
+            "the answer has a number that is not finite: the adapter's weights are too large",
+            reason="NOT_FINITE",
+        ) from None
+    return text.encode()
 
 
 def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -82,4 +82,4 @@ def _top(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, float]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(LEAST_LOGPROB, logprob)  # in this order, which also replaces NaN
