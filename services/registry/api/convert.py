@@ -23,7 +23,7 @@ from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
-from loraplex_services.common.limits import WAIT_S
+from loraplex_services.common.limits import EPHEMERAL_S, KEPT_VERSIONS, WAIT_S
 from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.signatures import Offered, checked_keys
@@ -65,6 +65,12 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
     if not message.no_latest:
         tags.append(LATEST)
     WAIT_S.check("options.when_loaded_s", message.when_loaded_s)
+    KEPT_VERSIONS.check("options.keep_versions", message.keep_versions)
+    EPHEMERAL_S.check("options.ttl_s", message.ttl_s)
+    if message.ttl_s and message.visibility == pb.VISIBILITY_PUBLIC:
+        raise InvalidRequest.field(
+            "options.visibility", "public", "an ephemeral version is private; leave out one of both"
+        )
     if message.visibility == pb.VISIBILITY_SHARED:
         description = "an upload makes an adapter private or public; share it afterwards"
         raise InvalidRequest.field("options.visibility", "shared", description)
@@ -82,6 +88,9 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         allow_missing=message.allow_missing,
         parent=message.parent,
         when_loaded_s=message.when_loaded_s,
+        keep_versions=message.keep_versions,
+        spelling=message.name.rpartition("/")[2],
+        ttl_s=message.ttl_s,
     )
 
 
@@ -130,7 +139,7 @@ def version_to_proto(
     is_owner = access.sees_all or access.tenant == record.tenant
     message = pb.AdapterVersion(
         tenant=record.tenant,
-        name=record.name,
+        name=record.shown_name,
         version=record.version,
         digest=record.digest,
         base_id=record.base_id,
@@ -145,6 +154,7 @@ def version_to_proto(
         size_bytes=record.size_bytes,
         peft_version=record.peft_version,
         rope_scaling=record.rope_scaling,
+        expires_unix_s=record.expires_s,
     )
     for file in record.files:
         message.files.add(path=file.path, size=file.size, sha256=file.sha256)
