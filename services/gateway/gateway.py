@@ -119,7 +119,9 @@ class Gateway:
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(
-            config.admission, lambda: ready_workers(self._fleet.views())
+            config.admission,
+            lambda: ready_workers(self._fleet.views()),
+            shares_batch=config.wants_keys,
         )
         self._rate_limit_store = _rate_limit_store(config)
         self._scaling = ScalingSignals(self._fleet, self._controller)
