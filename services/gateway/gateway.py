@@ -120,7 +120,9 @@ class Gateway:
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(
-            config.admission, lambda: ready_workers(self._fleet.views())
+            config.admission,
+            lambda: ready_workers(self._fleet.views()),
+            shares_batch=config.wants_keys,
         )
         self._rate_limit_store = _rate_limit_store(config)
         self._scaling = ScalingSignals(self._fleet, self._controller)
@@ -310,9 +312,7 @@ class Gateway:
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():
-            return (
-                f"waiting for the first snapshot of the registry at {self._config.registry_address}"
-            )
+            return "waiting for the first snapshot of the registry"
         if not any(view.takes_requests for view in self._fleet.views()):
             return "waiting for the first ready worker"
         return self._registrar.missing

@@ -79,17 +79,18 @@ class AppContext:
     refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
 
     async def caller(self, request: Request) -> Caller:
-        """The caller of a request.
+        """The caller of a request, which is in its state from then on.
 
         Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
         """
-        if self.keys is None:
-            return LOCAL
         try:
-            return await self.keys.caller(authorization_of(request))
+            keys = self.keys
+            caller = LOCAL if keys is None else await keys.caller(authorization_of(request))
         except ResourceExhausted as error:
             await self.refusals.delay(error)
             raise
+        request.state.caller = caller
+        return caller
 
     async def reader(self, request: Request, num_calls: int) -> Caller:
         """The caller of a request that reads lists and reports, once it is within its tenant's

@@ -27,7 +27,7 @@ from loraplex_services.gateway.http.responses.parse import (
     parse_responses,
 )
 from loraplex_services.gateway.http.responses.store import ResponseStore, StoredResponse
-from loraplex_services.gateway.http.sse import StreamFormat
+from loraplex_services.gateway.http.sse import StreamFormat, compact_json
 from loraplex_services.gateway.http.tokenize import PromptEncoder
 
 _EVENTS = StreamFormat(is_named=True)
@@ -193,7 +193,7 @@ def _spelled_out(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _raw(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return compact_json(value).encode()
 
 
 def _choice(query: Mapping[str, str], name: str, options: Sequence[str]) -> str:
