@@ -18,5 +18,5 @@ def timed() -> Iterator[list[float]]:
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios of what was measured in turns."""
+    """The median of the ratios of what was measured alternately."""
     return round(statistics.median(a / b for a, b in zip(over, under, strict=True)), 3)

@@ -7,8 +7,8 @@ in every repetition; greedy; all requests at once. The sides alternate. Prints r
 `results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
 within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
 peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
-`--beside avx512` adds a third side: this engine on another instruction set, in the dtype that it
-computes this base in.
+`--second-isa avx512` adds a third side: this engine on another instruction set, in the dtype that
+it computes this base in.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def main() -> None:
         ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
-        if args.beside:
-            other = OurEngine(base, "auto", args.beside, args.arena_bytes)
-            loads["beside"] = other.load(folders)
-            sides["beside"] = other
+        if args.second_isa:
+            other = OurEngine(base, "auto", args.second_isa, args.arena_bytes)
+            loads["second_isa"] = other.load(folders)
+            sides["second_isa"] = other
         if args.peer:
             sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
         cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--cpu-isa", default="auto")
-    parser.add_argument("--beside", default="", help="another instruction set to compare with")
+    parser.add_argument("--second-isa", default="", help="another instruction set to compare with")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--peer-dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--arena-bytes", type=int, default=2_000_000_000)
@@ -105,7 +105,7 @@ def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results,
         SystemExit: naming an option that was another when the file was made.
     """
     found = read_results(args.name)
-    for key in ("model", "new_tokens", "dtype", "cpu_isa", "beside", "peer_dtype"):
+    for key in ("model", "new_tokens", "dtype", "cpu_isa", "second_isa", "peer_dtype"):
         if found["options"][key] != getattr(args, key):
             raise SystemExit(f"--join: {key} was {found['options'][key]} before")
     runs = {
@@ -122,7 +122,7 @@ def measure(
     shape: Shape,
     args: argparse.Namespace,
 ) -> None:
-    """Run every case on every side in turns. Mutates: results."""
+    """Run every case on every side alternately. Mutates: results."""
     for count, num_adapters in cases:
         runs = results.setdefault(f"{count}x{num_adapters}", {name: [] for name in sides})
         num_before = len(runs["loraplex"])
@@ -168,10 +168,10 @@ def report(
         row["step_over_base"] = median(ours, "step_s") / median(base, "step_s")
         row["step_cpu_over_base"] = median(ours, "step_cpu_s") / median(base, "step_cpu_s")
         row["step_over_floor"] = median(ours, "step_s") / floor_s(shape, case, limits)
-        if "beside" in sides:
-            row["step_cpu_over_beside"] = ratio(ours, sides["beside"], "step_cpu_s")
-            row["cpu_over_beside"] = ratio(ours, sides["beside"], "cpu_s")
-            row["wall_over_beside"] = ratio(ours, sides["beside"], "wall_s")
+        if "second_isa" in sides:
+            row["step_cpu_over_second_isa"] = ratio(ours, sides["second_isa"], "step_cpu_s")
+            row["cpu_over_second_isa"] = ratio(ours, sides["second_isa"], "cpu_s")
+            row["wall_over_second_isa"] = ratio(ours, sides["second_isa"], "wall_s")
         if "peft" in sides:
             peer = sides["peft"]
             row["speed_over_peft"] = median(peer, "wall_s") / median(ours, "wall_s")

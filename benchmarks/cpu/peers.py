@@ -133,7 +133,7 @@ def num_alike(outputs: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
 
 
 def keep(row: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the row and write it beside those that are there."""
+    """Print the row and write it alongside those that are there."""
     print(row, flush=True)
     keys = ("peer", "case", "new_tokens")
     try:

@@ -168,7 +168,7 @@ class PeftMixed:
         self._model.generation_config.eos_token_id = None
 
     def load(self, folders: list[Path]) -> list[float]:
-        """Load adapters beside each other; seconds of each."""
+        """Load adapters next to each other; seconds of each."""
         from peft import PeftModel
 
         seconds = []

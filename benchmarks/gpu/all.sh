@@ -5,7 +5,7 @@
 #
 # Part 1: the kernels' tests, decode steps of an 8B model (uneven contexts and the tax on the base among
 # them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
-# Part 2: operators beside those of other engines, other tilings, prefill, and where a step's time goes,
+# Part 2: operators compared with those of other engines, other tilings, prefill, and where a step's time goes,
 # with four tokens a row as speculation verifies them.
 # `parity` runs the parity suite and writes its table; it needs half an hour on 16 cores.
 #

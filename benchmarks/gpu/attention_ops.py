@@ -4,7 +4,7 @@
                                            [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Heads are those of Llama-3-8B. The layers of one cache are captured one after the other in a graph,
-so that keys and values come from memory. Uneven cases have one or several long sequences beside
+so that keys and values come from memory. Uneven cases have one or several long sequences next to
 short ones. Before a case is timed, its result is compared with a float32 softmax. `--tune` times
 other tiles, and for generations other sizes of items; with `--quick`, a few of generations in less
 than a minute.

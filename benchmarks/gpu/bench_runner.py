@@ -185,7 +185,7 @@ def spread(num_rows: int, num_adapters: int) -> list[int | None]:
 
 
 def free_arena_bytes(shape: Shape) -> int:
-    """What the GPU has left beside weights in half precision."""
+    """What the GPU has left alongside weights in half precision."""
     free_bytes, _ = torch.cuda.mem_get_info()
     embedding_bytes = 2 * shape.vocab_size * shape.hidden_size
     return free_bytes - 2 * shape.num_weights - embedding_bytes - GPU_RESERVE_BYTES

@@ -1,9 +1,9 @@
-"""Loading an adapter into the arena: milliseconds and GB/s, beside a plain pinned copy.
+"""Loading an adapter into the arena: milliseconds and GB/s, compared with a plain pinned copy.
 
     python -m benchmarks.gpu.cold_load [--rank 16] [--device cpu --tiny]
 
 `pack_ms` is paid once for each digest, off the step's thread. `disk_copy_ms` takes the packed image
-from the page cache into the pinned pool and on into the arena, beside the step; `copy_ms` is the
+from the page cache into the pinned pool and on into the arena, alongside the step; `copy_ms` is the
 same of an image that is in the pool (without a GPU there is none). `enter_ms` writes the tables
 that kernels read, on the engine's thread. A load from the host is copy and enter.
 """

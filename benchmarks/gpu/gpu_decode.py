@@ -6,10 +6,10 @@ Random weights, a context of 1k, one token a step, graphs on; adapters are disti
 arena. `step_ms` is one engine step with sampling, host included; `gpu_ms` the captured part alone.
 Every case is compared with a reference before it is timed (see `checks`).
 
-Two more tables follow. `contexts` holds the base with sequences of uneven lengths beside even ones
-that have as many tokens together: the floor of both is the same, so their times should be.
-`base_only` holds the base in an engine with room for adapters, with 64 of them resident, over an
-engine with room for one and none resident.
+Two more tables follow. `contexts` holds the base with sequences of uneven lengths compared with
+even ones that have as many tokens together: the floor of both is the same, so their times should
+be. `base_only` holds the base in an engine with room for adapters, with 64 of them resident, over
+an engine with room for one and none resident.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def compare_contexts(
     results: Results,
     args: argparse.Namespace,
 ) -> None:
-    """Uneven contexts beside even ones of as many tokens."""
+    """Uneven contexts compared with even ones of as many tokens."""
     for name, lens in contexts.items():
         mean = round(sum(lens) / len(lens))
         times = {}

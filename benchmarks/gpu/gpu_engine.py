@@ -10,7 +10,7 @@ the page cache that stands for the disk here.
 resident adapters. `counts` holds, for n adapters that requests choose from evenly, tokens a second
 with all loads, over those of n = 0, and what the bytes of the steps that ran predict.
 `first_token` holds the first token of a request whose adapter is not on the device (`disk`, or
-`host` where it is in pinned memory) over that of one whose adapter is, beside 8 that decode.
+`host` where it is in pinned memory) over that of one whose adapter is, alongside 8 that decode.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def linked_adapters(
 
 
 def compare_overlap(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second with steps one by one and overlapped, in turns."""
+    """Tokens a second with steps one by one and overlapped, alternately."""
     rows = []
     for num_adapters in (0, min(RESIDENT, args.adapters // 2)):
         make_resident(bench, num_adapters)
@@ -139,8 +139,9 @@ def make_resident(bench: Bench, num_adapters: int) -> None:
 
 
 def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
-    """Medians beside 8 requests that decode: of adapters on the device, of such that have just been
-    evicted from it (their image is in pinned memory), and of such that no request has used yet."""
+    """Medians alongside 8 requests that decode: of adapters on the device, of such that have just
+    been evicted from it (their image is in pinned memory), and of such that no request has used
+    yet."""
     num_resident = min(RESIDENT, args.adapters // 2)
     make_resident(bench, num_resident)
     for _ in range(8):
@@ -162,7 +163,7 @@ def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
 
 
 def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every n beside n = 0."""
+    """Every n compared with n = 0."""
     bench.drain()
     bench.throughput(0, args.running, 4)
     alone = bench.throughput(0, args.requests, args.tokens)["tokens_per_s"]

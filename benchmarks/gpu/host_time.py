@@ -3,14 +3,14 @@
     python -m benchmarks.gpu.host_time [--batch 64 256] [--context 1024 8192]
 
 One engine with a tiny base and 64 adapters decodes a full batch. Everything that the host does for
-a step runs as it does beside a GPU: planning, block tables, row runs, input tensors, reading the
+a step runs as it does alongside a GPU: planning, block tables, row runs, input tensors, reading the
 tokens, and encoding the message to the API server process. What a GPU would do is replaced: graphs
 replay nothing, and an eager forward pass returns at once. Times are medians of `process_time` and
 leave out what only a GPU costs: copies, launches of kernels, and launches of graphs.
 
 Three kinds of steps are measured. In `steady`, nothing but decoding happens. In `leaving`, one
 request is cancelled before each step. In `mixed`, one is cancelled and another begins, so that each
-step computes a prompt of 64 tokens beside the rest.
+step computes a prompt of 64 tokens alongside the rest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks run gpu.overlap [--device cuda]
 
-One engine with random weights decodes a full batch, half of it seeded draws, in turns with steps
+One engine with random weights decodes a full batch, half of it seeded draws, alternately with steps
 one by one and overlapped; prints tokens a second of both, their ratio, and on a GPU the share of
 time in which a kernel runs (`torch.profiler`). Loads no file but a config.
 """
@@ -93,14 +93,14 @@ class Side:
         self.steps(WARM_UP_STEPS)
 
     def steps(self, count: int) -> float:
-        """Seconds of so many steps."""
+        """Seconds of that many steps."""
         begin_s = time.perf_counter()
         for _ in range(count):
             assert self._engine.step([]).tokens
         return time.perf_counter() - begin_s
 
     def busy(self, count: int) -> float | None:
-        """Share of so many steps in which a kernel runs."""
+        """Share of that many steps in which a kernel runs."""
         if not self.is_gpu:
             return None
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -148,7 +148,8 @@ def make_sides(base: Path, args: argparse.Namespace) -> tuple[Side, Side]:
 
 
 def measure(sides: tuple[Side, Side], batch_size: int, num_steps: int) -> Result:
-    """Both sides in turns; one is empty while the other runs, as they share threads or blocks."""
+    """Both sides alternately; one is empty while the other runs, as they share threads or
+    blocks."""
     num_tokens = WARM_UP_STEPS + num_steps + PROFILED_STEPS + 16
     rates: tuple[list[float], list[float]] = ([], [])
     busy: list[float | None] = [None, None]

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.prefill [--shape llama-3-8b] [--device cpu --tiny]
 
 Whole prompts in one step, no cache hits, nothing captured; longer prompts run in chunks of 8,192
-tokens, and their time is the sum. The last case has generations beside the prompt, as chunked
+tokens, and their time is the sum. The last case has generations alongside the prompt, as chunked
 prefill has. Every case is compared with a reference before it is timed (see `checks`).
 """
 
@@ -25,7 +25,7 @@ from loraplex_services.worker.types.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of one length, the adapters they share, and generations beside them."""
+    """Prompts of one length, the adapters they share, and generations alongside them."""
 
     num_prompts: int
     prompt_tokens: int

@@ -37,7 +37,7 @@ MAX_NAME_LEN = 72
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts computed whole and generations beside them, with their adapters spread evenly."""
+    """Prompts computed whole and generations next to them, with their adapters spread evenly."""
 
     name: str
     num_generations: int

@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.sampling_moe [--device cpu --tiny] [--out DIR]
 
 Choosing tokens, microseconds on the device for a batch: the draw; top_k 50 and top_p 0.95, with the
-sorting reference beside; and the head's product with float32 logits, with the rounded and widened
-product beside. Experts: one layer's grouped products inside a CUDA graph, beside the time that the
-chosen experts' weights take at the measured copy bandwidth. Scores are normal numbers times 3: a
-language model's are as wide, but fewer of them are near the best.
+sorting reference alongside; and the head's product with float32 logits, with the rounded and
+widened product alongside. Experts: one layer's grouped products inside a CUDA graph, alongside the
+time that the chosen experts' weights take at the measured copy bandwidth. Scores are normal numbers
+times 3: a language model's are as wide, but fewer of them are near the best.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ IN_TOKENS, OUT_TOKENS, CONTEXT = 260, 260, 390
 SPLIT_SHARE = 0.25
 MAX_BATCH = 256
 MERGED_WEIGHTS = 8
-"""Taken in turns, so that none lies in the L2 cache."""
+"""Used in rotation, so that none lies in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)

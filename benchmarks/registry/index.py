@@ -62,7 +62,7 @@ async def reindexing(work: Path, rounds: int) -> dict[str, Any]:
 
 async def reindexing_bucket(work: Path, rounds: int) -> dict[str, Any]:
     """Adapters a second that a rebuild reads from an S3 server: each document singly, and from a
-    snapshot that has all but one in a hundred. The server of the environment, in turns."""
+    snapshot that has all but one in a hundred. The server of the environment, alternately."""
     state = work / "bucket-metadata"
     state.mkdir()
     server = MetadataServer(state)
@@ -111,7 +111,7 @@ async def _empty_snapshots(store: ObjectStore) -> None:
 async def resolving(work: Path, rounds: int, many: int) -> dict[str, Any]:
     """GetAdapter by name over gRPC, of registries with 1,000 and with many adapters.
 
-    Each is pinned to one core with its metadata server, and asked in turns from the other cores.
+    Each is pinned to one core with its metadata server, and asked alternately from the other cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[1:] or cores)

@@ -24,8 +24,8 @@ _COPY_BYTES = 1 << 20
 async def transfers(work: Path, rounds: int) -> dict[str, Any]:
     """Upload and pull of 100 MB as a share of the speed of copying and hashing the same bytes.
 
-    Beside them the bounds. Of a pull: a bare gRPC stream. Of an upload: the hash that it declares,
-    then a stream whose other end hashes, writes and syncs, and does nothing else.
+    The bounds are printed as well. Of a pull: a bare gRPC stream. Of an upload: the hash that it
+    declares, then a stream whose other end hashes, writes and syncs, and does nothing else.
     """
     names = ("copy", "hash", "stream", "keep", "upload", "pull")
     seconds: dict[str, list[float]] = {name: [] for name in names}

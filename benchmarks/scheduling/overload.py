@@ -139,7 +139,7 @@ async def overload(
 
 
 async def fairness(seed: int, seconds: float, per_s: float) -> Fairness:
-    """A polite tenant at a quarter of the capacity beside one at the rest and at ten rests."""
+    """A polite tenant at a quarter of the capacity alongside one at the rest and at ten rests."""
     p95 = []
     for shares in (1.0, 10.0):
         house = await _house(seed)

@@ -7,8 +7,8 @@ and for one of a hundred tenants. Times giving up late requests, planning, and a
 without a model, and prints the share of a step: when no request starts or ends, and when one ends
 and another arrives in every step, so that the scheduler looks at its queue each time. With early
 abort, requests give up after a minute. Without copies, no request starts: each waits for an adapter
-of its own, and no copy to the device ever ends. The step is a real one of so many rows of a base of
-22M parameters (made once), the smallest base of any benchmark.
+of its own, and no copy to the device ever ends. The step is a real one of that many rows of a base
+of 22M parameters (made once), the smallest base of any benchmark.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Engine:
         self.scheduler.submit(request)
 
     def step(self, num_ending: int = 0) -> float:
-        """One step, after which so many requests end; returns the processor seconds of all that
+        """One step, after which that many requests end; returns the processor seconds of all that
         the scheduler does."""
         self.now += STEP_S
         begin_s = time.thread_time()

@@ -66,7 +66,7 @@ def draw_first_token(axes: Any, folder: Path) -> None:
     """Hit and miss."""
     first = read(folder, "many_adapters")["first_token"]
     bars(axes, ["resident", "on disk"], {"": [first["hit_ms"], first["miss_ms"]]})
-    axes.set_title("median first token (ms), 2x oversubscribed, beside 8 that decode")
+    axes.set_title("median first token (ms), 2x oversubscribed, alongside 8 that decode")
 
 
 def draw_plan(axes: Any, folder: Path) -> None:
@@ -94,7 +94,7 @@ def draw_agreement(axes: Any, folder: Path) -> None:
 
 
 def draw_pool(axes: Any, folder: Path) -> None:
-    """One pool beside splits."""
+    """One pool compared with splits."""
     runs = read(folder, "unified_pool_64_192")["runs"]
     names = [run["memory"].replace(" for adapters", "").replace(", as ", "\n") for run in runs]
     bars(axes, names, {"": [run["attained_per_s"] for run in runs]})
@@ -102,7 +102,7 @@ def draw_pool(axes: Any, folder: Path) -> None:
 
 
 def draw_abort(axes: Any, folder: Path) -> None:
-    """Early abort beside first come, first served."""
+    """Early abort compared with first come, first served."""
     runs = [run for run in read(folder, "early_abort")["runs"] if run["cv"] == 1]
     series = {
         label: [run[key] for run in runs]

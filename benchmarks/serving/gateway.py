@@ -39,7 +39,8 @@ from tests.gateway.scripted_registry import ScriptedRegistry, start_registry
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 IDLE_STEP_S, LOADED_STEP_S = 0.05, 0.002
-"""Latency is probed beside streams of 20 tokens a second; for throughput the worker never waits."""
+"""Latency is probed alongside streams of 20 tokens a second; for throughput the worker never
+waits."""
 
 
 class House:
@@ -158,7 +159,7 @@ class StraightProbe:
 
 
 async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str, float]:
-    """Added milliseconds beside `streams` other streams, and beside none."""
+    """Added milliseconds alongside `streams` other streams, and alongside none."""
     with House(folder, IDLE_STEP_S).running() as house:
         await house.ready()
         async with (
@@ -170,21 +171,21 @@ async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str
             alone = await ways.probe(num_probes)
             load = house.load("ids", streams, 1 << 16)
             await asyncio.sleep(6.0)
-            beside = await ways.probe(num_probes)
+            alongside = await ways.probe(num_probes)
             load.kill()
             load.wait()
-    median = {name: statistics.median(values) for name, values in beside.items()}
+    median = {name: statistics.median(values) for name, values in alongside.items()}
     idle = {name: statistics.median(values) for name, values in alone.items()}
     return {
         "alone_median_ms": idle["gateway"] - idle["call"],
         "median_ms": median["gateway"] - median["call"],
-        "p99_ms": _p99(beside["gateway"]) - median["call"],
-        "p99_over_p99_ms": _p99(beside["gateway"]) - _p99(beside["call"]),
+        "p99_ms": _p99(alongside["gateway"]) - median["call"],
+        "p99_over_p99_ms": _p99(alongside["gateway"]) - _p99(alongside["call"]),
         "over_session_median_ms": median["gateway"] - median["session"],
-        "over_session_p99_ms": _p99(beside["gateway"]) - median["session"],
+        "over_session_p99_ms": _p99(alongside["gateway"]) - median["session"],
         "gateway_median_ms": median["gateway"],
         "call_median_ms": median["call"],
-        "call_p99_ms": _p99(beside["call"]),
+        "call_p99_ms": _p99(alongside["call"]),
         "session_median_ms": median["session"],
     }
 
@@ -202,7 +203,7 @@ class Ways:
         await self._session.open()
 
     async def probe(self, num_probes: int) -> dict[str, list[float]]:
-        """Milliseconds of each, in turns; the first quarter is left out."""
+        """Milliseconds of each, alternately; the first quarter is left out."""
         found: dict[str, list[float]] = {"gateway": [], "call": [], "session": []}
         for _ in range(num_probes + num_probes // 4):
             found["gateway"].append(await probe(self._gateway))

@@ -3,9 +3,9 @@
     python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE]
 
 `loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs alone and
-then beside an attacker, for the same time. A ratio is the median over the rounds of p99 beside the
-attacker over p99 alone. The attackers have the lowest priority of the scheduler, because they share
-the machine with the servers; what they make the servers do has not.
+then alongside an attacker, for the same time. A ratio is the median over the rounds of p99
+alongside the attacker over p99 alone. The attackers have the lowest priority of the scheduler,
+because they share the machine with the servers; what they make the servers do has not.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _adapter_like_upper(folder: Path, number: int) -> Path:
 def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> dict[str, Any]:
     """Ratios of one resource, with how requests ended and the memory of the services."""
     kind = ATTACKS[resource][-1]
-    alone, beside, attacks = [], [], Counter[str]()
+    alone, alongside, attacks = [], [], Counter[str]()
 
     def traffic() -> Waits:
         return asyncio.run(ordinary_traffic(tenants.ordinary, "upper", kind, seconds))
@@ -146,19 +146,19 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
             alone.append(traffic())
             attacker = tenants.limited if resource == LIMITED else tenants.attacker
             with attack(resource, attacker, attacks):
-                beside.append(traffic())
+                alongside.append(traffic())
     return {
         "attack": ATTACKS[resource][0],
-        "first_token_p99": _ratio(beside, alone, "first_token_s"),
-        "between_tokens_p99": _ratio(beside, alone, "between_tokens_s"),
-        "registry_read_p99": _ratio(beside, alone, "registry_read_s"),
+        "first_token_p99": _ratio(alongside, alone, "first_token_s"),
+        "between_tokens_p99": _ratio(alongside, alone, "between_tokens_s"),
+        "registry_read_p99": _ratio(alongside, alone, "registry_read_s"),
         "failed_alone": sum(waits.num_failed for waits in alone),
-        "failed": sum(waits.num_failed for waits in beside),
-        "requests": sum(waits.statuses.total() for waits in beside),
+        "failed": sum(waits.num_failed for waits in alongside),
+        "requests": sum(waits.statuses.total() for waits in alongside),
         "attacker": dict(attacks),
         "peak_mib": {name: peak >> 20 for name, peak in memory.peaks.items()},
         "p99_s": [
-            {name: _p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *beside)
+            {name: _p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *alongside)
         ],
     }
 
@@ -184,9 +184,10 @@ def attack(resource: str, target: Target, statuses: Counter[str]) -> Iterator[No
 _WAITS = ("first_token_s", "between_tokens_s", "registry_read_s")
 
 
-def _ratio(beside: Sequence[Waits], alone: Sequence[Waits], name: str) -> float:
+def _ratio(alongside: Sequence[Waits], alone: Sequence[Waits], name: str) -> float:
     ratios = [
-        _p99(getattr(a, name)) / _p99(getattr(b, name)) for a, b in zip(beside, alone, strict=True)
+        _p99(getattr(a, name)) / _p99(getattr(b, name))
+        for a, b in zip(alongside, alone, strict=True)
     ]
     return round(statistics.median(ratios), 2)
 

@@ -160,7 +160,7 @@ class Bench:
         }
 
     def first_token_s(self, adapter: int) -> float:
-        """Of one request beside those that run; ended at once."""
+        """Of one request alongside those that run; ended at once."""
         submit = self.request(adapter, 1)
         begin_s = time.perf_counter()
         output = self.step([self.fetched(adapter), submit])
@@ -208,7 +208,7 @@ def make_bench(base: Path, folders: list[Path], arena_bytes: int, dtype: str = "
 
 
 def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every n beside n = 0, measured before and after it."""
+    """Every n compared with n = 0, measured before and after it."""
     bench.throughput(0, BATCH, 4)
     rows = []
     before = bench.throughput(0, args.requests, args.tokens)
@@ -238,7 +238,7 @@ def compare_base(bench: Bench, bare: Bench, args: argparse.Namespace) -> float:
 
 
 def compare_first_tokens(bench: Bench, num_adapters: int, num_probes: int) -> dict[str, float]:
-    """Medians beside 8 requests that decode, over a full arena; adapters drawn at random."""
+    """Medians alongside 8 requests that decode, over a full arena; adapters drawn at random."""
     for adapter in range(num_adapters):
         bench.step([bench.fetched(adapter), Prefetch(digest_of(adapter), pin=False)])
         bench.runner.await_copies(1.0)

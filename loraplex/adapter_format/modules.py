@@ -111,8 +111,8 @@ def _tensors_by_module(
 def _drop_rows_of_tied_head(
     by_module: dict[str, Tensors], geometry: Geometry | None, config: AdapterConfig
 ) -> None:
-    """Beside a resized table PEFT writes the rows trained in the embedding again for the head tied
-    to it, and does not read them from there."""
+    """Alongside a resized table PEFT writes the rows trained in the embedding again for the head
+    tied to it, and does not read them from there."""
     may_be_tied = geometry is None or geometry.tied_embeddings
     if not (may_be_tied and config.trainable_token_indices):
         return

@@ -86,12 +86,14 @@ def _packed_shape(
         return words[1], words[0] * per_word
     if scheme.layout == AWQ:
         return words[1] * per_word, words[0]
-    told = tensors.get(f"{module}.weight_shape")
-    if told is None or (told.dtype, told.shape) != ("I64", (2,)):
+    stored = tensors.get(f"{module}.weight_shape")
+    if stored is None or (stored.dtype, stored.shape) != ("I64", (2,)):
         raise InvalidRequest.field(f"{module}.weight_shape", "missing", "must be two integers")
-    rows, columns = struct.unpack("<2q", read(told))
+    rows, columns = struct.unpack("<2q", read(stored))
     if rows != words[0] or -(-columns // per_word) != words[1]:
-        raise InvalidRequest.field(told.name, [rows, columns], f"does not fit {list(words)} words")
+        raise InvalidRequest.field(
+            stored.name, [rows, columns], f"does not fit {list(words)} words"
+        )
     return rows, columns
 
 
@@ -116,7 +118,7 @@ def _coded_shape(
 
 
 def _shape_in(state: TensorInfo, read: Read) -> tuple[int, int]:
-    """What bitsandbytes packs beside the codes: a JSON object."""
+    """What bitsandbytes packs alongside the codes: a JSON object."""
     if state.num_bytes > MAX_STATE_BYTES:
         raise InvalidRequest.field(state.name, f"{state.num_bytes} bytes", "is too long")
     try:

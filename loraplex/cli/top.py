@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         "--interval", type=seconds, default=2.0, metavar="TIME", help="between two looks (2s)"
     )
     parser.add_argument(
-        "--count", type=count, metavar="N", default=0, help="end after so many looks (0 = never)"
+        "--count", type=count, metavar="N", default=0, help="end after N looks (0 = never)"
     )
     parser.add_argument(
         "--sort",

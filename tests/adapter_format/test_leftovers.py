@@ -1,4 +1,4 @@
-"""What stands beside an adapter in folders of trainers and hubs: left out, taken, or refused."""
+"""What stands alongside an adapter in folders of trainers and hubs: left out, taken, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides decoding beside PEFT's files: a rotary embedding and EOS ids of its own."""
+"""What decides decoding alongside PEFT's files: a rotary embedding and EOS ids of its own."""
 
 import json
 

@@ -12,7 +12,10 @@ from tests.cli.conftest import REPO, Command, environment
 
 NOBODY = "127.0.0.1:9"
 IN_A_TERMINAL = """
-import os, pty, sys
+import os, pty, signal, sys
+# Where the tests run in the background, interrupts are ignored, and a child would inherit that. A
+# shell gives its children in a terminal the default.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 """
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine alone, told from those that others reach."""
+"""Addresses of this machine alone, distinguished from those that others reach."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ async def test_writing_again_renews_the_age_of_a_blob(tmp_path: Path) -> None:
 async def test_a_blob_that_the_disk_refused_half_way_is_never_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed sync is told once: a later one that succeeds says nothing of the lost bytes."""
+    """A failed sync is reported once: a later one that succeeds says nothing of the lost bytes."""
     store = open_store(f"file://{tmp_path}/objects")
     fsync, calls = os.fsync, []
 

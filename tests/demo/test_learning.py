@@ -39,8 +39,8 @@ def test_only_answer_tokens_carry_loss() -> None:
 
 def test_exact_match_needs_every_answer_token_and_nothing_else() -> None:
     labels = torch.tensor([[IGNORED, IGNORED, 3, 4], [IGNORED, IGNORED, 3, 4]])
-    told = torch.tensor([[9, 3, 4, 9], [9, 3, 5, 9]])
-    logits = torch.nn.functional.one_hot(told, 10).float()
+    predicted = torch.tensor([[9, 3, 4, 9], [9, 3, 5, 9]])
+    logits = torch.nn.functional.one_hot(predicted, 10).float()
     assert exact_matches(logits, labels).tolist() == [True, False]
 
 

@@ -90,7 +90,7 @@ def test_service_behind_the_gateway_ends_under_load(
 
 @pytest.fixture
 def second(house: Stack, tmp_path: Path) -> Iterator[tuple[Stack, subprocess.Popen[bytes]]]:
-    """Another gateway beside that of the stack, on the same workers and registry."""
+    """Another gateway alongside that of the stack, on the same workers and registry."""
     env = dict(house.service("loraplex_services.gateway").environ())
     port = free_port()
     env["LORAPLEX_HTTP_LISTEN"] = f"127.0.0.1:{port}"

@@ -53,7 +53,7 @@ def bodies() -> list[dict[str, Any]]:
     return [body | fixed for body in made]
 
 
-def told(stack: Stack, response: Iterable[bytes]) -> Iterator[str]:
+def lines_of(stack: Stack, response: Iterable[bytes]) -> Iterator[str]:
     """Lines of an answer. One that only ever says that it waits fails, with what the services
     say of themselves."""
     num_comments = 0
@@ -73,7 +73,7 @@ def stream(stack: Stack, body: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         headers={"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as response:
-        lines = list(told(stack, response))
+        lines = list(lines_of(stack, response))
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events and events[-1] == "[DONE]", events[-1:]
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
@@ -83,7 +83,7 @@ def stream(stack: Stack, body: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 Answer = tuple[str, tuple[int, ...]]
 Judge = Callable[[Answer, Answer], str]
-"""What is wrong with an answer beside the undisturbed one; "" = nothing."""
+"""What is wrong with an answer compared with the undisturbed one; "" = nothing."""
 
 
 def the_same(got: Answer, expected: Answer) -> str:
@@ -149,7 +149,7 @@ def running(load: Load) -> Iterator[None]:
 
 
 def kill_under_load(load: Load, num_kills: int) -> None:
-    """Kill the workers in turns, each while the other serves and streams run."""
+    """Kill the workers one after the other, each while the other serves and streams run."""
     stack = load.stack
     with running(load):
         for number in range(num_kills):
@@ -230,9 +230,9 @@ class Divergences:
 
     def take(self) -> str:
         """So many parted since the last call."""
-        told = f"{self.num_parted} of {self.num_seen} answers part from the undisturbed ones"
+        report = f"{self.num_parted} of {self.num_seen} answers part from the undisturbed ones"
         self.num_seen = self.num_parted = 0
-        return told
+        return report
 
 
 @pytest.mark.long

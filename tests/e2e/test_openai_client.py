@@ -142,7 +142,7 @@ def test_the_node_client_works_unchanged(stack: Stack) -> None:
         [node, str(script), stack.http, NAME], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["models"][0] == BASE_ID
-    assert told["streamed"] == told["whole"] != ""
-    assert told["status"] == 404 and told["code"] == "model_not_found"
+    result = json.loads(done.stdout)
+    assert result["models"][0] == BASE_ID
+    assert result["streamed"] == result["whole"] != ""
+    assert result["status"] == 404 and result["code"] == "model_not_found"

@@ -22,7 +22,7 @@ MAX_ERROR = 1e-4
 
 @dataclass(frozen=True)
 class Tuned:
-    """PEFT's models beside the stack that serves them."""
+    """PEFT's models alongside the stack that serves them."""
 
     stack: Stack
     judge: Any

@@ -60,7 +60,7 @@ class Stack:
             await self.until_ready(len(worker_ids))
 
     async def until_ready(self, num_workers: int) -> None:
-        """Wait until just so many workers take new requests."""
+        """Wait until just that many workers take new requests."""
         while True:
             workers = (await self.status()).workers
             if sum(worker.ready and not worker.draining for worker in workers) == num_workers:

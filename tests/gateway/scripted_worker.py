@@ -79,7 +79,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.draining = False
         self.prefill_tokens_per_s = 0.0
         self.die_after_tokens: int | None = None
-        """The sessions break once so many tokens were sent."""
+        """The sessions break once that many tokens were sent."""
         self.fail_next: list[common_pb2.ErrorDetail] = []
         """Failures for the next requests, first come first served."""
         self.requests: list[worker_pb2.WorkerRequest] = []

@@ -159,11 +159,11 @@ async def test_tags_are_linearizable_and_watches_tell_every_move_in_order(
 
 
 async def _until_told(watched: list[list[dict[str, Any]]], wanted: dict[str, int]) -> None:
-    def told(events: list[dict[str, Any]], tag: str) -> int:
+    def num_moves(events: list[dict[str, Any]], tag: str) -> int:
         return max(_generations(events, tag), default=0)
 
     async with asyncio.timeout(20):
-        while any(told(events, tag) < wanted[tag] for events in watched for tag in TAGS):
+        while any(num_moves(events, tag) < wanted[tag] for events in watched for tag in TAGS):
             await asyncio.sleep(0.05)
 
 

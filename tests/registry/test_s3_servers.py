@@ -1,4 +1,4 @@
-"""A registry process beside real S3 servers: those it may publish to, and those it must not."""
+"""A registry process alongside real S3 servers: those it may publish to, and those it must not."""
 
 from __future__ import annotations
 

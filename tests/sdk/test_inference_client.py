@@ -90,8 +90,8 @@ def test_unset_sampling_stays_unset_and_false_is_sent() -> None:
     plain = generate_request("m", "x", Sampling()).sampling
     for name in ("max_tokens", "temperature", "top_p", "seed", "skip_special_tokens", "scale"):
         assert not plain.HasField(name), name
-    told = generate_request("m", "x", Sampling(temperature=0.0, skip_special_tokens=False)).sampling
-    assert told.HasField("temperature") and told.HasField("skip_special_tokens")
+    sent = generate_request("m", "x", Sampling(temperature=0.0, skip_special_tokens=False)).sampling
+    assert sent.HasField("temperature") and sent.HasField("skip_special_tokens")
 
 
 def test_adapters_carry_their_weights() -> None:

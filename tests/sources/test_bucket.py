@@ -26,7 +26,7 @@ def server() -> Iterator[None]:
 
 @pytest.fixture
 def bucket() -> str:
-    """With an adapter under models/support/v7, and other things beside it."""
+    """With an adapter under models/support/v7, and other things alongside it."""
     name = new_bucket()
     client = boto3.client("s3")
     for path, content in FILES.items():

@@ -160,9 +160,9 @@ def _check_commands(up: Up) -> None:
     greedy = ("--temperature", "0", "--max-tokens", "32")
     from_stdin = up.loraplex("generate", "mask", "-", *greedy, stdin="kolima 48=")
     assert (from_stdin.returncode, from_stdin.stdout) == (0, "k*l*m* 48\n")
-    told = json.loads(up.loraplex("generate", "mask:v1", "kolima 48=", *greedy, "--json").stdout)
-    assert told["choices"][0]["text"] == "k*l*m* 48"
-    assert told["choices"][0]["served_by"]["adapters"] == ["default/mask:v1"]
+    answer = json.loads(up.loraplex("generate", "mask:v1", "kolima 48=", *greedy, "--json").stdout)
+    assert answer["choices"][0]["text"] == "k*l*m* 48"
+    assert answer["choices"][0]["served_by"]["adapters"] == ["default/mask:v1"]
     both = up.loraplex("generate", "mask", "kolima 48=", *greedy, "-n", "2").stdout
     assert both == "[0] k*l*m* 48\n[1] k*l*m* 48\n"
     chat = up.loraplex("chat", "mask", *greedy, stdin="kolima 48\nbenug 86\n")

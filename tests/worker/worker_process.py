@@ -35,8 +35,13 @@ class WorkerProcess:
 
     root: Path
     digests: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
     python: str = sys.executable
+
+    @property
+    def log(self) -> Path:
+        """What the last process wrote to stderr."""
+        return self.root / "log"
 
     @property
     def address(self) -> str:
@@ -59,14 +64,15 @@ class WorkerProcess:
         }
 
     def start(self, **changes: str) -> None:
-        """Start and return at once."""
-        self.process = subprocess.Popen(
-            [self.python, "-m", "loraplex_services.worker"],
-            cwd=REPOSITORY,
-            env=self.environment(**changes),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        """Start and return at once. The log goes into a file: nobody reads a pipe meanwhile, and a
+        worker that has filled one stands still."""
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [self.python, "-m", "loraplex_services.worker"],
+                cwd=REPOSITORY,
+                env=self.environment(**changes),
+                stderr=log,
+            )
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Signal and wait; exit code and log."""
@@ -78,8 +84,8 @@ class WorkerProcess:
     def wait(self) -> tuple[int, str]:
         """Wait for the end; exit code and log."""
         assert self.process is not None
-        _, log = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, log
+        code = self.process.wait(timeout=PATIENCE_S)
+        return code, self.log.read_text(errors="replace")
 
     def engine(self) -> psutil.Process:
         """The engine process."""

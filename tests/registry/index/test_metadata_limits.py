@@ -1,4 +1,4 @@
-"""A metadata server that is full, read-only, or set to drop keys: told plainly, and got over."""
+"""A metadata server, full, read-only, or set to drop keys: reported plainly, then got over."""
 
 from __future__ import annotations
 

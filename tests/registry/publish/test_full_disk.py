@@ -1,4 +1,4 @@
-"""A disk that is full at any step of publishing: told as such, nothing lost, nothing half done."""
+"""A disk that is full at any step of publishing: reported, nothing lost, nothing half done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Access("default", "", frozenset({"root", "admin"}))
 
 
 class Disk:
-    """Takes so many syncs, then is full until it is told otherwise."""
+    """Takes that many syncs, then is full until it is told otherwise."""
 
     def __init__(self) -> None:
         self.left = 0

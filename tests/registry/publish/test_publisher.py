@@ -173,8 +173,8 @@ async def test_a_nan_is_refused_with_the_name_of_its_tensor(registry: Registry) 
     assert "lora_B" in refused.value.violations[0].field
     assert [info.key async for info in registry.store.list_objects(layout.BLOBS)] == []
     left = [info.key async for info in registry.store.list_objects(layout.UPLOADS)]
-    told = {key.rpartition("/")[2] for key in left}
-    assert told == {"session.json", "refused.json"}, "its bytes went with the refusal"
+    names_left = {key.rpartition("/")[2] for key in left}
+    assert names_left == {"session.json", "refused.json"}, "its bytes went with the refusal"
     with pytest.raises(InvalidAdapter) as again:
         await registry.publisher.finish(session)
     assert again.value.violations == refused.value.violations, "asked again, it says the same"

@@ -1,4 +1,4 @@
-"""Staged moves: pending beside the old targets, then moved once, or dropped with a reason."""
+"""Staged moves: pending alongside the old targets, then moved once, or dropped with a reason."""
 
 from __future__ import annotations
 

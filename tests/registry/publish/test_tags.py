@@ -56,7 +56,7 @@ async def test_of_racing_moves_with_one_expectation_exactly_one_wins(registry: R
 
 
 async def test_whoever_lost_a_race_reads_what_beat_him(registry: Registry) -> None:
-    """The winner changed the object and has not told the index yet."""
+    """The winner changed the object and has not informed the index yet."""
     await _versions(registry, 2)
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     await registry.tags.move(PROD, lambda _: [TagTarget(2, "sha256:x")], "winner", "move-1")

@@ -1,4 +1,4 @@
-"""What a version's record says of its adapter's task, beside the files."""
+"""What a version's record says of its adapter's task, alongside the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads beside steps: whatever comes in whatever order, books stay right and every request ends.
+"""Loads alongside steps: whatever comes in whatever order, books stay right and every request ends.
 
 The engine is the real one; its runner takes virtual time for steps and copies, and refuses to
 compute with an adapter that has not been entered.
@@ -78,7 +78,7 @@ class StepUnderWay:
 
 
 class OverlappingRunner(TimedRunner):
-    """Steps run one after another beside their caller."""
+    """Steps run one after another alongside their caller."""
 
     overlaps = True
     free_s = 0.0
@@ -168,7 +168,7 @@ def test_every_request_ends_and_every_block_is_accounted_for(
     patience = 4000
     while stage.live:
         patience -= 1
-        assert patience, f"waiting for ever: {stage.live}"
+        assert patience, f"waiting forever: {stage.live}"
         stage.step()
     stage.step(*(Unload(digest) for digest in DIGESTS))
     for _ in range(200):

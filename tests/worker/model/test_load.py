@@ -136,12 +136,14 @@ def test_a_base_in_pickles_only_is_refused_with_the_way_out(base, tmp_path):
 
 
 def test_loading_tells_how_far_it_is(base):
-    told = []
-    weights = Checkpoint(base.folder, torch.float32, CPU, lambda _, *counts: told.append(counts))
+    progress = []
+    weights = Checkpoint(
+        base.folder, torch.float32, CPU, lambda _, *counts: progress.append(counts)
+    )
     build(base.folder, weights)
     file_bytes = (base.folder / "model.safetensors").stat().st_size
-    assert told == sorted(told) and {total for _, total in told} == {file_bytes}
-    assert 0.9 * file_bytes < told[-1][0] <= file_bytes
+    assert progress == sorted(progress) and {total for _, total in progress} == {file_bytes}
+    assert 0.9 * file_bytes < progress[-1][0] <= file_bytes
 
 
 @pytest.fixture(scope="module")

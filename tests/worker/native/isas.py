@@ -18,7 +18,7 @@ ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in ISA_FLAGS]
 
 
 def native(isa: str) -> Native:
-    """The library with two threads, so that tasks really run beside each other."""
+    """The library with two threads, so that tasks really run next to each other."""
     try:
         library = Native(isa, build_library(isa))
     except BuildFailed as error:

@@ -1,4 +1,5 @@
-"""Adapters whose generation_config.json ends their output, beside transformers' `generate`."""
+"""Adapters whose generation_config.json ends their output, compared with transformers'
+`generate`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def outputs_of_both(base: TinyBase, root: Path, num_new_tokens: int) -> tuple[Ou
         make_adapter(base, feature, root / digest)
         text = json.dumps({"eos_token_id": EOS_IDS[digest], "temperature": 0.3})
         (root / digest / "generation_config.json").write_text(text)
-        told = read_folder(root / digest).config_bytes  # as the registry hands it to workers
-        (root / digest / "adapter_config.json").write_bytes(told)
+        published = read_folder(root / digest).config_bytes  # as the registry hands it to workers
+        (root / digest / "adapter_config.json").write_bytes(published)
     executors = (AtOnce(), AtOnce())
     runner = parity_runner(base.folder, arena_bytes=16 << 20, executors=executors)
     stage = Stage(runner, root)

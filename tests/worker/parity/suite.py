@@ -25,7 +25,7 @@ from tests.worker.parity.runners import parity_runner
 
 MAX_LOGPROB_ERROR = 1e-4
 REFUSED = {"phi": ("dora", "lm-head", "saved-tables", "added-tokens")}
-"""Features of a base whose head has a bias, which PEFT writes beside them."""
+"""Features of a base whose head has a bias, which PEFT writes alongside them."""
 NamedJob = tuple[str | None, Job]
 """(feature of the job's adapter or None for the base, job)."""
 

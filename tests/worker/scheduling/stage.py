@@ -234,7 +234,7 @@ class Stage:
     def run_dry(self, max_steps: int = 2000) -> None:
         while self.scheduler.has_work or self.in_flight:
             max_steps -= 1
-            assert max_steps, "requests wait for ever"
+            assert max_steps, "requests wait forever"
             self.step()
 
 

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step takes beside requests that decode."""
+"""How many tokens of prompts a step takes alongside requests that decode."""
 
 from __future__ import annotations
 

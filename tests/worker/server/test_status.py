@@ -1,4 +1,4 @@
-"""What watchers of a worker are told."""
+"""What the watchers of a worker receive."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ def read_packed(
     """See `ReadWeight`."""
     (num_outputs, num_inputs), bits = shape, scheme.bits
     per_word = 32 // bits
-    told = stored(files, f"{module}.weight_shape", (2,)).tolist()
-    if told != list(shape):
+    published = stored(files, f"{module}.weight_shape", (2,)).tolist()
+    if published != list(shape):
         why = f"config.json asks for shape {list(shape)}"
-        raise InvalidRequest.field(f"{module}.weight_shape", told, why)
+        raise InvalidRequest.field(f"{module}.weight_shape", published, why)
     words = stored(files, f"{module}.weight_packed", (num_outputs, -(-num_inputs // per_word)))
     codes = unpacked(words, bits)[:, :num_inputs]
     scales, group_size = _scales(files, module, shape, scheme)

@@ -20,7 +20,7 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
 // How far ahead of its use a panel is asked for: the hardware's prefetchers alone reach less than half of
-// the bandwidth beside this many other instructions.
+// the bandwidth alongside this many other instructions.
 constexpr int64_t kAheadBytes = 4096;
 
 template <class T>

@@ -12,7 +12,7 @@ public:
     static constexpr int64_t kMaxRows = 12;
     static constexpr int64_t kTaskRows = 240;  // of one task when there are many
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
-    // second-level cache beside the next panel's and the rows.
+    // second-level cache alongside the next panel's and the rows.
     static constexpr int64_t kSharedTiles = 64;
 
     // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.

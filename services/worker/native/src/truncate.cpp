@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kRemoved = -std::numeric_limits<float>::infinity();
 constexpr int kBins = 1024;        // of scores below the best one,
-constexpr float kBinsPerUnit = 16; // so many for each e-fold of probability
+constexpr float kBinsPerUnit = 16; // bins for each e-fold of probability
 
 struct Token {
     float score;

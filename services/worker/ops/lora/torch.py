@@ -71,7 +71,7 @@ def _replace_rows(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: T
 
 
 def shrink(x: Tensor, a: Sequence[Tile], num_rows: int) -> Tensor:
-    """x A^T, float32 `[n, num_rows]`, where A has so many rows."""
+    """x A^T, float32 `[n, num_rows]`, where A has that many rows."""
     if len(a) == 1:
         return x.float() @ a[0].data.float().T
     shrunk = torch.zeros(len(x), num_rows, dtype=torch.float32, device=x.device)

@@ -41,7 +41,7 @@ BuildPart = Callable[[Ranks], TorchRunner]
 
 
 def check_group(model_dir: Path, model_impl: str, device: torch.device, num_ranks: int) -> None:
-    """Refuse a base or a machine that so many ranks cannot share.
+    """Refuse a base or a machine that this many ranks cannot share.
 
     Raises:
         LoraplexError: naming the field that is wrong.

@@ -1,4 +1,4 @@
-"""AdapterWeights: bytes go where they were told to, tables hold views, failures leave no trace."""
+"""AdapterWeights: bytes go where they belong, tables hold views, failures leave no trace."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What attention is told of one step over the paged cache."""
+"""What attention receives for one step over the paged cache."""
 
 from collections.abc import Sequence
 

@@ -133,7 +133,7 @@ class Steps:
         self.step([(request, self.slots()) for request in requests])
 
     def decodes(self, count, context, prompt=0):
-        """One step of `count` requests that decode, beside a prompt where one is asked for."""
+        """One step of `count` requests that decode, alongside a prompt where one is asked for."""
         rows = []
         for _ in range(count):
             request = self.request(context, context, self._rng.choice(SAMPLING))

@@ -35,7 +35,7 @@ def runner(tmp_path_factory):
 
 
 def mixed_plan(runner, steps_before):
-    """Two prompts, one of them half computed, beside a request that decodes."""
+    """Two prompts, one of them half computed, alongside a request that decodes."""
     rows = []
     for name, num_prompt, start, num_tokens, slots in (
         ("prompt", 11, 0, 11, ((0, 0.5),)),

@@ -150,10 +150,10 @@ def test_the_rows_of_one_adapter_do_not_depend_on_what_runs_beside_them(stage, d
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(64, stage.num_inputs, generator=generator, device=device).bfloat16()
     y = torch.zeros(64, sum(stage.widths), dtype=torch.bfloat16, device=device)
-    alone, beside = y.clone(), y.clone()
+    alone, alongside = y.clone(), y.clone()
     stage.add(alone, x, (RowRun(1, 1.0, 8, 9),))
-    stage.add(beside, x, (RowRun(0, 1.0, 0, 8), RowRun(1, 1.0, 8, 9), RowRun(3, 1.0, 9, 64)))
-    difference = (alone[8].float() - beside[8].float()).abs()
+    stage.add(alongside, x, (RowRun(0, 1.0, 0, 8), RowRun(1, 1.0, 8, 9), RowRun(3, 1.0, 9, 64)))
+    difference = (alone[8].float() - alongside[8].float()).abs()
     assert (difference <= EPS * (alone[8].float().abs() + 0.5 * alone[8].float().std())).all()
 
 
@@ -166,7 +166,7 @@ def test_the_rows_of_one_adapter_do_not_depend_on_what_runs_beside_them(stage, d
         [(0, 1), (40, 1), (900, 1), (6000, 1)],
         [(6000, 256), (0, 1), (40, 1), (900, 1)],
     ],
-    ids=["prompts", "decode of uneven lengths", "a chunk beside decodes"],
+    ids=["prompts", "decode of uneven lengths", "a chunk alongside decodes"],
 )
 def test_attention_of_real_heads_equals_dense_attention(pieces, window, device):
     """32 query heads of 128 over 8 key heads; one sequence is much longer than the others."""

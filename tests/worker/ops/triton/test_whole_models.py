@@ -152,7 +152,7 @@ class Forced:
         self._requests = []
 
     def _blocks(self, count):
-        """Scattered: from both ends of what is free in turns."""
+        """Scattered: from both ends of what is free in alternation."""
         return [self._free.pop(-(i % 2)) for i in range(count)]
 
     def add(self, number, num_tokens, slots):

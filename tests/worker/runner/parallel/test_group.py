@@ -98,7 +98,7 @@ def held_bytes(group: Group, folder: Path) -> list[int]:
 
 
 def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = ()) -> float:
-    """By rank 0, for a step of so many prompt tokens, of which the last gets logits."""
+    """By rank 0, for a step of that many prompt tokens, of which the last gets logits."""
     assert isinstance(group.runner._ranks, TorchRanks)
     traffic = group.runner._ranks.traffic
     before = traffic.sent_bytes
