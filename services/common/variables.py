@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
@@ -66,6 +66,15 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
             raise InvalidRequest.field(
                 env.DEBUG.name, name, f"{name!r} is no switch; there are {', '.join(known)}"
             )
+
+
+def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
+    """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
+    settings: list[Knob[object] | Switch[object]] = [*env.ALL_KNOBS, *env.ALL_SWITCHES]
+    for setting in settings:
+        readers = set(setting.readers.split())
+        if "up" not in readers and {*services, "all"} & readers:
+            setting.read(environ)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import logging
+import os
 from collections.abc import Callable
 
 from starlette.types import ASGIApp
@@ -14,8 +17,10 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.common.signals import stop_event
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ready_workers
@@ -25,17 +30,21 @@ from loraplex_services.gateway.admission.rate_limit_store import (
 )
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
-from loraplex_services.gateway.config import GatewayConfig
+from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
+from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
 from loraplex_services.gateway.http.pauses import PauseEndpoints
+from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
-from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
+from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -223,21 +232,43 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         context = self._app_context()
         console = ConsoleEndpoints(
-            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
-        )
-        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
-        tokenize = TokenizeEndpoints(
-            context.caller,
+            functools.partial(context.reader, num_calls=LIST_CALLS),
             self._resolver,
             self._fleet,
-            self._adapter_text,
-            self._generation.charge_request,
+            self._controller,
+            self.readiness.missing,
         )
-        usage = UsageEndpoint(context.caller, self._registry.usage)
+        root = self._config.lora_root
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
+        answering = Answering(
+            self._generation,
+            folders,
+            tool_format=self._config.tool_format,
+            reasoning=self._config.reasoning,
+        )
+        encoder = PromptEncoder(
+            self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
+        )
+        endpoints = OpenAIEndpoints(answering, self._resolver, context)
+        tokenize = TokenizeEndpoints(context.caller, encoder)
+        responses = ResponsesEndpoints(context.caller, answering, encoder)
+        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
+        messages = MessagesEndpoints(context.caller, answering, encoder)
+        usage = UsageEndpoint(
+            functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
+        )
         pauses = PauseEndpoints(context.caller, self._live)
-        others = [*tokenize.routes(), *pauses.routes(), *usage.routes(), *console.routes()]
-        if context.folders is not None:
-            others += AliasEndpoints(context.caller, self._registry_of, context.folders).routes()
+        others = [
+            *tokenize.routes(),
+            *responses.routes(),
+            *messages.routes(),
+            *vectors.routes(),
+            *pauses.routes(),
+            *usage.routes(),
+            *console.routes(),
+        ]
+        if folders is not None:
+            others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
@@ -246,14 +277,10 @@ class Gateway:
         return RegistryClient(self._config.registry_address, credentials)
 
     def _app_context(self) -> AppContext:
-        root = self._config.lora_root
         return AppContext(
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
-            tool_format=self._config.tool_format,
-            reasoning=self._config.reasoning,
-            folders=None if root is None else LoraFolders(self._registry_of, root, self._resolver),
         )
 
     def _host_rule(self) -> HostRule | None:
@@ -306,3 +333,36 @@ def _rate_limit_store(config: GatewayConfig) -> LocalRateLimitStore | RedisRateL
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:
     return tuple(("authorization", f"Bearer {first}") for first in token.split()[:1])
+
+
+async def serve() -> None:
+    """Run until SIGTERM, then let running requests end.
+
+    Raises: InvalidRequest, AlreadyExists: it cannot be started, or its base cannot be registered.
+    """
+    config = from_env(os.environ)
+    stopping = stop_event()
+    gateway = Gateway(config, give_up=stopping)
+    await gateway.start()
+    _calm_collector()
+    try:
+        await grpc_server.serve(
+            gateway.grpc,
+            drain=lambda: gateway.drain(config.drain_s),
+            drain_s=config.drain_s,
+            stopping=stopping,
+        )
+    finally:
+        await gateway.close()
+    if gateway.error is not None:
+        raise gateway.error
+
+
+def _calm_collector() -> None:
+    """Exclude the objects that exist now from garbage collection.
+
+    Walking all modules and tables would stop all streams for tens of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 50)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
@@ -24,11 +24,13 @@ IGNORED = frozenset(
 side of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "async": (False,),
     "audio": (),
     "beam_width": (1,),
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
     "detokenize": (True,),
+    "defer_loading": (False,),
     "documents": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -155,6 +157,10 @@ class Body:
     def raw(self, name: str) -> Any:
         """A field of any type; None if absent."""
         return self._left.pop(name, None)
+
+    def named(self, names: Collection[str]) -> dict[str, Any]:
+        """Those of these fields that the body has, unread."""
+        return {name: self._left.pop(name) for name in list(self._left) if name in names}
 
     def finish(self) -> None:
         """Refuse the fields that were not read. Raises: Unsupported naming the field."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from starlette.requests import Request
+
 from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
@@ -30,6 +32,16 @@ class Origin:
     split_key: str
     trace: str
     timeout_s: float | None = None
+
+
+def origin_of(request: Request, tenant: str) -> Origin:
+    """Where a request of a tenant comes from."""
+    return Origin(
+        request_id=request.state.request_id,
+        tenant=tenant,
+        split_key=request.headers.get("x-loraplex-split-key", ""),
+        trace=request.headers.get("traceparent", ""),
+    )
 
 
 @dataclass(frozen=True, slots=True)

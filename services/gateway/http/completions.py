@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
     UnsentSpans,
@@ -46,8 +48,13 @@ class CompletionFormatter:
         chunk = self._info.object(_KIND, [choice]) | self._info.chunk_usage()
         return [chunk | extra]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._info.object(_KIND, []) | {"usage": self._info.usage()}
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._info.call.include_usage:
+            return []
+        return [self._info.object(_KIND, []) | {"usage": self._info.usage()}]
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         formatted = [self._whole(text_delta) for text_delta in choices]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from loraplex.api.output import WeightSpan, joined_spans
+from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -146,13 +147,16 @@ class CollectedChoice:
 
 
 class Formatter(Protocol):
-    """Completions or chat."""
+    """Turns the output of one request into the objects of one API."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         """Stream objects for a text delta; empty if it contains nothing new for this caller."""
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last stream object with include_usage."""
+    def ending(self) -> list[dict[str, Any]]:
+        """Stream objects that follow the last text delta."""
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        """The last stream object of an answer that fails after its beginning was sent."""
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         """The one object of a response that is not streamed; `choices` in order of index."""

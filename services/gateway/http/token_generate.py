@@ -8,9 +8,10 @@ from typing import Any
 
 from loraplex.api.output import TokenLogprob
 from loraplex.api.request import TokenPrompt
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
+from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.http.logprobs import finite, prompt_logprob_maps
 from loraplex_services.gateway.request import TextDelta
@@ -52,8 +53,13 @@ class GenerateFormatter:
             return []
         return [self._body([self._choice(text_delta)])]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._body([]) | {"usage": self._info.usage()}
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._info.call.include_usage:
+            return []
+        return [self._body([]) | {"usage": self._info.usage()}]
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         prompt = prompt_logprob_maps(self._info.of_choice(0), choices[0].prompt_logprobs)

@@ -106,7 +106,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             use_safetensors=True,
         )
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        why = f"the transformers library cannot load it: {error}"
+        first_line = str(error).partition("\n")[0]
+        why = f"the transformers library cannot load it: {first_line}"
         raise InvalidRequest.field("model", folder.name, why) from error
     return model.eval().requires_grad_(False)
 
