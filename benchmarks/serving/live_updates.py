@@ -57,7 +57,8 @@ class Trainer:
 
     async def publish(self, registry: RegistryClient, name: str = NAME, **options: Any) -> str:
         """The digest of a new version."""
-        done = await registry.publish(self.step(), self._config, Publication(name, **options))
+        tensors = await asyncio.to_thread(self.step)
+        done = await registry.publish(tensors, self._config, Publication(name, **options))
         return done.version.digest
 
 
@@ -150,7 +151,7 @@ async def _check(
         tally.tokens += 1
         tally.mislabelled += abs(scores[digest][position] - logprob) > TOLERANCE
         tally.bit_equal += scores[digest][position] == logprob
-    if tally.requests < NUM_CONTROLS:
+    if tally.controls < NUM_CONTROLS:
         for other in [digest for digest in seen if digest not in labels][-1:]:
             wrong = await _score(gateway, other, output)
             differences = [abs(a - b) for a, b in zip(wrong, given, strict=True)]

@@ -67,7 +67,7 @@ def test_tensors_of_any_layout_are_saved_as_dense_ones() -> None:
         ({"a": torch.zeros(1)}, "r=4", InvalidRequest),
         ({"a": torch.zeros(1)}, {"r": object()}, InvalidRequest),
     ],
-    ids=str,
+    ids=["no tensors", "a list", "a config of text", "a config that JSON lacks"],
 )
 def test_what_is_no_adapter_is_refused(state_dict: Any, config: Any, error: type) -> None:
     with pytest.raises(error):
