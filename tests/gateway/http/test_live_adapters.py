@@ -275,8 +275,8 @@ async def test_abort_answers_with_what_was_generated(live: Stack) -> None:
     for answer in (await running, await chat):
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] == "abort"
-            assert 0 < len(choice["token_ids"]) < NUM_TOKENS
-    assert live.workers[0].num_live == 0
+            assert len(choice["token_ids"]) < NUM_TOKENS
+    await eventually(lambda: live.workers[0].num_live == 0)
     async with httpx.AsyncClient(base_url=live.url) as client:
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         await client.post("/resume")
