@@ -58,6 +58,8 @@ COUNTS = {
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
     "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
     "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
+    "MAX_HTTP_HEADER_S": "seconds for the head of an HTTP request to arrive",
     "MAX_JSON_COMMAS": "commas in an HTTP body; they bound the values that are parsed at once",
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",

@@ -24,6 +24,10 @@ from loraplex.errors import Violation
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
+MAX_ALPHA = 1e6
+"""Of `lora_alpha` and of the values of `alpha_pattern`, without their sign. Adapters in use have
+1 to 1,000."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
@@ -99,7 +103,7 @@ def _read_values(reader: ConfigReader) -> AdapterConfig:
         use_rslora=reader.flag("use_rslora"),
         use_dora=reader.flag("use_dora"),
         rank_pattern=reader.ranks_by_pattern("rank_pattern"),
-        alpha_pattern=reader.numbers_by_pattern("alpha_pattern"),
+        alpha_pattern=_alpha_pattern(reader),
         target_modules=reader.names("target_modules"),
         exclude_modules=reader.names("exclude_modules") or (),
         layers_to_transform=reader.indices("layers_to_transform"),
@@ -125,11 +129,25 @@ def _read_values(reader: ConfigReader) -> AdapterConfig:
 
 def _alpha(reader: ConfigReader) -> float:
     alpha = reader.number("lora_alpha", 8.0)
+    _check_alpha(reader, "lora_alpha", alpha)
     if alpha == 0:
         reader.warn("lora_alpha", alpha, "switches the adapter off")
     elif alpha < 0:
         reader.warn("lora_alpha", alpha, "is negative: the adapter is subtracted from the base")
     return alpha
+
+
+def _alpha_pattern(reader: ConfigReader) -> tuple[tuple[str, float], ...]:
+    pairs = reader.numbers_by_pattern("alpha_pattern")
+    for pattern, alpha in pairs:
+        _check_alpha(reader, f"alpha_pattern.{pattern}", alpha)
+    return pairs
+
+
+def _check_alpha(reader: ConfigReader, field: str, alpha: float) -> None:
+    """A larger one makes every answer overflow."""
+    if abs(alpha) > MAX_ALPHA:
+        reader.refuse(field, alpha, f"must be a number from -{MAX_ALPHA:g} to {MAX_ALPHA:g}")
 
 
 def _bias(reader: ConfigReader) -> str:

@@ -44,7 +44,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table."""
-    table = [list(header), *(list(row) for row in rows)]
+    table = [list(header), *(list(map(printable, row)) for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -57,7 +57,13 @@ def print_fields(fields: Mapping[str, str]) -> None:
     width = max(len(name) for name in fields)
     for name, value in fields.items():
         if value:
-            print(f"{name.ljust(width)}  {value}")
+            print(f"{name.ljust(width)}  {printable(value)}")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters escaped: labels and errors of strangers could otherwise
+    move the cursor or forge lines."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_warnings(warnings: Sequence[Violation]) -> None:
@@ -89,7 +95,7 @@ def _line(violation: Violation) -> str:
     """`field = value: description`; a value that says nothing new is left out."""
     shown = violation.value not in ("", violation.field)
     value = f" = {violation.value}" if shown else ""
-    return f"{violation.field}{value}: {violation.description}"
+    return printable(f"{violation.field}{value}: {violation.description}")
 
 
 def sized(num_bytes: float) -> str:

@@ -185,6 +185,9 @@ MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
 MAX_SMALL_BODY_BYTES = 256 * KIB
 """HTTP bodies beyond it wait for each other."""
+MAX_HTTP_CONNECTIONS = 8192
+MAX_HTTP_HEADER_S = 30
+"""For the head of an HTTP request to arrive."""
 MAX_JSON_COMMAS = 1 << 20
 """In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
 MAX_JSON_BRACKETS = 1 << 18

@@ -44,6 +44,7 @@ from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoint
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
+from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -119,7 +120,9 @@ class Gateway:
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(
-            config.admission, lambda: ready_workers(self._fleet.views())
+            config.admission,
+            lambda: ready_workers(self._fleet.views()),
+            shares_batch=config.wants_keys,
         )
         self._rate_limit_store = _rate_limit_store(config)
         self._scaling = ScalingSignals(self._fleet, self._controller)
@@ -238,7 +241,7 @@ class Gateway:
             self.readiness.missing,
         )
         root = self._config.lora_root
-        folders = LoraFolders(self._registry_of, root, self._resolver) if root is not None else None
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         answering = Answering(
             self._generation,
             folders,
@@ -248,9 +251,10 @@ class Gateway:
         encoder = PromptEncoder(
             self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
         )
-        endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
+        endpoints = OpenAIEndpoints(answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.caller, encoder)
         responses = ResponsesEndpoints(context.caller, answering, encoder)
+        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
         messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
@@ -260,6 +264,7 @@ class Gateway:
             *tokenize.routes(),
             *responses.routes(),
             *messages.routes(),
+            *vectors.routes(),
             *pauses.routes(),
             *usage.routes(),
             *console.routes(),
@@ -307,9 +312,7 @@ class Gateway:
 
     def _first_missing(self) -> str:
         if not self._registry.has_snapshot.is_set():
-            return (
-                f"waiting for the first snapshot of the registry at {self._config.registry_address}"
-            )
+            return "waiting for the first snapshot of the registry"
         if not any(view.takes_requests for view in self._fleet.views()):
             return "waiting for the first ready worker"
         return self._registrar.missing

@@ -23,6 +23,7 @@ from loraplex_services.common.objects import (
     open_store,
     read_chunks,
 )
+from loraplex_services.common.objects.file import FileStore
 from loraplex_services.common.objects.probe import probe
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 
@@ -289,3 +290,9 @@ async def test_write_that_a_full_disk_refuses_leaves_no_file(
             else:
                 await store.put_if_absent("c", b"y")
     assert [path for path in (tmp_path / ".tmp").iterdir() if path.is_file()] == []
+
+
+@pytest.mark.hostile
+def test_a_new_folder_of_objects_is_the_user_s_alone(tmp_path: Path) -> None:
+    FileStore(tmp_path / "state" / "objects")
+    assert (tmp_path / "state" / "objects").stat().st_mode & 0o777 == 0o700

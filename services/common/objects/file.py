@@ -57,8 +57,10 @@ class FileStore:
         self._temporary = root / ".tmp"
         self._locks = root / ".locks"
         try:
+            # Weights are private, and documents contain hashes of keys.
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
             for folder in (self._temporary, self._locks):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+                folder.mkdir(exist_ok=True, mode=0o700)
             sync_folder(root)
             self._sweep_temporary()
         except OSError as error:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+from loraplex_services.gateway.admission.batch_share import BatchShare
 from loraplex_services.gateway.admission.dispatch_window import DispatchWindow, ReadyWorkers, Window
 from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
@@ -66,11 +67,20 @@ class AdmissionController:
     """Admits requests as the admission queue decides."""
 
     def __init__(
-        self, limits: AdmissionLimits, ready: Callable[[], ReadyWorkers] | None = None
+        self,
+        limits: AdmissionLimits,
+        ready: Callable[[], ReadyWorkers] | None = None,
+        *,
+        shares_batch: bool = False,
     ) -> None:
-        """`ready()` returns the workers that take requests; None = the window is unlimited."""
+        """
+        Args:
+            ready: returns the workers that take requests; None = the window is unlimited.
+            shares_batch: no tenant fills more than its `BatchShare`.
+        """
         self._queue = AdmissionQueue(limits)
         self._ready = ready
+        self._share = BatchShare() if shares_batch else None
         self._dispatch_window = DispatchWindow()
         self._run_times = RunTimeEstimator()
         self._waiters: dict[int, asyncio.Future[None]] = {}
@@ -145,7 +155,9 @@ class AdmissionController:
 
     async def _enter(self, request: AdmissionRequest) -> None:
         try:
-            self._queue.window = self._window()
+            if self._share is not None:
+                self._share.seen(request.tenant, now_s())
+            self._look_at_workers()
             if not self._queue.num_waiting:
                 self._dispatch_window.begin(now_s())
             decision = self._queue.offer(request, now_s())
@@ -190,7 +202,7 @@ class AdmissionController:
             self._queue.withdraw(request)
 
     def _start_ready(self) -> None:
-        self._queue.window = self._window()
+        self._look_at_workers()
         while started := self._queue.take_ready():
             for request in started:
                 waiter = self._waiters[request.number]
@@ -202,8 +214,15 @@ class AdmissionController:
                     waiter.set_result(None)
         self._publish()
 
-    def _window(self) -> Window:
-        return Window() if self._ready is None else self._dispatch_window.window(self._ready())
+    def _look_at_workers(self) -> None:
+        """Set the queue's limits by what the workers have free."""
+        if self._ready is None:
+            self._queue.window = Window()
+            return
+        ready = self._ready()
+        self._queue.window = self._dispatch_window.window(ready)
+        if self._share is not None:
+            self._queue.tenant_share = self._share.of_tenant(ready.batch_capacity, now_s())
 
     def _publish(self) -> None:
         RUNNING.set(self._queue.num_running)

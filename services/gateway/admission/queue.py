@@ -100,6 +100,8 @@ class AdmissionQueue:
         """Running sequences. No empty entries."""
         self.tenant_limits: dict[str, int] = {}
         """Running sequences allowed to each tenant that has a limit of its own."""
+        self.tenant_share = 0
+        """Running sequences allowed to each tenant that has none; 0 = no limit."""
         self._present: dict[str, int] = {}
         """Requests waiting or running, by tenant. No empty entries."""
         self._in_flight = InFlightTokens()
@@ -246,7 +248,7 @@ class AdmissionQueue:
         limit = self.tenant_limits.get(request.tenant)
         if limit == 0:
             return False
-        limits = [n for n in (self._limits.max_running_per_tenant, limit) if n]
+        limits = [n for n in (self._limits.max_running_per_tenant, limit or self.tenant_share) if n]
         return not limits or not mine or mine + request.cost <= min(limits)
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:

@@ -64,7 +64,7 @@ class AliasEndpoints:
         body.flag("is_3d_lora_weight")
         body.finish()
         version = await self._folders.load(
-            api_key_of(request), caller.tenant, name, folder, in_place=in_place
+            api_key_of(request), caller, name, folder, in_place=in_place
         )
         return PlainTextResponse(
             f"Success: LoRA adapter '{name}' added successfully.",

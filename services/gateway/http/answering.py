@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -18,7 +17,13 @@ from loraplex_services.gateway.http.chat_answers import ends_in_thought
 from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
-from loraplex_services.gateway.http.sse import EventStream, Renamed, StreamFormat, until_gone
+from loraplex_services.gateway.http.sse import (
+    EventStream,
+    Renamed,
+    StreamFormat,
+    compact_json,
+    until_gone,
+)
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -40,12 +45,12 @@ class Answering:
     ) -> None:
         """
         Args:
-            folders: published when a request names them; None = there are none.
+            folders: those that are published when a request names them; None = there are none.
             tool_format, reasoning: how answers are parsed; "auto" = as each base's chat template
                 shows.
         """
-        self._generation = generation
         self._folders = folders
+        self._generation = generation
         self._tool_format = tool_format
         self._reasoning = reasoning
 
@@ -77,11 +82,11 @@ class Answering:
         return await _complete_response(request, text_deltas, info, formatter, renamed)
 
     async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
-        """The call with the reference of its folder, if its model names one."""
+        """The call for an adapter, if it named a folder."""
         if self._folders is None:
             return call
-        tenant = call.calls[0].tenant
-        model = await self._folders.adopted(api_key_of(request), tenant, call.model)
+        caller = request.state.caller
+        model = await self._folders.adopted(api_key_of(request), caller, call.model)
         return replace(call, calls=tuple(replace(each, model=model) for each in call.calls))
 
     def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
@@ -120,8 +125,7 @@ class Answering:
 
 def json_response(body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:
     """A body as compact UTF-8."""
-    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(content, media_type="application/json", headers=headers)
+    return Response(compact_json(body).encode(), media_type="application/json", headers=headers)
 
 
 async def _shifted(text_deltas: TextDeltas, by: int) -> TextDeltas:

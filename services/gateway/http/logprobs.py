@@ -125,4 +125,4 @@ def _top(names: TokenNames, entry: TokenLogprob) -> dict[str, float]:
 
 def finite(logprob: float) -> float:
     """A logprob as JSON can say it."""
-    return max(logprob, LEAST_LOGPROB)
+    return max(LEAST_LOGPROB, logprob)  # in this order, which also replaces NaN

@@ -17,6 +17,8 @@ from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied, Violation
 from loraplex.refs import parse_name, parse_ref
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import SERVICE_KEY_IDS
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import with_names
 
@@ -43,15 +45,17 @@ class LoraFolders:
         """One load of a name at a time, so that the second sees the first."""
 
     async def load(
-        self, api_key: str, tenant: str, name: str, folder: str, *, in_place: bool
+        self, api_key: str, caller: Caller, name: str, folder: str, *, in_place: bool
     ) -> AdapterVersion:
         """Publish a folder; the same content again is the same version.
 
-        Raises: NotFound, InvalidRequest if the name exists and `in_place` is False, or why the
-        registry refuses.
+        Raises: PermissionDenied, NotFound, InvalidRequest if the name exists and `in_place` is
+        False, or why the registry refuses.
         """
+        if not _may_publish(caller):  # before anything is read
+            raise PermissionDenied("this needs a key with the scope 'publisher'")
         path = await asyncio.to_thread(self._inside, folder)
-        place = parse_name(name, tenant, field="lora_name")
+        place = parse_name(name, caller.tenant, field="lora_name")
         publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)
         lock = self._locks.setdefault(place, asyncio.Lock())
         async with lock, self._client(api_key) as registry:
@@ -60,21 +64,25 @@ class LoraFolders:
             try:
                 version = (await registry.upload(path, publication)).version
             except LoraplexError as error:
-                raise with_names(error, {"name": "lora_name"}) from None
+                raise _without_path(with_names(error, {"name": "lora_name"}), path) from None
         await self._resolver.refresh(version.ref)
         return version
 
-    async def adopted(self, api_key: str, tenant: str, model: str) -> str:
+    async def adopted(self, api_key: str, caller: Caller, model: str) -> str:
         """The reference to use for a model string: if it names no adapter but a folder, the folder
         is published first, its path with `--` for each `/`. Raises as `load` does."""
-        name = model.replace("/", "--")
-        if model in self._resolver.bases() or self._is_known(model, tenant):
+        name, tenant = model.replace("/", "--"), caller.tenant
+        if (
+            not _may_publish(caller)
+            or model in self._resolver.bases()
+            or self._is_known(model, tenant)
+        ):
             return model
         if not await asyncio.to_thread(self._holds_adapter, model):
             return model
         try:
             if not self._is_known(name, tenant):
-                await self.load(api_key, tenant, name, model, in_place=False)
+                await self.load(api_key, caller, name, model, in_place=False)
         except (NotFound, PermissionDenied):
             return model
         except InvalidRequest as error:
@@ -105,6 +113,25 @@ class LoraFolders:
             why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
             raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
         return path
+
+
+def _may_publish(caller: Caller) -> bool:
+    is_limited = caller.key_id not in SERVICE_KEY_IDS
+    return not is_limited or bool(caller.scopes & {"publisher", "admin", "root"})
+
+
+def _without_path(error: LoraplexError, path: Path) -> LoraplexError:
+    """The error without the place of the folder on this machine. Mutates: error."""
+
+    def cut(text: str) -> str:
+        return text.replace(f"{path}/", "").replace(str(path), path.name)
+
+    error.message = cut(error.message)
+    error.args = (error.message,)
+    error.violations = tuple(
+        Violation(cut(v.field), cut(v.value), cut(v.description)) for v in error.violations
+    )
+    return error
 
 
 _LOADED = "ALREADY_LOADED"

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.rotation import Rotation
 from loraplex_services.common.tls import PLAIN, TlsFiles
+from loraplex_services.gateway.http.connections import TimedProtocol
 
 logger = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -38,6 +39,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
+            http=TimedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",

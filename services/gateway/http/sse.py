@@ -26,6 +26,17 @@ Renamed = Callable[[LoraplexError], LoraplexError]
 T = TypeVar("T")
 
 
+def compact_json(value: object) -> str:
+    """JSON, which has no NaN. Raises: LoraplexError if a number is not finite."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise LoraplexError(
+            "the answer has a number that is not finite: the adapter's weights are too large",
+            reason="NOT_FINITE",
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
     """How the objects of a stream become events."""
@@ -37,7 +48,7 @@ class StreamFormat:
 
     def event(self, chunk: Mapping[str, Any]) -> bytes:
         """One object as an event."""
-        content = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        content = compact_json(chunk)
         name = f"event: {chunk['type']}\n" if self.is_named else ""
         return f"{name}data: {content}\n\n".encode()
 

@@ -77,12 +77,18 @@ class RegistrySnapshot:
 
     def __init__(self) -> None:
         self._entries: dict[Adapter, _Entry] = {}
+        self._by_owner: dict[str, set[Adapter]] = {}
+        """What each tenant has."""
+        self._for_others: set[Adapter] = set()
+        """With a version that is or was public or shared."""
         self.pending: dict[tuple[str, str, str], Tag] = {}
         """Tags with a staged move, by tenant, name and tag."""
 
     def put_version(self, version: Version) -> None:
         """Record a version or its tombstone."""
         self._entry(version.tenant, version.name).versions[version.number] = version
+        if version.is_public or version.shared_with:
+            self._for_others.add((version.tenant, version.name.lower()))
 
     def put_tag(self, tag: Tag) -> None:
         """Record a tag's move unless a later one is known."""
@@ -110,14 +116,15 @@ class RegistrySnapshot:
 
     def latest(self, tenant: str) -> Iterator[Version]:
         """The latest version of each adapter that a tenant may run, by tenant and name."""
-        for (owner, name), entry in sorted(self._entries.items()):
+        for owner, name in self._perhaps_visible(tenant):
+            entry = self._entries[owner, name]
             version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
             if version is not None and version.visible_to(tenant):
                 yield version
 
     def listings(self, tenant: str) -> Iterator[Listing]:
         """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for owner, name in sorted(self._entries):
+        for owner, name in self._perhaps_visible(tenant):
             if listing := self.listing(owner, name, tenant):
                 yield listing
 
@@ -150,7 +157,14 @@ class RegistrySnapshot:
         return sum(_newest(entry) is not None for entry in self._entries.values())
 
     def _entry(self, tenant: str, name: str) -> _Entry:
-        return self._entries.setdefault((tenant, name.lower()), _Entry())
+        key = (tenant, name.lower())
+        self._by_owner.setdefault(tenant, set()).add(key)
+        return self._entries.setdefault(key, _Entry())
+
+    def _perhaps_visible(self, tenant: str) -> list[Adapter]:
+        """A tenant's own adapters, and all that may be for others too, in order. Takes no time for
+        the private adapters of other tenants."""
+        return sorted(self._by_owner.get(tenant, set()) | self._for_others)
 
     @staticmethod
     def _number(entry: _Entry, ref: Ref, split_key: str) -> int:

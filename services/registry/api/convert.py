@@ -22,8 +22,10 @@ from loraplex.api.registry_wire import targets_to_proto, tenant_limits
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import EPHEMERAL_S, KEPT_VERSIONS, WAIT_S
 from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
+from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.signatures import Offered, checked_keys
 from loraplex_services.registry.publish.uploads import FileState, Options
 from loraplex_services.registry.records import (
@@ -128,9 +130,13 @@ def version_to_proto(
 ) -> pb.AdapterVersion:
     """A version with what its adapter and tags add.
 
+    Callers of other tenants see neither who published it nor whom else it is shared with.
+
     Most lists are empty, and an empty one costs protobuf as much as a short one: only others are
     set, as every lookup comes through here.
     """
+    access = Access.of(current_caller.get())
+    is_owner = access.sees_all or access.tenant == record.tenant
     message = pb.AdapterVersion(
         tenant=record.tenant,
         name=record.shown_name,
@@ -139,7 +145,7 @@ def version_to_proto(
         base_id=record.base_id,
         base_fingerprint=record.base_fingerprint,
         created_unix_s=record.created_s,
-        creator=record.creator,
+        creator=record.creator if is_owner else "",
         parent=record.parent,
         max_rank=record.max_rank,
         num_modules=record.num_modules,
@@ -167,7 +173,9 @@ def version_to_proto(
             message.tags.append(tag.tag)
     if adapter is not None:
         message.visibility = _VISIBILITY[adapter.visibility]
-        message.shared_with.extend(adapter.shared_with)
+        message.shared_with.extend(
+            adapter.shared_with if is_owner else {*adapter.shared_with} & {access.tenant}
+        )
         message.pullable = adapter.pullable
     return message
 
@@ -306,7 +314,9 @@ def cursor_of(token: str) -> Cursor:
         return Cursor()
     try:
         scope, version = json.loads(base64.urlsafe_b64decode(token.encode()))
-        return Cursor(str(scope), int(version))
-    except (ValueError, TypeError, OverflowError):
+        if not (isinstance(scope, str) and isinstance(version, int) and 0 <= version < 1 << 53):
+            raise ValueError
+        return Cursor(scope, version)
+    except (ValueError, TypeError, OverflowError, RecursionError):
         description = "is not a page token of this list; start again without one"
         raise InvalidRequest.field("page_token", token, description) from None

@@ -38,6 +38,9 @@ async def test_a_client_that_sends_all_before_it_reads_is_told_why_it_is_refused
         ("127.0.0.1.evil.example", False),
         ("10.0.0.1", False),
         ("", False),
+        ("[::1]evil.example", False),
+        ("[::1", False),
+        ("localhost:80@evil.example", False),
     ],
 )
 def test_host_rule(host: str, allowed: bool) -> None:

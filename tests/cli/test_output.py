@@ -1,0 +1,25 @@
+"""What commands print of texts that strangers wrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.cli.output import print_error, print_fields, print_table
+from loraplex.errors import InvalidRequest
+
+pytestmark = pytest.mark.hostile
+FORGED = "a\x1b[2J\nvisibility  public\u202e\x07"
+
+
+def test_control_characters_of_strangers_are_shown_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_fields({"labels": FORGED, "name": "naïve 日本"})
+    print_table(("LABEL",), [(FORGED,)])
+    print_error(InvalidRequest.field("label", FORGED, "is wrong"), as_json=False)
+    said = capsys.readouterr()
+    assert "\\x1b[2J\\n" in said.out
+    assert "naïve 日本" in said.out
+    assert len(said.out.splitlines()) == 4
+    assert len(said.err.splitlines()) == 1
+    assert all(c.isprintable() or c == "\n" for c in said.out + said.err)

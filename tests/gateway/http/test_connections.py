@@ -1,0 +1,65 @@
+"""HTTP connections that send no request, or half of one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from loraplex_services.gateway.http import connections
+from tests.gateway.conftest import Stack
+
+pytestmark = pytest.mark.hostile
+REQUEST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+async def _connected(stack: Stack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", stack.running.http_port)
+
+
+@pytest.mark.parametrize("sent", [REQUEST[:1], REQUEST[:20], REQUEST[:-2]])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_connection_whose_request_does_not_arrive_is_closed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, sent: bytes, is_first: bool
+) -> None:
+    monkeypatch.setattr(connections, "MAX_HTTP_HEADER_S", 0.2)
+    await stack.start()
+    reader, writer = await _connected(stack)
+    if not is_first:
+        writer.write(REQUEST)
+        await reader.readuntil(b"ok\n")
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+
+
+async def test_a_head_that_trickles_in_gets_no_more_time(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_HTTP_HEADER_S", 0.2)
+    await stack.start()
+    reader, writer = await _connected(stack)
+    closed = asyncio.create_task(reader.read())
+    async with asyncio.timeout(30):
+        while not closed.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+    writer.close()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_served(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stack.start()
+    monkeypatch.setattr(connections, "MAX_HTTP_CONNECTIONS", 4)
+    held = [await _connected(stack) for _ in range(4)]
+    await asyncio.sleep(0)
+    reader, writer = await _connected(stack)
+    async with asyncio.timeout(30):
+        assert await reader.read() == b""
+        held[0][1].write(REQUEST)
+        assert b"200 OK" in await held[0][0].readline()
+    for _, each in [*held, (reader, writer)]:
+        each.close()

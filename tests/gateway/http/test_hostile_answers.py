@@ -1,0 +1,87 @@
+"""Odd values in requests and answers, and what errors tell of the machine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http import logprobs
+from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.sse import compact_json
+from tests.gateway.conftest import Stack
+
+pytestmark = pytest.mark.hostile
+
+
+@pytest.mark.parametrize("key", ["--5", "-", "", "5.0", "\u00b2", "9" * 30])
+def test_a_bias_whose_key_is_no_token_id_is_an_invalid_request(key: str) -> None:
+    with pytest.raises(InvalidRequest, match="not a token id"):
+        Body({"logit_bias": {key: 1}}).bias("logit_bias")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logprobs_that_json_lacks_are_shown_as_the_least_one(value: float) -> None:
+    assert logprobs.finite(value) == logprobs.LEAST_LOGPROB
+    assert logprobs.finite(-1.5) == -1.5
+
+
+def test_an_answer_that_is_not_finite_is_an_error_and_no_json_of_another_kind() -> None:
+    with pytest.raises(LoraplexError) as caught:
+        compact_json({"data": [{"embedding": [1.0, math.nan]}]})
+    assert caught.value.reason == "NOT_FINITE"
+
+
+async def test_a_gateway_that_waits_for_its_registry_does_not_tell_where_that_is(
+    stack: Stack,
+) -> None:
+    await stack.start(ready=False)
+    reason = stack.running._first_missing()
+    assert stack.registry_address not in reason
+
+
+class RefusingRegistry:
+    """A registry client whose uploads fail with an error that names the folder."""
+
+    async def __aenter__(self) -> RefusingRegistry:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def upload(self, path: Path, *_: object) -> None:
+        raise InvalidRequest.field(str(path), "", f"{path}/adapter_config.json is missing")
+
+
+async def _load(root: Path, scope: str) -> None:
+    client: Any = lambda _: RefusingRegistry()  # noqa: E731
+    folders = LoraFolders(client, root, None)  # type: ignore[arg-type]  # fails before it resolves
+    caller = Caller("acme", "k1", frozenset({scope}))
+    await folders.load("key", caller, "a", "upper", in_place=True)
+
+
+async def test_a_reader_is_refused_before_a_folder_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoraFolders, "_inside", None)
+    monkeypatch.setattr(LoraFolders, "_holds_adapter", None)
+    with pytest.raises(PermissionDenied, match="publisher"):
+        await _load(tmp_path, "reader")
+    folders = LoraFolders(None, tmp_path, None)  # type: ignore[arg-type]  # neither is asked
+    reader = Caller("acme", "k1", frozenset({"reader"}))
+    assert await folders.adopted("key", reader, "upper") == "upper"
+
+
+async def test_errors_of_loading_a_folder_do_not_tell_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "upper").mkdir()
+    with pytest.raises(InvalidRequest) as caught:
+        await _load(tmp_path, "publisher")
+    error = caught.value
+    said = error.message + "".join(f"{v.field}{v.value}{v.description}" for v in error.violations)
+    assert str(tmp_path) not in said
+    assert "adapter_config.json is missing" in said

@@ -1,0 +1,58 @@
+"""What a tenant's lists of adapters show, and how many others' adapters they look at."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
+
+TENANTS = ("acme", "globex", "initech")
+
+
+def _version(
+    tenant: str, name: str, number: int = 1, *, public: bool = False, shared: str = ""
+) -> Version:
+    recipients = frozenset({shared} - {""})
+    return Version(tenant, name, number, f"sha256:{tenant}{name}{number}", "base",
+                   is_public=public, shared_with=recipients)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_show_exactly_what_a_tenant_may_run(seed: int) -> None:
+    rng, snapshot = random.Random(seed), RegistrySnapshot()
+    kept: dict[tuple[str, str], Version] = {}
+    for _ in range(60):
+        tenant, name = rng.choice(TENANTS), f"a{rng.randrange(8)}"
+        version = _version(
+            tenant, name, public=rng.random() < 0.2, shared=rng.choice(("", "", *TENANTS))
+        )
+        snapshot.put_version(version)
+        kept[tenant, name] = version
+    for tenant in TENANTS:
+        visible = [kept[key] for key in sorted(kept) if kept[key].visible_to(tenant)]
+        assert list(snapshot.latest(tenant)) == visible
+        assert [(one.tenant, one.name) for one in snapshot.listings(tenant)] == [
+            (version.tenant, version.name) for version in visible
+        ]
+
+
+@pytest.mark.hostile
+def test_a_list_looks_at_no_private_adapter_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshot, looked_at = RegistrySnapshot(), []
+    for number in range(1000):
+        snapshot.put_version(_version("globex", f"private-{number}"))
+    snapshot.put_version(_version("globex", "public", public=True))
+    snapshot.put_version(_version("acme", "own"))
+    real = Version.visible_to
+
+    def visible_to(version: Version, tenant: str) -> bool:
+        looked_at.append(version.name)
+        return real(version, tenant)
+
+    monkeypatch.setattr(Version, "visible_to", visible_to)
+    assert [version.name for version in snapshot.latest("acme")] == ["own", "public"]
+    assert looked_at == ["own", "public"]
