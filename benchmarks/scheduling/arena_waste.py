@@ -63,6 +63,9 @@ class NoWeights:
             return torch.zeros(1, dtype=torch.float16).expand(tuple(shape))
         return torch.empty(tuple(shape), dtype=torch.float16, device="meta")
 
+    def take_codes(self, name: str, shape: Sequence[int]) -> None:
+        """Nothing is quantised."""
+
     def finish(self) -> None:
         """Nothing is left over."""
 
