@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.check import computes_right
+from loraplex_services.worker.native.codes import PackedCodes
 from loraplex_services.worker.native.isa import TORCH, choose_isa
 from loraplex_services.worker.sampling import fixed_log
 
@@ -50,25 +50,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_truncate": (None, (_P, _I, _P, _I)),
     "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """A weight `[out, in]` as `native/src/gemm_codes.cpp` reads it."""
-
-    out_features: int
-    in_features: int
-    bits: int
-    codes: Tensor
-    """uint8, of `pack_codes`."""
-    scales: Tensor
-    """Of a floating-point type, `[panels, groups, 32]`."""
-    zeros: Tensor | None
-    """bfloat16, likewise; None = every one is `zero`."""
-    zero: int
-    group_size: int
-    block_size: int
-    """Inputs that are summed before they are scaled; divides `group_size`."""
 
 
 class Native:
