@@ -34,7 +34,11 @@ from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import ServiceCounters, reserved_slots
+from loraplex_services.worker.scheduling.policies import (
+    ServiceCounters,
+    clustered,
+    reserved_slots,
+)
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.residency import Load
@@ -49,17 +53,22 @@ KINDS = {
     "fcfs": ("fcfs", None, True),
     "fair": ("fair", None, True),
     "fair, early abort": ("fair", FIRST_TOKEN_S, True),
-    "clustered": ("clustered", None, True),
+    "fair, clusters": ("fair", None, True, 8),
     "fair, no copies": ("fair", None, False),
 }
-"""Policy, time for first tokens, whether copies end."""
+"""Policy, time for first tokens, whether copies end, cluster size."""
 
 
 class Engine:
     """The scheduler's surroundings, with tokens for free."""
 
     def __init__(
-        self, num_waiting: int, policy: str, first_token_s: float | None, copies: bool = True
+        self,
+        num_waiting: int,
+        policy: str,
+        first_token_s: float | None,
+        copies: bool = True,
+        cluster_size: int = 0,
     ) -> None:
         """`copies`: of adapters end with the step that they begin in, else never."""
         self.copies = copies
@@ -74,6 +83,7 @@ class Engine:
         limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING)
         prefixes = PrefixCache(self.arena, layout)
         counters = ServiceCounters()
+        order = POLICIES[policy](counters)
         self.scheduler = Scheduler(
             limits,
             layout,
@@ -81,7 +91,7 @@ class Engine:
             self.cache,
             prefixes,
             reclaimer,
-            POLICIES[policy](counters),
+            clustered(order, cluster_size) if cluster_size else order,
             counters if policy in COUNTING_POLICIES else None,
         )
         self.now = 0.0

@@ -313,10 +313,12 @@ MAX_STEP_S: Knob[float] = Knob(
 )
 POLICY = choice_knob(
     "LORAPLEX_POLICY",
-    "fair fcfs clustered",
+    "fair fcfs",
     "worker",
-    "Order of waiting requests: fair to tenants and adapters, by arrival, or by resident adapters.",
+    "Order of waiting requests: fair to tenants and adapters, or by arrival.",
 )
+_PREFERS = "Once so many adapters run, a tenant's requests for these go first; 0 = never."
+CLUSTER_SIZE: Knob[int] = Knob("LORAPLEX_CLUSTER_SIZE", whole(), 0, "up worker", _PREFERS)
 
 # Switches of LORAPLEX_DEBUG
 LOG_FORMAT: Switch[str] = Switch(

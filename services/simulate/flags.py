@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
     from loraplex_services.simulate.simulation import SimulatedFleet
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
-POLICY_NAMES = ("clustered", "fair", "fcfs")
+POLICY_NAMES = ("fair", "fcfs")
 DEFAULT_ARENA_BYTES = 64 << 20
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
@@ -26,7 +26,7 @@ EPILOG = """examples:
   # a real run, with work:
   LORAPLEX_DEBUG=step-trace=/tmp/steps.jsonl loraplex up --model ./llama-3-8b
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
-  loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --policy clustered"""
+  loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --cluster-size 8"""
 
 
 def make_parser() -> Parser:
@@ -68,6 +68,12 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="arena (64MiB; of a roofline what its GPU has left)",
     )
     group.add_argument("--policy", choices=POLICY_NAMES, default="fair", help="(fair)")
+    group.add_argument(
+        "--cluster-size",
+        type=count,
+        default=0,
+        help="once so many adapters run, requests for these go first; 0 = never (0)",
+    )
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
     group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
     group.add_argument(
@@ -131,6 +137,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
         max_running=min(args.max_running, args.max_step_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
+        cluster_size=args.cluster_size,
     )
     fleet = SimulatedFleet(
         costs, engine, args.workers, args.on_disk, args.deadline, args.first_token

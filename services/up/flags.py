@@ -58,6 +58,7 @@ class UpConfig:
     gpu_memory_utilization: float
     """0 = chosen by the worker."""
     max_loras: int
+    cluster_size: int
     max_lora_rank: int
     lora_dtype: str
     quantization: str
@@ -104,6 +105,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         kv_memory=given("kv_memory", env.KV_MEMORY),
         gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
         max_loras=given("max_loras", env.MAX_LORAS),
+        cluster_size=given("cluster_size", env.CLUSTER_SIZE),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
         quantization=given("quantization", env.QUANTIZATION),
@@ -239,6 +241,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a GPU's memory, for weights, steps and arena together (0.9)",
     )
     parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
+    parser.add_argument("--cluster-size", metavar="N", help="adapters from which on they cluster")
     parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
     parser.add_argument(
         "--lora-dtype",
@@ -248,9 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", metavar="NAME", help="at load: none, int8, int4 (none)")
     parser.add_argument("--max-model-len", metavar="N", help="longest context (the base's)")
     parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
-    parser.add_argument(
-        "--max-num-batched-tokens", metavar="N", help="token budget of one step (2048)"
-    )
+    parser.add_argument("--max-num-batched-tokens", metavar="N", help="tokens of a step (2048)")
     for flag in UNSUPPORTED:
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")

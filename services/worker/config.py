@@ -57,6 +57,7 @@ class WorkerConfig:
     max_step_s: float
     max_running: int
     policy: str
+    cluster_size: int
     prefix_cache: bool
     overlap: str
     adapter_dtype: str
@@ -85,6 +86,7 @@ class WorkerConfig:
             max_running=self.max_running,
             max_loras=self.max_loras,
             policy=self.policy,
+            cluster_size=self.cluster_size,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
@@ -145,6 +147,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         max_step_s=env.MAX_STEP_S.read(environ),
         max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
         policy=env.POLICY.read(environ),
+        cluster_size=env.CLUSTER_SIZE.read(environ),
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),

@@ -57,7 +57,7 @@ def test_time_outside_the_engine_comes_on_top(costs: str) -> None:
 
 
 def test_the_table_names_the_figures(costs: str) -> None:
-    done = simulate("--costs", costs, *SHORT, "--policy", "clustered", "--workers", "2")
+    done = simulate("--costs", costs, *SHORT, "--cluster-size", "2", "--workers", "2")
     assert done.returncode == 0, done.stderr
     for word in ("throughput", "attainment", "satisfaction", "first token", "P99"):
         assert word in done.stdout

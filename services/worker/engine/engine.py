@@ -64,15 +64,8 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Of the arena, for all pinned adapters."""
 
-CLUSTERED_AGE_S = 30.0
-"""A bound below the time that requests wait anyway would make clustering first come, first served.
-"""
-CLUSTERED_MIN_QUEUE = 0.5
-"""Waiting requests for each that runs. See `benchmarks/scheduling/clustering.py`."""
-
 POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
     "fcfs": lambda counters: FIRST_COME,
-    "clustered": lambda counters: clustered(8, CLUSTERED_AGE_S, CLUSTERED_MIN_QUEUE),
     "fair": fair,
 }
 COUNTING_POLICIES = ("fair",)
@@ -121,6 +114,8 @@ class Engine:
         )
         counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
         policy = POLICIES[config.policy](counters or ServiceCounters())
+        if config.cluster_size:
+            policy = clustered(policy, config.cluster_size)
         self.scheduler = Scheduler(
             limits,
             layout,

@@ -40,8 +40,8 @@ class Policy:
     """Of a group, which the first of its requests stands for."""
     own_key: Callable[[Request, QueueView], SortKey]
     clusters: bool = False
-    """A group is instead all requests whose adapters are in use, or all others; its key may
-    fall."""
+    """A tenant's requests whose adapters are in use form another group than its others, and the
+    keys of groups may fall."""
 
     def key(self, request: Request, view: QueueView) -> SortKey:
         """Both parts."""
@@ -68,24 +68,39 @@ FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arr
 """By arrival. Priorities count at the gateway alone."""
 
 
-def clustered(max_distinct: int, max_age_s: float, min_queue: float = 0.0) -> Policy:
-    """Prefer requests whose adapters already run, once `max_distinct` adapters do and `min_queue`
-    requests wait for each that runs.
+MAX_CLUSTER_AGE_S = 30.0
+"""A bound below the time that requests wait anyway would make clustering first come, first served.
+"""
+MIN_CLUSTER_QUEUE = 0.5
+"""Waiting requests for each that runs. In a shorter queue nobody is passed over: clustering gains
+little there, and makes those late who would have been in time. `docs/experiments.md` has the
+measurements of both."""
 
-    Fewer distinct adapters a step read fewer bytes. A request that has waited `max_age_s` comes
-    before any preferred one, which bounds how often it can be overtaken. In a short queue nobody
-    is overtaken: it gains little there, and makes those late who would have been in time.
 
-    Source: S-LoRA section 4.2 (adapter clustering), with both bounds added.
+def clustered(
+    policy: Policy,
+    cluster_size: int,
+    max_age_s: float = MAX_CLUSTER_AGE_S,
+    min_queue: float = MIN_CLUSTER_QUEUE,
+) -> Policy:
+    """`policy`, but while `cluster_size` adapters run, requests for these come before the others
+    that `policy` puts into the same group (`fair`: one tenant's of one priority).
+
+    Fewer distinct adapters a step read fewer bytes. Whoever would be next in `policy` is passed
+    over for at most `max_age_s` after it came, and by nobody in a short queue.
+
+    Source: S-LoRA section 4.2 (adapter clustering), with both bounds and fairness added.
     """
 
     def group_key(request: Request, view: QueueView) -> SortKey:
-        if len(view.in_use) < max_distinct or view.num_waiting < min_queue * view.num_running:
-            return (0,)
-        aged = view.now - request.arrival_s >= max_age_s
-        return (0 if aged else 1 if request.adapters.within(view.in_use) else 2,)
+        own = policy.group_key(request, view)
+        is_short = view.num_waiting < min_queue * view.num_running
+        if is_short or len(view.in_use) < cluster_size:
+            return (*own, 0)
+        is_aged = view.now - request.arrival_s >= max_age_s
+        return (*own, 0 if is_aged else 1 if request.adapters.within(view.in_use) else 2)
 
-    return Policy(group_key, FIRST_COME.own_key, clusters=True)
+    return Policy(group_key, policy.own_key, clusters=True)
 
 
 INPUT_TOKEN_COST = 1.0
@@ -228,7 +243,7 @@ def fair(counters: ServiceCounters) -> Policy:
 
     def group_key(request: Request, view: QueueView) -> SortKey:
         tenant, _ = counters.accounts(request)
-        return (tenant.served, tenant.number)
+        return (tenant.served, tenant.number, request.priority)
 
     def own_key(request: Request, view: QueueView) -> SortKey:
         return (request.priority, counters.accounts(request)[1].served, request.arrival_s)

@@ -26,8 +26,9 @@ from loraplex_services.worker.types.request import Request
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
-GroupName = tuple[bool, str | bool]
-"""Whether all adapters are on the device; tenant, or whether all adapters are in use."""
+GroupName = tuple[bool, str, bool]
+"""Whether all adapters are on the device; tenant; whether all adapters are in use, if the policy
+asks for it."""
 Groups = RisingHeap[RisingHeap["Flow"]]
 AdapterState = tuple[Tier, bool]
 """Of an adapter: its tier, and whether a running request uses it."""
@@ -189,8 +190,8 @@ class WaitingQueue:
         tier = min((tier for tier, _ in adapters), default=Tier.DEVICE)
         if tier == Tier.NONE:
             return
-        side = all(in_use for _, in_use in adapters) if self._policy.clusters else flow.tenant
-        flow.group = (tier == Tier.DEVICE, side)
+        is_in_use = self._policy.clusters and all(in_use for _, in_use in adapters)
+        flow.group = (tier == Tier.DEVICE, flow.tenant, is_in_use)
         group = self._groups.setdefault(flow.group, RisingHeap())
         group.push(flow)
         self._order_of(flow.group).push(group)

@@ -52,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int | None = None
     policy: str = "fair"
     """A key of `engine.POLICIES`."""
+    cluster_size: int = 0
+    """Adapters that run before requests for others are passed over; 0 = nobody is."""
     prefix_cache: bool = True
     overlap: str = "off"
     """`auto`, `on` or `off`: see `steps`."""

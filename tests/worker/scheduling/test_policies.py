@@ -41,10 +41,12 @@ def in_order(
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("name", ["fair", "fcfs", "clustered"])
+@pytest.mark.parametrize("name", ["fair", "fcfs", "clustered", "fair and clustered"])
 def test_a_priority_never_puts_a_tenant_before_another(name: str) -> None:
     counters = ServiceCounters()
-    policy = {"fair": fair(counters), "fcfs": FIRST_COME, "clustered": clustered(1, 60.0)}[name]
+    policy = fair(counters) if "fair" in name else FIRST_COME
+    if "clustered" in name:
+        policy = clustered(policy, 1)
     queue = [
         make_request("acme", 1.0, tenant="acme"),
         *(
@@ -83,14 +85,14 @@ def test_within_a_tenant_fair_serves_the_most_urgent_first() -> None:
 
 def test_clustering_prefers_running_adapters_only_when_there_are_enough() -> None:
     queue = [make_request("new", 1.0, "n"), make_request("hot", 2.0, "h")]
-    order = clustered(max_distinct=2, max_age_s=5.0)
+    order = clustered(FIRST_COME, 2, max_age_s=5.0)
     assert in_order(order, queue, 3.0, {"h"}) == ["new", "hot"]
     assert in_order(order, queue, 3.0, {"h", "i"}) == ["hot", "new"]
 
 
 def test_an_aged_request_comes_before_preferred_ones() -> None:
     queue = [make_request("new", 1.0, "n"), make_request("hot", 2.0, "h")]
-    order = clustered(max_distinct=1, max_age_s=5.0)
+    order = clustered(FIRST_COME, 1, max_age_s=5.0)
     assert in_order(order, queue, 6.0, {"h"}) == ["new", "hot"]
 
 
@@ -107,15 +109,60 @@ def test_clustering_overtakes_nobody_while_few_wait(
         for index, (arrival_s, digest, priority) in enumerate(arrivals)
     ]
     view = {"in_use": {"h", "i"}, "sizes": (num_waiting, num_running)}
-    order = in_order(clustered(2, 5.0, min_queue=0.5), queue, 10.0, **view)
-    unbounded = in_order(clustered(2, 5.0), queue, 10.0, **view)
+    order = in_order(clustered(FIRST_COME, 2, 5.0, min_queue=0.5), queue, 10.0, **view)
+    unbounded = in_order(clustered(FIRST_COME, 2, 5.0, min_queue=0.0), queue, 10.0, **view)
     is_short = num_waiting < 0.5 * num_running
     assert order == (in_order(FIRST_COME, queue, 10.0) if is_short else unbounded)
 
 
+def test_clustering_reorders_neither_tenants_nor_priorities() -> None:
+    counters = ServiceCounters()
+    queue = [
+        make_request("served less", 1.0, "n", tenant="globex"),
+        make_request("urgent", 2.0, "n", tenant="acme", priority=-1),
+        make_request("new", 3.0, "n", tenant="acme"),
+        make_request("hot", 4.0, "h", tenant="acme"),
+    ]
+    for request in queue:
+        counters.arrive(request)
+    counters.charge(queue[1], 10, 0)
+    plain = [request.request_id for request in queue]
+    assert in_order(fair(counters), queue, 5.0, {"h"}) in (plain, [*plain[:2], "hot", "new"])
+    order = clustered(fair(counters), 1)
+    assert in_order(order, queue, 5.0, {"h"}) == [*plain[:2], "hot", "new"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("tu"), st.sampled_from("hikl")), min_size=2, max_size=40),
+    st.integers(1, 3),
+)
+def test_who_would_be_next_is_passed_over_no_longer_than_the_bound(
+    arrivals: list[tuple[str, str]], cluster_size: int
+) -> None:
+    """One request a second comes and one in two seconds goes, the hot adapters' preferred."""
+    counters = ServiceCounters()
+    plain = fair(counters)
+    policy = clustered(plain, cluster_size, max_age_s=5.0, min_queue=0.0)
+    queue: list[Request] = []
+    for now in range(2 * len(arrivals)):
+        if now < len(arrivals):
+            tenant, digest = arrivals[now]
+            queue.append(make_request(f"{now}", float(now), digest, tenant=tenant))
+            counters.arrive(queue[-1])
+        if now % 2 or not queue:
+            continue
+        view = QueueView(float(now), set("hik"[:cluster_size]), len(queue), 1)
+        chosen = min(queue, key=lambda request: policy.key(request, view))
+        due = min(queue, key=lambda request: plain.key(request, view))
+        assert chosen is due or now - due.arrival_s < 5.0
+        assert chosen.tenant == due.tenant
+        queue.remove(chosen)
+        counters.charge(chosen, 1, 1)
+
+
 def test_the_bare_base_counts_as_running() -> None:
     queue = [make_request("new", 1.0, "n"), make_request("base", 2.0)]
-    order = clustered(max_distinct=1, max_age_s=5.0)
+    order = clustered(FIRST_COME, 1, max_age_s=5.0)
     assert in_order(order, queue, 3.0, {"h"}) == ["base", "new"]
 
 

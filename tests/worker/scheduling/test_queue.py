@@ -148,7 +148,14 @@ class ClusteredQueueMachine(QueueMachine):
     """The same by what is in use, where keys fall too."""
 
     def make_policy(self) -> Policy:
-        return clustered(max_distinct=1, max_age_s=3.0, min_queue=0.5)
+        return clustered(FIRST_COME, 1, max_age_s=3.0, min_queue=0.5)
+
+
+class FairClusteredQueueMachine(QueueMachine):
+    """Both: by what the tenant was served, then by what is in use."""
+
+    def make_policy(self) -> Policy:
+        return clustered(super().make_policy(), 1, max_age_s=3.0, min_queue=0.5)
 
 
 class FirstComeQueueMachine(QueueMachine):
@@ -158,10 +165,12 @@ class FirstComeQueueMachine(QueueMachine):
         return FIRST_COME
 
 
-for machine in (QueueMachine, ClusteredQueueMachine, FirstComeQueueMachine):
+MACHINES = (QueueMachine, ClusteredQueueMachine, FairClusteredQueueMachine, FirstComeQueueMachine)
+for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestQueue = QueueMachine.TestCase
 TestClusteredQueue = ClusteredQueueMachine.TestCase
+TestFairClusteredQueue = FairClusteredQueueMachine.TestCase
 TestFirstComeQueue = FirstComeQueueMachine.TestCase
 
 
@@ -209,7 +218,7 @@ def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> Non
 def test_clustering_looks_at_flows_whose_adapters_come_into_use_and_at_no_others() -> None:
     counts: Counter[str] = Counter()
     in_use: set[str] = set()
-    policy = counting(clustered(max_distinct=1, max_age_s=1e6), counts)
+    policy = counting(clustered(FIRST_COME, 1, max_age_s=1e6, min_queue=0.0), counts)
     queue = WaitingQueue(lambda digest: (Tier.DEVICE, digest in in_use), policy)
     for index in range(1000):
         queue.push(make_request(f"{index}", f"{index}", arrival_s=float(index)))
@@ -234,7 +243,7 @@ def test_a_request_passed_over_by_clustering_comes_first_when_its_key_falls(
 ) -> None:
     before, adapters = QueueView(1.0, {"hot"}, 9, 9), ("hot", "cold")
     in_use = before.in_use
-    policy = clustered(max_distinct=1, max_age_s=5.0, min_queue=0.5)
+    policy = clustered(FIRST_COME, 1, max_age_s=5.0, min_queue=0.5)
     queue = WaitingQueue(lambda digest: (Tier.DEVICE, digest in in_use), policy)
     queue.push(make_request("first", "cold", arrival_s=0.0))
     queue.push(make_request("second", "hot", arrival_s=1.0))

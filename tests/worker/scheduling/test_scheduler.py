@@ -137,7 +137,16 @@ class ClusteredWindowsMachine(SchedulerMachine):
     """The same with a windowed KV group and adapter clustering."""
 
     def make_stage(self) -> Stage:
-        return Stage(40, (None, 6), clustered(max_distinct=2, max_age_s=8.0))
+        return Stage(40, (None, 6), clustered(FIRST_COME, 2, max_age_s=8.0, min_queue=0.0))
+
+
+class FairClusteredMachine(SchedulerMachine):
+    """The same with service counters and adapter clustering."""
+
+    def make_stage(self) -> Stage:
+        counters = ServiceCounters()
+        policy = clustered(fair(counters), 1, max_age_s=8.0, min_queue=0.0)
+        return Stage(policy=policy, counters=counters)
 
 
 class FairMachine(SchedulerMachine):
@@ -148,10 +157,11 @@ class FairMachine(SchedulerMachine):
         return Stage(48, (None, None), fair(counters), counters, rope_switch_len=14)
 
 
-for machine in (SchedulerMachine, ClusteredWindowsMachine, FairMachine):
+for machine in (SchedulerMachine, ClusteredWindowsMachine, FairClusteredMachine, FairMachine):
     machine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 TestClusteredWindows = ClusteredWindowsMachine.TestCase
+TestFairClustered = FairClusteredMachine.TestCase
 TestFair = FairMachine.TestCase
 
 
@@ -337,7 +347,7 @@ def test_no_stream_of_hot_requests_starves_a_cold_one(
     The longest drain: six running requests of 30 + 12 tokens at 16 tokens a step, then 12 decodes.
     """
     max_age_s, longest_drain, own_steps = 6.0, 6 * 30 // 16 + 1 + 12, 6
-    policy = clustered(max_loras, max_age_s) if clusters else FIRST_COME
+    policy = clustered(FIRST_COME, max_loras, max_age_s, 0.0) if clusters else FIRST_COME
     stage = Stage(60, policy=policy, max_loras=max_loras, max_overtaking_s=max_age_s)
     stage.fetch(*SIZES)
     digests = sorted(SIZES)[:max_loras]

@@ -14,11 +14,13 @@ from starlette.routing import Route
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import HTTP_BODY
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.body import bad_type
 from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.json_body import LargeBodies, read_json
 from loraplex_services.gateway.http.responses.formatter import ResponsesFormatter
+from loraplex_services.gateway.http.responses.items import REFERENCE, kind_of
 from loraplex_services.gateway.http.responses.parse import (
     History,
     ResponsesCall,
@@ -125,27 +127,39 @@ class ResponsesEndpoints:
         return parse_responses(fields, origin, await self._history(request, caller, fields))
 
     async def _history(self, request: Request, caller: Caller, fields: dict[str, Any]) -> History:
-        """What a request continues, and how it finds the items that it refers to."""
+        """What a request continues, and the items that it refers to."""
         previous_id = fields.get("previous_response_id")
-        if previous_id is None:
-            return History(find=functools.partial(self._item, caller.tenant))
-        if not isinstance(previous_id, str) or not previous_id:
+        if previous_id is not None and (not isinstance(previous_id, str) or not previous_id):
             raise bad_type("previous_response_id", previous_id, "the id of a response")
-        stored = self._store.history(caller.tenant, previous_id)
-        parts = [b"[%b,%b]" % (each.items, each.response) for each in stored]
+        turns = self._store.history(caller.tenant, previous_id) if previous_id else []
+        referred = self._referred(caller.tenant, fields.get("input"))
+        if not turns and not referred:
+            return History()
+        pairs = b",".join(b"[%b,%b]" % (each.items, each.response) for each in turns)
+        responses = b",".join(each.response for each in referred)
         bodies: LargeBodies = request.state.large_bodies
-        parsed = await bodies.parse(b'{"turns":[%b]}' % b",".join(parts), caller.tenant)
+        raw = b'{"turns":[%b],"referred":[%b]}' % (pairs, responses)
+        parsed = await bodies.parse(raw, caller.tenant)
         items = [
             item for given, response in parsed["turns"] for item in (*given, *response["output"])
         ]
-        return History(items, functools.partial(self._item, caller.tenant))
+        kept = {item["id"]: item for each in parsed["referred"] for item in each["output"]}
+        return History(items, kept)
 
-    def _item(self, tenant: str, item_id: str) -> Mapping[str, Any] | None:
-        """An output item of a stored response. The ids of both have a part in common."""
-        stem = item_id.partition("_")[2][:_STEM_CHARS]
-        stored = self._store.find(tenant, f"resp_{stem}")
-        output = json.loads(stored.response)["output"] if stored is not None else []
-        return next((item for item in output if item["id"] == item_id), None)
+    def _referred(self, tenant: str, items: Any) -> list[StoredResponse]:
+        """The responses whose items are referred to: their ids have a part in common.
+
+        Raises: InvalidRequest if they are too long for a body.
+        """
+        given = items if isinstance(items, list) else []
+        references = [i for i in given if isinstance(i, dict) and kind_of(i) == REFERENCE]
+        ids = [reference.get("id") for reference in references]
+        stems = {i.partition("_")[2][:_STEM_CHARS] for i in ids if isinstance(i, str)}
+        found = [self._store.find(tenant, f"resp_{stem}") for stem in stems]
+        kept = [stored for stored in found if stored is not None]
+        if sum(each.num_bytes for each in kept) > HTTP_BODY.max_message_bytes:
+            raise InvalidRequest.field("input", "", "refers to too much; send the items themselves")
+        return kept
 
     def _keep(self, tenant: str, call: ResponsesCall, response: dict[str, Any]) -> None:
         if not call.stores:

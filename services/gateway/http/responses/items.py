@@ -19,8 +19,7 @@ _UNUSED = ("id", "status", "phase")
 """Of items, fields that say nothing to the model."""
 _THOUGHT_MARK = "loraplex-thought:"
 
-Find = Callable[[str], Mapping[str, Any] | None]
-"""A stored item by its id."""
+REFERENCE = "item_reference"
 
 
 def encoded_thought(text: str) -> str:
@@ -28,12 +27,29 @@ def encoded_thought(text: str) -> str:
     return _THOUGHT_MARK + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
-def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str, find: Find) -> None:
-    """Append an item to a chat. Raises: InvalidRequest, NotFound, Unsupported."""
-    kind = item.get("type") or ("message" if "role" in item else "item_reference")
-    if kind == "item_reference":
-        item = _referenced(item, field, find)
-        kind = item["type"]
+def kind_of(item: Mapping[str, Any]) -> object:
+    """The type of an item, which messages and references may leave out."""
+    return item.get("type") or ("message" if "role" in item else REFERENCE)
+
+
+def resolved(item: Mapping[str, Any], field: str, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The item, or the kept one that it refers to. Raises: InvalidRequest, NotFound."""
+    if kind_of(item) != REFERENCE:
+        return item
+    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+    item_id = required_text(body, "id", field)
+    body.finish()
+    if item_id not in kept:
+        why = "this gateway keeps no item with this id; send the item itself"
+        violation = Violation(f"{field}.id", "", why)
+        raise NotFound(f"{field}.id: {why}", reason="ITEM_NOT_FOUND", violations=[violation])
+    found: Mapping[str, Any] = kept[item_id]
+    return found
+
+
+def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str) -> None:
+    """Append an item to a chat. Raises: InvalidRequest, Unsupported."""
+    kind = kind_of(item)
     add = _ADDERS.get(kind) if isinstance(kind, str) else None
     if add is None:
         shown = kind[:32] if isinstance(kind, str) else ""
@@ -45,18 +61,6 @@ def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str, find: 
         body.raw(name)
     add(messages, body, field)
     body.finish()
-
-
-def _referenced(item: Mapping[str, Any], field: str, find: Find) -> Mapping[str, Any]:
-    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
-    item_id = required_text(body, "id", field)
-    body.finish()
-    found = find(item_id)
-    if found is None:
-        why = "this gateway keeps no item with this id; send the item itself"
-        violation = Violation(f"{field}.id", "", why)
-        raise NotFound(f"{field}.id: {why}", reason="ITEM_NOT_FOUND", violations=[violation])
-    return found
 
 
 def _add_message(messages: ChatMessages, body: Body, field: str) -> None:

@@ -18,7 +18,7 @@ from loraplex_services.gateway.http.as_chat import (
 )
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
-from loraplex_services.gateway.http.responses.items import Find, add_item, full_name
+from loraplex_services.gateway.http.responses.items import add_item, full_name, resolved
 
 _NAMES = {
     "messages": "input",
@@ -65,7 +65,9 @@ class History:
     """What a request continues."""
 
     items: Sequence[Mapping[str, Any]] = ()
-    find: Find = lambda _: None
+    """Of the conversation before this request."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Items that the input refers to, by id."""
 
 
 def input_items(value: Any) -> list[Mapping[str, Any]]:
@@ -82,7 +84,10 @@ def parse_responses(
     body = Body(fields)
     history = history or History()
     instructions = body.text("instructions")
-    items = input_items(body.raw("input"))
+    items = [
+        resolved(item, f"input[{index}]", history.kept)
+        for index, item in enumerate(input_items(body.raw("input")))
+    ]
     chat = _options(body)
     text, reasoning = _text(body.raw("text")), _reasoning(body.raw("reasoning"))
     includes = _includes(body.texts("include"))
@@ -157,9 +162,9 @@ def _messages(
     if instructions:
         messages.system(instructions)
     for index, item in enumerate(history.items):
-        add_item(messages, item, f"previous_response_id[{index}]", history.find)
+        add_item(messages, item, f"previous_response_id[{index}]")
     for index, item in enumerate(items):
-        add_item(messages, item, f"input[{index}]", history.find)
+        add_item(messages, item, f"input[{index}]")
     return messages.messages
 
 

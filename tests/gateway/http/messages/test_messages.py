@@ -215,7 +215,7 @@ async def test_errors_have_the_shape_of_the_api(stack: Stack) -> None:
 
 
 async def test_a_stream_that_fails_later_ends_with_an_error_event(stack: Stack) -> None:
-    stack.max_request_s = 1.0
+    stack.max_request_s = 4.0
     stack.workers[0].script = endless
     stack.workers[0].step_s = 0.02
     await stack.start()

@@ -272,7 +272,7 @@ async def test_an_error_before_the_first_token_has_its_own_status(stack: Stack) 
 
 
 async def test_a_stream_that_fails_later_ends_with_a_failed_response(stack: Stack) -> None:
-    stack.max_request_s = 1.0
+    stack.max_request_s = 4.0
     stack.workers[0].script = endless
     stack.workers[0].step_s = 0.02
     await stack.start()

@@ -1,0 +1,249 @@
+"""Every service as a process of its own, with a link that can be disturbed between each two."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import boto3
+import psutil
+
+from loraplex import BlockingRegistry, Credentials, Publication
+from loraplex.errors import LoraplexError
+from loraplex_services.registry.index.metadata_server import find_binary
+from tests.e2e.stack import BASE, BASE_ID, DEMO, REPO, clean_environment, eventually
+from tests.faults.links import Link, Loop
+from tests.s3_servers import moto
+from tests.servers import free_port
+
+NUM_WORKERS = 2
+BUCKET = "loraplex"
+_START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How to start a process."""
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    log: Path
+
+
+class Service:
+    """A process that a fault may kill, stop or starve."""
+
+    def __init__(self, name: str, spec: Spec) -> None:
+        self.name = name
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        with self._spec.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._spec.command, env=dict(self._spec.environ), stdout=log, stderr=log, cwd=REPO
+            )
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel sends it when memory is out; waits for the end."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP to the process and its children."""
+        for process in self._tree():
+            process.suspend()
+
+    def resume(self) -> None:
+        """SIGCONT to all of them."""
+        for process in self._tree():
+            process.resume()
+
+    def limit(self, resource: int, value: int) -> tuple[int, int]:
+        """Set a soft limit of the running process; returns the limits it had."""
+        process = self._tree()[0]
+        soft, hard = process.rlimit(resource)
+        process.rlimit(resource, (value if value >= 0 else soft, hard))
+        return soft, hard
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def log(self) -> str:
+        """What it wrote."""
+        return self._spec.log.read_text(errors="replace")
+
+    def _tree(self) -> list[psutil.Process]:
+        assert self._process is not None
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+class Deployment:
+    """A gateway, two workers, a registry, a metadata server and an object store.
+
+    `links` maps "client-server" to the link between them; `services` maps names to processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loop = Loop()
+        self._moto = moto()
+        self.links: dict[str, Link] = {}
+        self.services: dict[str, Service] = {}
+        self._http_port = free_port()
+        self._registry_port = free_port()
+
+    @property
+    def http(self) -> str:
+        """The gateway's HTTP address."""
+        return f"http://127.0.0.1:{self._http_port}"
+
+    @property
+    def registry(self) -> str:
+        """The registry's own address: publishers do not pass a link."""
+        return f"127.0.0.1:{self._registry_port}"
+
+    def __enter__(self) -> Self:
+        store = self._moto.__enter__()
+        boto3.client(
+            "s3",
+            endpoint_url=store["AWS_ENDPOINT_URL_S3"],
+            region_name=store["AWS_DEFAULT_REGION"],
+            aws_access_key_id=store["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=store["AWS_SECRET_ACCESS_KEY"],
+        ).create_bucket(Bucket=BUCKET)
+        self._compose(store)
+        for service in self.services.values():
+            service.start()
+        eventually(self.is_ready, _START_TIMEOUT_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for service in reversed(self.services.values()):
+            service.stop()
+        for link in self.links.values():
+            link.close()
+        self._loop.stop()
+        self._moto.__exit__(kind, error, trace)
+
+    def publish_folders(self, folders: Iterable[Path]) -> None:
+        """Upload adapters under the names of their folders."""
+        with BlockingRegistry(self.registry, Credentials()) as registry:
+            for folder in folders:
+                registry.upload(folder, Publication(folder.name))
+
+    def publish(self, skills: Iterable[str]) -> None:
+        """Upload demo adapters under their own names."""
+        self.publish_folders(DEMO / "adapters" / skill for skill in skills)
+
+    def is_ready(self) -> bool:
+        """Whether the registry answers, and the gateway is ready with every worker."""
+        if self._gauge("loraplex_gateway_ready_workers") != NUM_WORKERS:
+            return False
+        try:
+            with BlockingRegistry(self.registry, Credentials()) as registry:
+                next(iter(registry.list()), None)
+        except LoraplexError:
+            return False
+        return True
+
+    def _gauge(self, name: str) -> float:
+        try:
+            with urllib.request.urlopen(f"{self.http}/metrics", timeout=5) as response:
+                lines = response.read().decode().splitlines()
+        except (OSError, urllib.error.URLError):
+            return 0.0
+        found = [line.split()[-1] for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return float(found[0]) if found else 0.0
+
+    def _compose(self, store: Mapping[str, str]) -> None:
+        store_port = int(store["AWS_ENDPOINT_URL_S3"].rsplit(":", 1)[1])
+        metadata_port = free_port()
+        self._add("metadata", (
+            str(find_binary()), "--port", str(metadata_port), "--save", "",
+            "--dir", str(self._folder), "--maxmemory-policy", "noeviction",
+        ), {})  # fmt: skip
+        for client in ("registry", "gateway"):
+            self._link(f"{client}-metadata", metadata_port)
+        for client in ("registry", "worker"):
+            self._link(f"{client}-store", store_port)
+        self._service("registry", "registry", {
+            "LORAPLEX_REGISTRY_LISTEN": self.registry,
+            "LORAPLEX_STATE_DIR": str(self._folder / "registry"),
+            **self._metadata_of("registry"),
+            **self._store_of("registry", store),
+        })  # fmt: skip
+        workers = [self._worker(number, store) for number in range(NUM_WORKERS)]
+        self._link("gateway-registry", self._registry_port)
+        self._service("gateway", "gateway", {
+            "LORAPLEX_HTTP_LISTEN": f"127.0.0.1:{self._http_port}",
+            "LORAPLEX_GATEWAY_LISTEN": f"127.0.0.1:{free_port()}",
+            "LORAPLEX_REGISTRY_ADDRESS": self.links["gateway-registry"].address,
+            "LORAPLEX_WORKERS": ",".join(workers),
+            **self._metadata_of("gateway"),
+        })  # fmt: skip
+
+    def _worker(self, number: int, store: Mapping[str, str]) -> str:
+        """Add a worker; returns the address of the gateway's link to it."""
+        port = free_port()
+        self._service(f"worker-{number}", "worker", {
+            "LORAPLEX_WORKER_LISTEN": f"127.0.0.1:{port}",
+            "LORAPLEX_MODEL": str(BASE),
+            "LORAPLEX_SERVED_MODEL_NAME": BASE_ID,
+            "LORAPLEX_DTYPE": "float32",
+            "LORAPLEX_KV_MEMORY": "64MiB",
+            "LORAPLEX_STATE_DIR": str(self._folder / f"worker-{number}"),
+            "OMP_NUM_THREADS": "1",
+            **self._store_of("worker", store),
+        })  # fmt: skip
+        return self._link(f"gateway-worker-{number}", port).address
+
+    def _metadata_of(self, client: str) -> dict[str, str]:
+        return {"LORAPLEX_METADATA": f"redis://{self.links[f'{client}-metadata'].address}/0"}
+
+    def _store_of(self, client: str, store: Mapping[str, str]) -> dict[str, str]:
+        endpoint = {"AWS_ENDPOINT_URL_S3": f"http://{self.links[f'{client}-store'].address}"}
+        return {**store, **endpoint, "LORAPLEX_OBJECTS": f"s3://{BUCKET}/prefix"}
+
+    def _link(self, name: str, target: int) -> Link:
+        link = self.links[name] = Link(self._loop, target)
+        return link
+
+    def _service(self, name: str, module: str, settings: Mapping[str, str]) -> None:
+        self._add(name, (sys.executable, "-m", f"loraplex_services.{module}"), settings)
+
+    def _add(self, name: str, command: tuple[str, ...], settings: Mapping[str, str]) -> None:
+        environ = {**clean_environment(), **settings}
+        environ.pop("AWS_ENDPOINT_URL", None)
+        self.services[name] = Service(name, Spec(command, environ, self._folder / f"{name}.log"))
+
+
+def wait_s(seconds: float) -> None:
+    """Let a fault last."""
+    time.sleep(seconds)
