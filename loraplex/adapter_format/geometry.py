@@ -39,7 +39,8 @@ _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 IDENTITY_KEYS = (
     "attention_bias", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
     "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
-    "intermediate_size", "layer_norm_eps", "layer_types", "logits_scaling", "mlp_bias",
+    "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "logits_scaling", "mlp_bias",
     "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
     "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
@@ -257,7 +258,7 @@ def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
 
 
 def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int:
-    """From the width of a query projection, as families have defaults of their own for head_dim."""
+    """From the width of a key projection, as families have defaults of their own for head_dim."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     part = config.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
@@ -268,7 +269,7 @@ def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int
     kv_heads = heads if kv_heads is None else kv_heads
     if type(heads) is not int or type(kv_heads) is not int or type(part) not in (int, float):
         return 0
-    counts = {"q_proj": heads, "qkv_proj": heads + 2 * kv_heads}
+    counts = {"k_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads}
     for module in modules:
         count = counts.get(_last_part(module.name), 0)
         if count > 0 and module.kind == LINEAR:

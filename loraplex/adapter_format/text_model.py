@@ -24,6 +24,8 @@ WRAPPERS: Mapping[str, str] = {
     "llava_next": "llama",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "vipllava": "llama",
 }

@@ -20,9 +20,10 @@ from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -76,6 +77,10 @@ class NativeOperators:
     ) -> AttentionBackend:
         """See Operators."""
         return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
+
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """See Operators."""
+        return self._torch.delta_net(config, place, weights)
 
 
 def as_published(weight: Tensor) -> Tensor:

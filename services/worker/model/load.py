@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
+_FURTHER_TOKENS = "mtp."
+"""Layers that predict more than the next token; they are not used."""
 
 
 HALF_DTYPES = frozenset({"BF16", "F16", "U8"})
@@ -126,6 +128,14 @@ class Checkpoint:
         names = _names_in(folder, stored)
         self._file_of = {name: (stored[inner], inner) for name, inner in names.items()}
         self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
+        self._ignore_further_tokens()
+
+    def _ignore_further_tokens(self) -> None:
+        ignored = {name for name in self._left if name.startswith(_FURTHER_TOKENS)}
+        if ignored:
+            what = "the base's layers that predict further tokens are not used"
+            logger.info(what, extra={"num_ignored_tensors": len(ignored)})
+        self._left -= ignored
 
     def _open(self, path: Path) -> safe_open:
         try:

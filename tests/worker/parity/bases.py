@@ -46,6 +46,27 @@ VISION = {
 }
 """A vision tower, whose weights are in the files of a multimodal base."""
 
+DELTA_NETS = {
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    **_rope(
+        rope_type="default",
+        partial_rotary_factor=0.5,
+        mrope_section=[2, 2, 2],
+        mrope_interleaved=True,
+    ),
+}
+"""Three recurrent layers before each with attention."""
+QWEN_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3-rope-tied": ("LlamaConfig", {**LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -103,6 +124,50 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {"num_hidden_layers": 4, **DELTA_NETS}),
+    "qwen3.5-multimodal": (
+        "Qwen3_5Config",
+        {
+            "text_config": {
+                **COMMON,
+                **DELTA_NETS,
+                "num_hidden_layers": 5,
+                "layer_types": [
+                    "linear_attention",
+                    "full_attention",
+                    "linear_attention",
+                    "linear_attention",
+                    "full_attention",
+                ],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {**COMMON, **DELTA_NETS, **QWEN_EXPERTS, "num_hidden_layers": 4},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**DELTA_NETS, **QWEN_EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
     "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
     "gpt-oss": (
