@@ -39,8 +39,9 @@ _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 IDENTITY_KEYS = (
     "attention_bias", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
     "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
-    "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "logits_scaling", "mlp_bias",
+    "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "logits_scaling", "mlp_bias",
     "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
     "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",

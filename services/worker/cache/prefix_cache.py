@@ -11,6 +11,11 @@ chain where it is invoked: before that place, blocks are those of the base.
 A block is used by any number of requests, and idle when by none; idle blocks count as free. They
 go one by one, least recently used first and the end of a sequence before its beginning, so what is
 left stays reachable.
+
+Where the base has recurrent layers, a prefix can be used as far as there is a snapshot of its state
+(`state_snapshots.py`). Snapshots are taken at two places of a request: at the last whole block of
+what is known when it starts, which the next turn of a conversation begins with; and where it leaves
+what was computed before, as others with the same beginning will.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from loraplex.api.pooling import Pooling
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
 from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
+from loraplex_services.worker.cache.state_snapshots import StateSnapshots
 from loraplex_services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request
 
 PREFIX_OWNER = "prefix cache"
@@ -66,8 +72,17 @@ class PrefixCache:
         """By block, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks that lie behind the window of the request that left them."""
+        self.states = StateSnapshots(arena, layout.state_blocks)
         self.token_s = DEFAULT_TOKEN_S
+
+    @property
+    def token_s(self) -> float:
         """Seconds to compute one token again, as measured recently."""
+        return self._token_s
+
+    @token_s.setter
+    def token_s(self, seconds: float) -> None:
+        self._token_s = self.states.token_s = seconds
 
     @property
     def num_idle(self) -> int:
@@ -75,10 +90,12 @@ class PrefixCache:
         return len(self._idle) + len(self._passed)
 
     def match(self, request: Request) -> int:
-        """Tokens from the start whose KV is cached: whole blocks, never all known tokens.
+        """Tokens from the start whose KV and state are cached: whole blocks, never all known
+        tokens."""
+        return self._match(request, needs_state=self._layout.state_blocks > 0)
 
-        Full groups need every block; windowed ones those that the next token can still see.
-        """
+    def _match(self, request: Request, *, needs_state: bool) -> int:
+        """Full groups need every block; windowed ones those that the next token can still see."""
         needs_all = request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
         if not self._enabled or needs_all:
             return 0
@@ -92,6 +109,8 @@ class PrefixCache:
             ]
             if any(not run and window is None for run, window in zip(runs, windows, strict=True)):
                 break
+            if needs_state and key not in self.states:
+                continue
             live = (count - self._layout.first_live_block(w, count * size) for w in windows)
             if all(run >= needed for run, needed in zip(runs, live, strict=True)):
                 best = count
@@ -109,6 +128,31 @@ class PrefixCache:
             used = [self._use((group, request.prefix_hashes[i])) for i in range(first, count)]
             request.block_tables.append([RELEASED_BLOCK] * first + used)
         request.num_computed = num_tokens
+        if self._layout.state_blocks and self._enabled:
+            self._share_state(request)
+
+    def _share_state(self, request: Request) -> None:
+        """Let a request begin from a snapshot, and mark where its own are to be taken."""
+        if request.num_computed:
+            request.state_key = self.state_key(request, request.num_computed)
+            self.states.use(request.state_key)
+        size = self._layout.tokens_per_block
+        branch = self._match(request, needs_state=False)
+        last = (request.num_tokens - 1) // size * size
+        marks = {mark for mark in (branch, last) if mark > request.num_computed}
+        request.state_marks = tuple(sorted(marks))
+
+    def state_key(self, request: Request, num_tokens: int) -> bytes:
+        """Of the state after the first `num_tokens` tokens, which are whole blocks."""
+        return self._hash(request, num_tokens // self._layout.tokens_per_block - 1)
+
+    def leave(self, request: Request, blocks: Iterable[int], now: float) -> None:
+        """`request` no longer has `blocks` in its tables, nor anything else here."""
+        if request.state_key:
+            self.states.give_back(request.state_key, now)
+            request.state_key = b""
+        request.state_marks = ()
+        self.give_back(request, blocks, now)
 
     def keep(self, request: Request, start: int) -> None:
         """Positions from `start` to num_computed have been given to steps: keep the blocks that

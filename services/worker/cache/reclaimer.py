@@ -63,9 +63,9 @@ class Reclaimer:
         self._arena = arena
         self._sources: list[Idle] = []
 
-    def add(self, source: Idle) -> None:
-        """Take idle blocks from `source` too."""
-        self._sources.append(source)
+    def add(self, *sources: Idle) -> None:
+        """Take idle blocks from these, too."""
+        self._sources += sources
 
     def idle_blocks(self, protected: Collection[str] = ()) -> int:
         """Blocks that could be reclaimed now."""
