@@ -1,23 +1,26 @@
 -- Bring changed documents into the index, all or nothing, and tell watchers.
--- KEYS[1] = prefix of all keys; ARGV = how many events to keep, the epoch to fill while rebuilding
--- ('' = the current one), JSON {op, scope, items}, then the documents that items and events name by
--- their place. Keys: see catalog.py.
--- Returns the epoch, or false where there is no index to change.
+-- KEYS[1] = prefix of all keys; ARGV = the position seen before (epoch, sequence), how many events to
+-- keep, the epoch to fill while rebuilding ('' = the current one), JSON {op, scope, items}, then the
+-- documents that items and events name by their place. Keys: see catalog.py.
+-- Returns {epoch, sequence after the change, ''}, or false where there is no index to change or it is
+-- behind that position.
 local prefix = KEYS[1]
-local max_events = tonumber(ARGV[1])
-local change = cjson.decode(ARGV[3])
+local max_events = tonumber(ARGV[3])
+local change = cjson.decode(ARGV[5])
 local epoch = redis.call('GET', prefix .. 'epoch')
 
-if ARGV[2] ~= '' then
-  epoch = ARGV[2]
+if ARGV[4] ~= '' then
+  epoch = ARGV[4]
 elseif redis.call('EXISTS', prefix .. 'rebuild') == 1 then
   redis.call('SADD', prefix .. 'dirty', change.scope)
 end
 if not epoch then return false end
 local ns = prefix .. epoch .. ':'
+local sequence = tonumber(redis.call('GET', ns .. 'seq') or '0')
+if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 
 local function document(place)
-  return ARGV[3 + place]
+  return ARGV[5 + place]
 end
 
 local function generation_of(value)
@@ -91,7 +94,7 @@ for _, item in ipairs(change.items) do
     end
     for _, event in ipairs(item.events) do
       if event.generation > have and max_events > 0 then
-        local sequence = redis.call('INCR', ns .. 'seq')
+        sequence = redis.call('INCR', ns .. 'seq')
         redis.call('XADD', ns .. 'events', 'MAXLEN', '~', max_events,
           string.format('%d-0', sequence), 'e', document(event.doc))
       end
@@ -100,4 +103,4 @@ for _, item in ipairs(change.items) do
 end
 
 if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end
-return epoch
+return {epoch, sequence, ''}

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ MAX_EVENTS = 100_000
 _REBUILD_LEASE_MS = 30_000
 _MAX_TRIES = 5
 _DROP_KEYS = 1000
+_MAX_REPLACED = 8
+"""Epochs remembered because they are over."""
 _MAX_FOUND_AT_ONCE = 64
 """References resolved in one round trip, during which Redis does nothing else."""
 
@@ -79,7 +82,7 @@ class CatalogDown(Unavailable):
 
 
 class NoIndex(CatalogDown):
-    """Redis is there and empty."""
+    """Redis is there, and holds no index or one that is older than what was read before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,11 @@ class Catalog:
         self.make_index: Callable[[], Awaitable[None]] | None = None
         """Called by writers that find no index; set once the part that can is there."""
         self._redis = client
+        self._seen: tuple[str, int] = ("", 0)
+        """The newest position that was read. A Redis that restarts from an old dump, or a replica
+        that was behind when it took over, has the same epoch and a smaller number, or an epoch
+        that was replaced."""
+        self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
         self.feed = EventFeed(self.position, self.read_events)
         """The newest events, for watchers."""
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
@@ -143,27 +151,23 @@ class Catalog:
             async with _translated():
                 await _wait(self._redis.hdel(f"{PREFIX}pending", *ids))
 
-    async def apply(
-        self, scope: str, items: Sequence[Item], *, operation: str = "", into_epoch: str = ""
-    ) -> None:
+    async def apply(self, scope: str, items: Sequence[Item], *, operation: str = "") -> None:
         """Write documents and their events atomically; older generations change nothing.
 
-        Args:
-            operation: pending note to remove in the same transaction.
-            into_epoch: an index under construction, which has no watchers yet.
+        `operation` is the pending note to remove in the same transaction.
         """
-        change = arguments_of(operation, scope, items, with_events=not into_epoch)
-        arguments: list[Any] = [MAX_EVENTS, into_epoch, *change]
+        change = arguments_of(operation, scope, items, with_events=True)
+        arguments: list[Any] = [MAX_EVENTS, "", *change]
         await self._patiently(lambda: self._run("apply", arguments))
 
     async def apply_many(
         self, into_epoch: str, changes: Sequence[tuple[str, Sequence[Item]]]
     ) -> None:
-        """`apply` for an index under construction, many scopes in one round trip."""
+        """Write documents into an index under construction, which has no watchers yet."""
         async with _translated(), self._redis.pipeline(transaction=False) as pipe:
             for scope, items in changes:
                 change = arguments_of("", scope, items, with_events=False)
-                arguments: list[Any] = [0, into_epoch, *change]
+                arguments: list[Any] = ["", 0, 0, into_epoch, *change]
                 await self._scripts["apply"](keys=[PREFIX], args=arguments, client=pipe)
             await pipe.execute()
 
@@ -176,7 +180,7 @@ class Catalog:
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
         """Several `find` in one round trip."""
-        _, answers = await self._run("resolve", [text for triple in wanted for text in triple])
+        answers = await self._run("resolve", [text for triple in wanted for text in triple])
         return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
 
     async def page(
@@ -185,19 +189,19 @@ class Catalog:
         """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
         documents)."""
         which = "all" if all_versions else "current"
-        epoch, page = await self._run("page", [index, low, high, limit, which])
-        return _text(epoch), [(_text(scope), _found(tags, versions, adapter))
-                              for scope, adapter, tags, versions in page]  # fmt: skip
+        epoch, _, page = await self._at_position("page", [index, low, high, limit, which])
+        return epoch, [(_text(scope), _found(tags, versions, adapter))
+                       for scope, adapter, tags, versions in page]  # fmt: skip
 
     async def bases(self) -> list[BaseRecord]:
         """All bases without their modules, ordered by id."""
-        _, values = await self._run("read", ["HVALS", "bases"])
+        values = await self._run("read", ["HVALS", "bases"])
         return sorted((_record(BaseRecord, v) for v in values), key=lambda base: base.base_id)
 
     async def usage(self, tenant: str) -> tuple[int, int]:
         """(bytes, versions) that a tenant has live."""
         question = ["HMGET", f"use:{tenant}", "bytes", "versions"]
-        _, values = await self._patiently(lambda: self._run("read", question))
+        values = await self._patiently(lambda: self._run("read", question))
         return int(values[0] or 0), int(values[1] or 0)
 
     async def known_blobs(self, tenant: str, sha256s: Sequence[str]) -> list[str]:
@@ -205,18 +209,18 @@ class Catalog:
         if not sha256s:
             return []
         question = ["HMGET", f"blobs:{tenant}", *sha256s]
-        _, values = await self._patiently(lambda: self._run("read", question))
+        values = await self._patiently(lambda: self._run("read", question))
         return [sha256 for sha256, value in zip(sha256s, values, strict=True) if value is not None]
 
     async def staged_until(self, time_s: float) -> list[tuple[str, str]]:
         """(scope, tag) of staged moves that expired at this unix time or before."""
-        _, values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
+        values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
         return [(scope, tag) for tag, _, scope in (_text(v).partition(" ") for v in values)]
 
     async def position(self) -> tuple[str, int]:
         """(epoch, number of its last event) of the current index."""
-        epoch, sequence = await self._run("read", ["GET", "seq"])
-        return _text(epoch), int(sequence or 0)
+        epoch, sequence, _ = await self._at_position("read", ["EXISTS", "seq"])
+        return epoch, sequence
 
     async def read_events(
         self, epoch: str, after: int, count: int, block_ms: int | None
@@ -352,11 +356,25 @@ class Catalog:
         return await work()
 
     async def _run(self, script: str, arguments: list[Any]) -> Any:
+        return (await self._at_position(script, arguments))[2]
+
+    async def _at_position(self, script: str, arguments: list[Any]) -> tuple[str, int, Any]:
+        """(epoch, number of its last event, answer) of a script on the current index.
+
+        Raises: NoIndex, also if the index is older than what was read before.
+        """
         async with _translated():
-            answer = await self._scripts[script](keys=[PREFIX], args=arguments)
-        if answer is None:
+            answer = await self._scripts[script](keys=[PREFIX], args=[*self._seen, *arguments])
+        epoch, sequence = (_text(answer[0]), int(answer[1])) if answer is not None else ("", 0)
+        if not epoch or epoch in self._replaced:
             raise NoIndex("the index is being rebuilt", retry_after_s=1.0)
-        return answer
+        seen_epoch, seen_sequence = self._seen
+        if epoch != seen_epoch:
+            self._replaced.append(seen_epoch)
+            self._seen = (epoch, sequence)
+        elif sequence > seen_sequence:  # Answers may overtake each other.
+            self._seen = (epoch, sequence)
+        return epoch, sequence, answer[2]
 
 
 @asynccontextmanager

@@ -1,10 +1,13 @@
 -- One page of a list: names after a cursor with their documents.
--- KEYS[1] = prefix; ARGV = set ('names' | 'shared'), min, max (ZRANGEBYLEX bounds), limit,
--- 'current' | 'all'. The current version is the one that `latest` points at (the heaviest side of a
+-- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), set ('names' | 'shared'), min,
+-- max (ZRANGEBYLEX bounds), limit, 'current' | 'all'. The current version is the one that `latest` points at (the heaviest side of a
 -- split), the newest where it points at none.
--- Returns {epoch, {{scope, adapter, tags, versions}...}}, or false where there is no index.
+-- Returns {epoch, sequence, {{scope, adapter, tags, versions}...}}, or false where there is no index or
+-- it is behind that position.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
+local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
+if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 local ns = KEYS[1] .. epoch .. ':'
 local page = {}
 
@@ -20,11 +23,11 @@ local function current(scope, key)
   return newest and redis.call('HGET', key, 'v' .. newest)
 end
 
-local scopes = redis.call('ZRANGEBYLEX', ns .. ARGV[1], ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
+local scopes = redis.call('ZRANGEBYLEX', ns .. ARGV[3], ARGV[4], ARGV[5], 'LIMIT', 0, ARGV[6])
 for _, scope in ipairs(scopes) do
   local key = ns .. 'a:' .. scope
   local versions = {}
-  if ARGV[5] == 'current' then
+  if ARGV[7] == 'current' then
     local value = current(scope, key)
     if value then versions[1] = value end
   else
@@ -38,4 +41,4 @@ for _, scope in ipairs(scopes) do
     scope, redis.call('HGET', key, 'adapter') or '', redis.call('HVALS', ns .. 't:' .. scope), versions
   }
 end
-return {epoch, page}
+return {epoch, sequence, page}

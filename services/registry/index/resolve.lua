@@ -1,10 +1,12 @@
 -- Everything that answers references, many in one round trip.
--- KEYS[1] = prefix; ARGV = for each reference three: scope, kind ('tag' | 'version' | 'digest' |
--- 'all'), selector.
--- Returns {epoch, {{tags, versions, adapter}...}}, or false where there is no index. Values are
--- '<generation> <document>'.
+-- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), then for each reference three:
+-- scope, kind ('tag' | 'version' | 'digest' | 'all'), selector.
+-- Returns {epoch, sequence, {{tags, versions, adapter}...}}, or false where there is no index or it is
+-- behind that position. Values are '<generation> <document>'.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
+local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
+if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 local ns = KEYS[1] .. epoch .. ':'
 
 local function found(scope, kind, selector)
@@ -38,7 +40,7 @@ local function found(scope, kind, selector)
 end
 
 local answers = {}
-for place = 1, #ARGV, 3 do
+for place = 3, #ARGV, 3 do
   answers[#answers + 1] = found(ARGV[place], ARGV[place + 1], ARGV[place + 2])
 end
-return {epoch, answers}
+return {epoch, sequence, answers}

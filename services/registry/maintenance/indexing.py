@@ -56,7 +56,6 @@ class Indexer:
         self._uploads = uploads
         self._publisher = publisher
         self._rebuilding = asyncio.Lock()
-        self._seen: tuple[str, int] = ("", 0)
 
     async def start(self) -> None:
         """Build the index if needed and complete interrupted publications, before the first read.
@@ -82,14 +81,12 @@ class Indexer:
 
     async def ensure(self) -> None:
         """Rebuild if there is no index, or if it went back in time after a failover."""
-        epoch = None
+        epoch = await self._catalog.epoch()
         with contextlib.suppress(NoIndex):
-            epoch, sequence = await self._catalog.position()
-            seen_epoch, seen_sequence = self._seen
-            if epoch != seen_epoch or sequence >= seen_sequence:
-                self._seen = (epoch, sequence)
-                return
-            logger.warning("index went back in time", extra={"from": seen_sequence, "to": sequence})
+            await self._catalog.position()
+            return
+        if epoch is not None:
+            logger.warning("index went back in time", extra={"epoch": epoch})
         async with self._rebuilding:
             if await self._catalog.epoch() != epoch:
                 return
@@ -152,7 +149,6 @@ class Indexer:
             await self._catalog.release_rebuild(epoch)
             await self._catalog.drop(epoch)
             raise
-        self._seen = (epoch, 0)
         REBUILDS.inc()
         if before is not None:
             await self._catalog.drop(before)
@@ -164,15 +160,15 @@ class Indexer:
         while (left := await self._catalog.switch(epoch)) is not True:
             if left is False:
                 raise NoIndex("Redis was emptied during the rebuild", retry_after_s=1.0)
-            for scope in left if isinstance(left, list) else ():
-                items = await self._items_of(scope)
-                await self._catalog.apply(scope, items, into_epoch=epoch)
+            if isinstance(left, list):
+                changed = [(scope, await self._items_of(scope)) for scope in left]
+                await self._catalog.apply_many(epoch, changed)
 
     async def _fill(self, epoch: str) -> tuple[int, int, int]:
         """Read every document into the index under construction; returns the number of live
         ones."""
         bases = await self._items_of(BASES_SCOPE)
-        await self._catalog.apply(BASES_SCOPE, bases, into_epoch=epoch)
+        await self._catalog.apply_many(epoch, [(BASES_SCOPE, bases)])
         versions = tags = 0
         applying: asyncio.Task[None] | None = None
         try:

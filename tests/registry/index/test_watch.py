@@ -239,3 +239,28 @@ async def test_feed_reads_only_while_somebody_watches(registry: Registry) -> Non
     assert feed._task is None
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_watcher_never_sees_an_index_that_went_back_in_time(
+    registry: Registry, metadata_url: str
+) -> None:
+    """A Redis that restarts from an old dump: the watch waits for the rebuilt index."""
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    await publish(registry, "sql", 1)
+    old = {key: await raw.dump(key) for key in await raw.keys("*")}
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    await publish(registry, "sql", 2)
+    await mirror.until("sql:latest", [2])
+    mirror.events.clear()
+    await raw.flushall()
+    for key, value in old.items():
+        await raw.restore(key, 0, value)
+    waiting = asyncio.create_task(mirror.snapshot())
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    await raw.aclose()
+    await registry.indexer.ensure()
+    await waiting
+    assert mirror.known["sql:latest"] == [2]
+    assert "sql:latest 1" not in mirror.events

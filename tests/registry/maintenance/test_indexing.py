@@ -174,22 +174,49 @@ async def test_a_rebuild_that_lost_its_lease_leaves_that_of_another(
     assert await raw.get(f"{PREFIX}rebuild") is None
 
 
-async def test_an_index_that_went_back_in_time_is_replaced(
-    registry: Registry, raw: redis.asyncio.Redis
+async def _go_back(raw: redis.asyncio.Redis, dump: dict[bytes, bytes]) -> None:
+    """What a Redis that starts from an old dump holds."""
+    await raw.flushall()
+    for key, value in dump.items():
+        await raw.restore(key, 0, value)
+
+
+async def _dump(raw: redis.asyncio.Redis) -> dict[bytes, bytes]:
+    return {key: await raw.dump(key) for key in await raw.keys("*")}
+
+
+@pytest.mark.parametrize("rebuilt_since", [False, True])
+async def test_an_index_that_went_back_in_time_is_never_read_and_is_replaced(
+    registry: Registry, raw: redis.asyncio.Redis, rebuilt_since: bool
 ) -> None:
-    """A failover to a replica that had not heard of the last writes."""
+    """A restart from an old dump, or a failover to a replica that lacks the last writes."""
     await publish(registry, "sql", 1)
-    epoch = await registry.catalog.epoch()
-    scope = f"{PREFIX}{epoch}:t:default/sql"
-    old_tag, old_seq = await raw.hget(scope, "latest"), await raw.get(f"{PREFIX}{epoch}:seq")
+    old = await _dump(raw)
+    old_epoch = await registry.catalog.epoch()
     await publish(registry, "sql", 2)
-    await registry.indexer.ensure()
-    await raw.hset(scope, "latest", old_tag)
-    await raw.set(f"{PREFIX}{epoch}:seq", old_seq)
-    assert await _version_of(registry, "sql") == 1
+    if rebuilt_since:
+        await registry.indexer.rebuild()
+        assert await _version_of(registry, "sql") == 2
+    await _go_back(raw, old)
+    assert await registry.catalog.epoch() == old_epoch
+    with pytest.raises(CatalogDown):
+        await registry.catalog.page("names", "-", "+", 10, all_versions=True)
+    assert await _version_of(registry, "sql") == 2, "read from the objects"
     await registry.indexer.ensure()
     assert await _version_of(registry, "sql") == 2
-    assert await registry.catalog.epoch() != epoch
+    assert await registry.catalog.epoch() != old_epoch
+
+
+async def test_a_writer_replaces_an_index_that_went_back_in_time(
+    registry: Registry, raw: redis.asyncio.Redis
+) -> None:
+    await publish(registry, "sql", 1)
+    old = await _dump(raw)
+    await publish(registry, "sql", 2)
+    await _go_back(raw, old)
+    await publish(registry, "sql", 3)
+    _, page = await registry.catalog.page("names", "-", "+", 10, all_versions=True)
+    assert [len(found.versions) for _, found in page] == [3]
 
 
 async def test_a_change_that_never_reached_the_index_is_repaired(registry: Registry) -> None:
@@ -213,7 +240,7 @@ async def test_a_name_that_changes_during_a_rebuild_is_read_again(registry: Regi
     await publish(registry, "sql", 2)
     assert await registry.catalog.switch(epoch) == ["default/sql"]
     items = await registry.indexer._items_of("default/sql")
-    await registry.catalog.apply("default/sql", items, into_epoch=epoch)
+    await registry.catalog.apply_many(epoch, [("default/sql", items)])
     assert await registry.catalog.switch(epoch) is True
     assert await _version_of(registry, "sql") == 2
 
