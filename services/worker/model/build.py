@@ -227,9 +227,9 @@ class Builder:
         q, kv = config.q_size, config.kv_size
         q_outputs = 2 * q if config.gated_attention else q
         heads, kv_heads = (q_outputs, config.num_heads), (kv, config.num_kv_heads)
-        names = ("q_proj", q_outputs), ("k_proj", kv), ("v_proj", kv)
+        names = [("q_proj", q_outputs), ("k_proj", kv), ("v_proj", kv)]
         if self.names.fused_qkv:
-            names = (("qkv_proj", q + 2 * kv),)
+            names = [("qkv_proj", q + 2 * kv)]
         modules = [(f"{prefix}.{name}", width) for name, width in names]
         head_norms = None
         if config.qk_norm:

@@ -227,7 +227,7 @@ class Scheduler:
             assert not request.block_tables and not request.num_computed, request.request_id
         by_owner = self._arena.blocks_by_owner()
         for request in self._running:
-            tables = *request.block_tables, request.state_blocks
+            tables = [*request.block_tables, request.state_blocks]
             held = [block for table in tables for block in table if block != RELEASED_BLOCK]
             own = [block for block in held if not self._prefixes.is_cached(block)]
             owned = by_owner.get(kv_owner(request), set())

@@ -219,8 +219,6 @@ def features_of(base: TinyBase) -> list[str]:
     layer_types = getattr(base.config, "layer_types", None) or ["full_attention"] * 2
     if "linear_attention" not in layer_types:
         names -= {*RECURRENT_FEATURES}
-    else:
-        names -= {"bias-all"}  # it trains dt_bias, which is no bias of a linear
     if layer_types[1] == "linear_attention":
         names -= {"one-layer"}
     if base.model.config.model_type not in EXPERT_FAMILIES:

@@ -55,14 +55,15 @@ DELTA_NETS = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
-    **_rope(
-        rope_type="default",
-        partial_rotary_factor=0.5,
-        mrope_section=[2, 2, 2],
-        mrope_interleaved=True,
-    ),
+    **_rope(rope_type="default", partial_rotary_factor=0.5),
 }
 """Recurrent layers, and attention as published models have it next to them."""
+OF_IMAGES = _rope(
+    rope_type="default",
+    partial_rotary_factor=0.5,
+    mrope_section=[2, 2, 2],
+    mrope_interleaved=True,
+)
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 """Published models have attention in every fourth layer, in which tiny adapters change little."""
 QWEN_EXPERTS = {
@@ -137,6 +138,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             "text_config": {
                 **COMMON,
                 **DELTA_NETS,
+                **OF_IMAGES,
                 "num_hidden_layers": 5,
                 "layer_types": [*EVERY_SECOND["layer_types"], "full_attention"],
                 "tie_word_embeddings": True,
@@ -154,7 +156,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3.5-moe": (
         "Qwen3_5MoeConfig",
         {
-            "text_config": {**COMMON, **DELTA_NETS, **QWEN_EXPERTS, **EVERY_SECOND},
+            "text_config": {**COMMON, **DELTA_NETS, **OF_IMAGES, **QWEN_EXPERTS, **EVERY_SECOND},
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 48,
