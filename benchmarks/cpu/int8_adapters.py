@@ -27,6 +27,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.loading import adapter_blocks, load_adapter
 
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20
@@ -61,7 +62,7 @@ class Served:
         request.block_tables = [[next(free) for _ in range(per_group)] for _ in groups]
         slots = () if bare else ((0, 1.0),)
         plan = StepPlan(0, (PlannedRow(request, 0, len(tokens), True, slots),))
-        [row] = self.runner.execute(plan)
+        [row] = self.runner.launch(plan).result()
         return [entry.logprob for entry in row.prompt_logprobs]
 
 
@@ -75,7 +76,7 @@ def serve(folder: Path, adapter_dtype: str) -> Served:
         adapter_dtype=adapter_dtype,
         executors=(AtOnce(), AtOnce()),
     )
-    runner.load_adapter(0, folder, range(runner.adapter_blocks(folder)))
+    load_adapter(runner, 0, folder, range(adapter_blocks(runner, folder)))
     table = runner._adapters.weights.table.values()
     return Served(runner, sum(tile.data.nbytes for d in table for tile in (*d.a, *d.b)))
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
-from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import DoneStep
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
@@ -110,7 +110,7 @@ class OurEngine:
         commands = [self._submit(i, p, num_adapters, params) for i, p in enumerate(prompts)]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         first_s: dict[str, float] = {}
-        outputs: dict[str, list[int]] = {command.request_id: [] for command in commands}
+        outputs: dict[str, list[int]] = {command.request.request_id: [] for command in commands}
         output = self._engine.step(commands)
         while True:
             now_s = time.perf_counter() - begin_s
@@ -137,10 +137,12 @@ class OurEngine:
         self._num_requests += 1
         adapters = ((digest_of(i % num_adapters), 1.0),) if num_adapters else ()
         return Submit(
-            request_id=str(self._num_requests),
-            prompt_ids=prompt,
-            sampling=sampling,
-            adapters=AdapterSet(adapters),
+            request=WorkerRequest(
+                request_id=str(self._num_requests),
+                prompt_ids=prompt,
+                sampling=sampling,
+                adapters=AdapterSet(adapters),
+            )
         )
 
 

@@ -172,7 +172,7 @@ class BenchRunner:
             return common.device_median_s(lambda: gpu.replay(graph, step, before), repetitions)
 
     def _run(self, plan: StepPlan) -> Callable[[], object]:
-        return lambda: self.runner.execute(plan)
+        return lambda: self.runner.launch(plan).result()
 
 
 def _adapters(slot: int | None) -> tuple[tuple[int, float], ...]:

@@ -26,6 +26,7 @@ from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.runner_protocol import Copied
+from tests.worker.loading import load_adapter
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def check_copy(runner: TorchRunner, folder: Path, blocks: list[int]) -> None:
         WrongResult: they differ.
     """
     others = range(len(blocks), 2 * len(blocks))
-    runner.load_adapter(1, folder, others)
+    load_adapter(runner, 1, folder, others)
     common.synchronize(runner.arena.data.device)
     if not runner.arena.data[blocks].equal(runner.arena.data[list(others)]):
         raise WrongResult("the copied image is not the packed adapter")

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
@@ -51,7 +52,6 @@ from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
-from loraplex_services.worker.types.request import AdapterSet
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16
@@ -175,10 +175,12 @@ class HostEngine:
         number = next(self._numbers)
         self._running.append(str(number))
         return Submit(
-            request_id=str(number),
-            prompt_ids=[self._rng.randrange(2, 128) for _ in range(num_prompt)],
-            sampling=SamplingParams(max_tokens=MAX_OUTPUT, seed=number, ignore_eos=True),
-            adapters=AdapterSet(((self._digests[number % NUM_ADAPTERS], 1.0),)),
+            request=WorkerRequest(
+                request_id=str(number),
+                prompt_ids=[self._rng.randrange(2, 128) for _ in range(num_prompt)],
+                sampling=SamplingParams(max_tokens=MAX_OUTPUT, seed=number, ignore_eos=True),
+                adapters=AdapterSet(((self._digests[number % NUM_ADAPTERS], 1.0),)),
+            )
         )
 
     def leaving(self) -> list[Command]:

@@ -23,6 +23,7 @@ from benchmarks import cpu_model
 from benchmarks.gpu import common
 from benchmarks.gpu.common import SHAPES
 from benchmarks.machine import write_results
+from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
@@ -126,11 +127,13 @@ class Side:
         self._num_sent += 1
         name = self._num_sent
         return Submit(
-            request_id=str(name),
-            prompt_ids=[(name * 31 + i) % 100 + 2 for i in range(NUM_PROMPT)],
-            sampling=SamplingParams(
-                num_tokens, seed=name, ignore_eos=True, temperature=0.8 * (name % 2)
-            ),
+            request=WorkerRequest(
+                request_id=str(name),
+                prompt_ids=[(name * 31 + i) % 100 + 2 for i in range(NUM_PROMPT)],
+                sampling=SamplingParams(
+                    num_tokens, seed=name, ignore_eos=True, temperature=0.8 * (name % 2)
+                ),
+            )
         )
 
 

@@ -134,9 +134,9 @@ def profile_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> di
     bench.load([case.rank] * case.num_adapters, case.targets)
     plan = plan_of(bench, case, args.context)
     for _ in range(WARM_UP_STEPS):
-        bench.runner.execute(plan)
+        bench.runner.launch(plan).result()
     wall_s = bench.step_s(plan, args.steps)
-    steps = profiled_steps(lambda: bench.runner.execute(plan), bench.device, args.steps)
+    steps = profiled_steps(lambda: bench.runner.launch(plan).result(), bench.device, args.steps)
     rows = kernel_rows(steps, bench.shape.num_layers)
     times = {"wall_ms": wall_s * 1e3, **timeline_ms(steps)}
     print(f"\n### {case.name}\n{', '.join(f'{k} {v:.3f}' for k, v in times.items())}\n")

@@ -9,16 +9,10 @@ import random
 from pathlib import Path
 
 from loraplex.adapter_format import File, Geometry, Module
+from loraplex.api.registry import TagTarget
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
-from loraplex_services.registry.records import (
-    BaseRecord,
-    Move,
-    TagRecord,
-    TargetRecord,
-    VersionRecord,
-    encode,
-)
+from loraplex_services.registry.records import BaseRecord, Move, TagRecord, VersionRecord, encode
 
 BASE_ID = "bench/eight-billion"
 TENANT = "default"
@@ -142,7 +136,7 @@ def _documents(number: int) -> tuple[VersionRecord, TagRecord]:
         peft_version="0.18.0",
         upload_id=f"{number:049x}",
     )
-    targets = (TargetRecord(1, digest),)
+    targets = (TagTarget(1, digest),)
     move = Move(1, targets, 1.7e9 + number, "", f"{version.upload_id}:v1")
     return version, TagRecord(TENANT, version.name, "latest", targets, 1, move.moved_s, (move,))
 

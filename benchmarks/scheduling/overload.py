@@ -19,9 +19,10 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import write_results
+from loraplex.api.request import TokenPrompt
 from loraplex.api.sampling import Sampling
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.gateway.request import GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall
 from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.house import House, Seen
 from tests.gateway.simulated.worker import BASE_ID, Speed
@@ -59,7 +60,14 @@ class Fairness:
 def _call(number: int, tenant: str, rng: random.Random, timeout_s: float | None) -> GenerateCall:
     sampling = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompt = TokenPrompt(tuple(rng.randrange(256) for _ in range(PROMPT_TOKENS)))
-    return GenerateCall(f"r{number}", tenant, BASE_ID, prompt, sampling, timeout_s=timeout_s)
+    return GenerateCall(
+        request_id=f"r{number}",
+        tenant=tenant,
+        model=BASE_ID,
+        prompt=prompt,
+        sampling=sampling,
+        timeout_s=timeout_s,
+    )
 
 
 async def _house(seed: int) -> House:

@@ -24,6 +24,7 @@ from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import SMALL
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex.cli.output import print_table
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -35,7 +36,7 @@ from loraplex_services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import ServiceCounters, reserved_slots
 from loraplex_services.worker.scheduling.scheduler import Scheduler
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.residency import Load
 
 NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512

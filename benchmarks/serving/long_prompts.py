@@ -63,7 +63,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
         if number == 0:
             gaps_s, firsts_s = [], []
         pair = [long_prompt(bench, num_prompt), bench.request(NUM_STREAMS, 1)]
-        awaited = {submit.request_id: place for place, submit in enumerate(pair)}
+        awaited = {submit.request.request_id: place for place, submit in enumerate(pair)}
         first_s = [0.0, 0.0]
         pause: list[list[Submit]] = [[] for _ in range(PAUSE_STEPS)]
         sent = len(gaps_s) + PAUSE_STEPS
@@ -77,7 +77,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
             if not awaited:
                 break
         firsts_s.append(first_s)
-    bench.step([Cancel(submit.request_id) for submit in streams])
+    bench.step([Cancel(submit.request.request_id) for submit in streams])
     bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_STREAMS + 1)])
     num_tokens = num_prompts * num_prompt + NUM_STREAMS * len(gaps_s)
     p99 = statistics.quantiles(gaps_s, n=100)[-1]

@@ -33,6 +33,7 @@ import torch
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import write_results
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.residency import Tier
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.pack.contents import ModuleReader
@@ -49,7 +50,6 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
 )
-from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import LaunchedStep
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -111,10 +111,14 @@ class Bench:
         self.num_sent += 1
         digests = () if adapter is None else (digest_of(adapter),)
         return Submit(
-            request_id=str(self.num_sent),
-            prompt_ids=[self.order.randrange(2, self.shape.vocab_size) for _ in range(NUM_PROMPT)],
-            sampling=SamplingParams(max_tokens, seed=0, ignore_eos=True),
-            adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
+            request=WorkerRequest(
+                request_id=str(self.num_sent),
+                prompt_ids=[
+                    self.order.randrange(2, self.shape.vocab_size) for _ in range(NUM_PROMPT)
+                ],
+                sampling=SamplingParams(max_tokens, seed=0, ignore_eos=True),
+                adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
+            )
         )
 
     def step(self, commands: Sequence[Command] = ()) -> StepOutput:
@@ -160,7 +164,7 @@ class Bench:
         submit = self.request(adapter, 1)
         begin_s = time.perf_counter()
         output = self.step([self.fetched(adapter), submit])
-        while all(token.request_id != submit.request_id for token in output.tokens):
+        while all(token.request_id != submit.request.request_id for token in output.tokens):
             output = self.step()
         return time.perf_counter() - begin_s
 

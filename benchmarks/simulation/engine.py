@@ -100,7 +100,7 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
             if request.adapter is not None:
                 commands.append(bench.fetched(request.adapter))
             commands.append(submit)
-            sent.append(submit.request_id)
+            sent.append(submit.request.request_id)
             place += 1
         output = bench.step(commands)
         now = clock() - begin_s

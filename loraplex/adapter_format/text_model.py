@@ -96,6 +96,9 @@ class Spelling:
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head") else name
 
 
+FURTHER_TOKENS = "mtp."
+"""Begins the names of layers that predict more than the next token, which are not served."""
+
 PLAIN = Spelling("model.")
 WRAPPED = (
     Spelling("model.language_model."),

@@ -1,5 +1,6 @@
 """The plain types that the SDK, the gateway, the worker and the registry share.
 
+    request     prompts, and what is asked of a gateway and of a worker
     sampling    what is asked of the sampler, before and after the gateway resolves the defaults
     pooling     which vector of a prompt is computed
     output      finish reasons, logprobs, token counts and times
@@ -8,7 +9,8 @@
 
 Every type has one conversion to and from its protobuf message:
 
-    wire            of the types above but the registry's
+    wire            of the types above but requests and the registry's
+    request_wire    of prompts and requests
     registry_wire   of the records of the registry
     format_wire     of the types of `loraplex.adapter_format`
     error_wire      of the errors of `loraplex.errors`

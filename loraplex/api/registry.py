@@ -117,7 +117,7 @@ class TagTarget:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A movable pointer, or a weighted split."""
+    """A movable pointer, or a weighted split; without targets it is deleted."""
 
     tenant: str
     name: str
@@ -126,8 +126,13 @@ class Tag:
     generation: int
     updated_unix_s: float
     pending: tuple[TagTarget, ...] = ()
-    """Targets of a staged move that has not completed."""
+    """Targets of a staged move, which is made once workers have loaded them."""
     pending_reason: str = ""
+    pending_until_unix_s: float = 0.0
+
+    def is_older_than(self, other: Tag) -> bool:
+        """Compares generation and time, because a recreated tag counts from 1 again."""
+        return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +209,8 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """An owner of adapters, with limits (0 = none) and use."""
+class TenantLimits:
+    """What an owner of adapters may use at all gateways together; 0 = no limit."""
 
     tenant: str
     max_bytes: int = 0
@@ -214,10 +219,16 @@ class Tenant:
     tokens_per_s: float = 0.0
     max_concurrent: int = 0
     fairness_weight: float = 1.0
-    used_bytes: int = 0
-    used_versions: int = 0
     signature_keys: tuple[str, ...] = ()
     """EC public keys in PEM; where there are any, versions need a signature by one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant(TenantLimits):
+    """An owner of adapters, with limits and use."""
+
+    used_bytes: int = 0
+    used_versions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

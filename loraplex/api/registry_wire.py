@@ -1,8 +1,14 @@
-"""Converts the messages of the registry to the records of `loraplex.api.registry`."""
+"""Converts the types of `loraplex.api.registry` to and from the messages of the registry.
+
+The registry's own documents hold more (operations, secrets, tombstones) under names that stored
+ones have; what only the registry sends is converted where it speaks gRPC.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from loraplex.api.registry import (
     AdapterFile,
@@ -16,6 +22,7 @@ from loraplex.api.registry import (
     TagMove,
     TagTarget,
     Tenant,
+    TenantLimits,
     UsageEntry,
 )
 from loraplex.errors import Violation
@@ -99,12 +106,18 @@ def tag(message: pb.Tag) -> Tag:
         updated_unix_s=message.updated_unix_s,
         pending=targets(message.pending),
         pending_reason=message.pending_reason,
+        pending_until_unix_s=message.pending_until_unix_s,
     )
 
 
 def targets(messages: Iterable[pb.TagTarget]) -> tuple[TagTarget, ...]:
-    """Sides of a tag."""
-    return tuple(TagTarget(t.version, t.digest, t.weight) for t in messages)
+    """What a tag points at. A weight of 0 means 1."""
+    return tuple(TagTarget(t.version, t.digest, t.weight or 1) for t in messages)
+
+
+def targets_to_proto(targets: Iterable[TagTarget]) -> list[pb.TagTarget]:
+    """The inverse."""
+    return [pb.TagTarget(version=t.version, digest=t.digest, weight=t.weight) for t in targets]
 
 
 def tag_move(message: pb.TagMove) -> TagMove:
@@ -169,31 +182,37 @@ def api_key(message: pb.Key) -> ApiKey:
 
 
 def tenant(message: pb.Tenant) -> Tenant:
-    """A tenant with limits and use."""
+    """A tenant with limits and use. A fairness weight of 0 means 1."""
     return Tenant(
-        tenant=message.tenant,
-        max_bytes=message.max_bytes,
-        max_versions=message.max_versions,
-        requests_per_s=message.requests_per_s,
-        tokens_per_s=message.tokens_per_s,
-        max_concurrent=message.max_concurrent,
-        fairness_weight=message.fairness_weight or 1.0,
-        used_bytes=message.used_bytes,
-        used_versions=message.used_versions,
-        signature_keys=tuple(message.signature_keys),
+        **tenant_limits(message), used_bytes=message.used_bytes, used_versions=message.used_versions
     )
+
+
+def tenant_limits(message: pb.Tenant) -> dict[str, Any]:
+    """The fields of `TenantLimits`. A fairness weight of 0 means 1."""
+    values = {name: getattr(message, name) for name in _LIMITS}
+    values["signature_keys"] = tuple(message.signature_keys)
+    return {**values, "fairness_weight": message.fairness_weight or 1.0}
+
+
+def tenant_to_proto(limits: TenantLimits, used_bytes: int, used_versions: int) -> pb.Tenant:
+    """Limits with what is used of them."""
+    values = {name: getattr(limits, name) for name in _LIMITS}
+    return pb.Tenant(**values, used_bytes=used_bytes, used_versions=used_versions)
 
 
 def usage_entry(message: pb.UsageEntry) -> UsageEntry:
     """One line of a tenant's usage."""
-    return UsageEntry(
-        day=message.day,
-        tenant=message.tenant,
-        model=message.model,
-        requests=message.requests,
-        errors=message.errors,
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        generated_tokens=message.generated_tokens,
-        duration_s=message.duration_ms / 1000,
-    )
+    values = {name: getattr(message, name) for name in _USAGE}
+    return UsageEntry(**values, duration_s=message.duration_ms / 1000)
+
+
+def usage_entry_to_proto(entry: UsageEntry) -> pb.UsageEntry:
+    """The inverse, to the millisecond."""
+    values = {name: getattr(entry, name) for name in _USAGE}
+    return pb.UsageEntry(**values, duration_ms=round(entry.duration_s * 1000))
+
+
+_LIMITS = tuple(each.name for each in dataclasses.fields(TenantLimits))
+_USAGE = tuple(each.name for each in dataclasses.fields(UsageEntry) if each.name != "duration_s")
+"""Those that have the same name in the message."""

@@ -63,7 +63,7 @@ def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
 
 def sampling_from_proto(message: inference_pb2.SamplingParams) -> Sampling:
     """The inverse. A number without presence means the default if it is 0."""
-    return Sampling(**_set_fields(message, {"logit_bias": dict, "grammar": grammar_from_proto}))
+    return Sampling(**set_fields(message, {"logit_bias": dict, "grammar": grammar_from_proto}))
 
 
 def sampling_params_to_proto(params: SamplingParams) -> worker_pb2.WorkerSampling:
@@ -75,11 +75,11 @@ def sampling_params_to_proto(params: SamplingParams) -> worker_pb2.WorkerSamplin
 
 def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingParams:
     """The inverse. The pairs of `logit_bias` are sorted; a field that is 0 has its default."""
-    given = _set_fields(message, {"logit_bias": lambda biases: tuple(sorted(biases.items()))})
+    given = set_fields(message, {"logit_bias": lambda biases: tuple(sorted(biases.items()))})
     return SamplingParams(**{"max_tokens": 0, "seed": 0, **given})
 
 
-def _set_fields(message: Message, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
+def set_fields(message: Message, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
     """Values of the fields that are set, by name. Repeated fields without a reader are tuples."""
     values: dict[str, Any] = {}
     for field, value in message.ListFields():

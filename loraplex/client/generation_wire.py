@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
+from loraplex.api.request_wire import generate_request_to_proto
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
     finish_reason_from_proto,
@@ -12,7 +15,6 @@ from loraplex.api.wire import (
     prompt_logprobs_from_proto,
     recent_load_from_proto,
     residency_from_proto,
-    sampling_to_proto,
     served_by_from_proto,
     timings_from_proto,
     usage_from_proto,
@@ -28,39 +30,32 @@ def generate_request(
     prompt: Prompt,
     sampling: Sampling,
     adapters: Mapping[str, float] | None = None,
-    first_token_s: float | None = None,
+    **others: Any,
 ) -> pb.GenerateRequest:
-    """The wire form of one request."""
-    request = pb.GenerateRequest(model=model, sampling=sampling_to_proto(sampling))
-    request.first_token_s = first_token_s or 0.0
-    for ref, weight in (adapters or {}).items():
-        request.adapters.add(ref=ref, weight=weight)
-    prompt_into(request, prompt)
-    return request
-
-
-def prompt_into(message: pb.GenerateRequest | pb.Prompt, prompt: Prompt) -> None:
-    """Put a prompt of any form into a message. Mutates it.
+    """The wire form of one request; `others` are further fields of `api.request.GenerateRequest`.
 
     Raises:
-        InvalidRequest: it mixes forms, or has token ids that the wire cannot carry.
+        InvalidRequest: the prompt mixes forms, or the wire cannot carry a value.
     """
+    asked = tuple(AskedAdapter(ref, weight) for ref, weight in (adapters or {}).items())
+    request = GenerateRequest(
+        model=model, prompt=to_prompt(prompt), sampling=sampling, adapters=asked, **others
+    )
+    return generate_request_to_proto(request)
+
+
+def to_prompt(prompt: Prompt) -> TextPrompt | TokenPrompt | ChatPrompt:
+    """A prompt of any form. Raises: InvalidRequest if it mixes forms."""
     if isinstance(prompt, str):
-        message.text = prompt
-        return
+        return TextPrompt(prompt)
     messages = [turn for turn in prompt if isinstance(turn, Message)]
     token_ids = [turn for turn in prompt if isinstance(turn, int)]
     if messages and not token_ids:
-        message.chat.messages.extend(
-            pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages
-        )
-    elif len(token_ids) == len(prompt):
-        try:
-            message.token_ids.ids.extend(token_ids)
-        except ValueError:
-            raise InvalidRequest("prompt: token ids are 0 to 4294967295") from None
-    else:
-        raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
+        turns = tuple({"role": turn.role, "content": turn.content} for turn in messages)
+        return ChatPrompt(turns)
+    if len(token_ids) == len(prompt):
+        return TokenPrompt(tuple(token_ids))
+    raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
 
 
 def piece(message: pb.GenerateResponse) -> Piece:

@@ -67,7 +67,9 @@ class InferenceClient:
             first_token_s: how long the first token may take; what cannot make that is given up
                 at once (`DeadlineExceeded`). None = as long as the call's deadline allows.
         """
-        request = generation_wire.generate_request(model, prompt, sampling, adapters, first_token_s)
+        request = generation_wire.generate_request(
+            model, prompt, sampling, adapters, first_token_s=first_token_s
+        )
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
             async for response in responses:

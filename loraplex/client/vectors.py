@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.request_wire import prompt_into
 from loraplex.api.wire import pooling_to_proto, served_by_from_proto, usage_from_proto
 from loraplex.client.generation import Prompt
-from loraplex.client.generation_wire import prompt_into
+from loraplex.client.generation_wire import to_prompt
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import inference_pb2 as pb
 
@@ -80,7 +81,7 @@ def score_request(model: str, inputs: str | Sequence[Prompt]) -> pb.ScoreRequest
 
 def _fill(request: pb.EmbedRequest | pb.ScoreRequest, inputs: str | Sequence[Prompt]) -> None:
     for prompt in [inputs] if isinstance(inputs, str) else inputs:
-        prompt_into(request.prompts.add(), prompt)
+        prompt_into(request.prompts.add(), to_prompt(prompt))
 
 
 def embeddings(message: pb.EmbedResponse) -> Embeddings:

@@ -17,68 +17,24 @@ from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
 from loraplex.api.pooling import Pooling
-from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
+from loraplex.api.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    WorkerRequest,
+)
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text to be tokenized, by default with special tokens such as BOS."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall(GenerateRequest):
+    """A client's request, as received by an API: with what the API knows of the caller."""
 
-    text: str
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Vocabulary indices, taken as they are."""
-
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the chat template, which by default writes all special tokens itself."""
-
-    messages: tuple[Mapping[str, object], ...]
-    add_special_tokens: bool = False
-    tools: tuple[Mapping[str, object], ...] = ()
-    """Functions that the template describes to the model."""
-    template_options: Mapping[str, object] = field(default_factory=dict)
-    """Further variables of the template."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    """The prompt ends with the last message, which the output continues."""
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class AskedAdapter:
-    """One adapter of a request as the caller names it."""
-
-    ref: str
-    weight: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """One prompt for one base or adapter, as received by an API."""
-
-    request_id: str
     tenant: str
-    model: str
-    prompt: Prompt
-    sampling: Sampling
-    adapters: tuple[AskedAdapter, ...] = ()
-    cache_salt: str = ""
-    priority: int = 0
-    split_key: str = ""
     timeout_s: float | None = None
     """Time left until the client's deadline; None = the gateway's limit."""
-    first_token_s: float | None = None
-    """Limit on the time to first token; None = only the deadline counts."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     pooling: Pooling = Pooling.NONE
@@ -136,27 +92,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """One sequence for a worker. With `output_ids` it continues where another worker stopped."""
+    """One sequence to be run by some worker of a base until a deadline."""
 
-    request_id: str
-    tenant: str
+    request: WorkerRequest
+    """Without the times that remain, which each attempt sets."""
     base_id: str
-    prompt_ids: tuple[int, ...]
-    adapters: tuple[RunningAdapter, ...]
-    sampling: SamplingParams
-    sample_index: int
     deadline_s: float
     """Absolute, on the gateway's monotonic clock."""
-    cache_salt: str = ""
-    priority: int = 0
-    trace: str = ""
-    output_ids: tuple[int, ...] = ()
-    grammar: Grammar | None = None
-    grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
-    pooling: Pooling = Pooling.NONE
-    """With one its max_tokens is 0."""
-    fairness_weight: float = 1.0
-    """The tenant's, for the workers' own fair queue."""
     first_token_due_s: float | None = None
     """Deadline of the first token, on the same clock; None = only `deadline_s` counts."""
 

@@ -18,6 +18,7 @@ import msgspec
 from loraplex.adapter_format import File, Geometry
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.api.registry import TagTarget, TenantLimits
 from loraplex.errors import Violation
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -102,20 +103,11 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRecord:
-    """One side of a tag."""
-
-    version: int
-    digest: str
-    weight: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
     """One past move of a tag."""
 
     generation: int
-    targets: tuple[TargetRecord, ...]
+    targets: tuple[TagTarget, ...]
     moved_s: float
     mover: str
     move_id: str
@@ -129,12 +121,12 @@ class TagRecord:
     tenant: str
     name: str
     tag: str
-    targets: tuple[TargetRecord, ...]
+    targets: tuple[TagTarget, ...]
     generation: int
     updated_s: float
     moves: tuple[Move, ...] = ()
     """Oldest first, at most 32, the present state included."""
-    pending: tuple[TargetRecord, ...] = ()
+    pending: tuple[TagTarget, ...] = ()
     """Targets of a staged move: they wait until workers have them loaded."""
     pending_reason: str = ""
     """What it waits for, or why the last staged move failed."""
@@ -174,18 +166,11 @@ class BaseRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRecord:
-    """Limits of a tenant; 0 = none."""
+class TenantRecord(TenantLimits):
+    """Limits of a tenant."""
 
-    tenant: str
-    max_bytes: int = 0
-    max_versions: int = 0
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    max_concurrent: int = 0
     fairness_weight: float = 0.0
-    signature_keys: tuple[str, ...] = ()
-    """EC public keys in PEM; where there are any, versions need a signature by one of them."""
+    """0 = that of a tenant without limits."""
     generation: int = 1
 
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.workload import Outcome, TracedRequest
@@ -20,7 +21,6 @@ from loraplex_services.simulate.gateway import Due, SimulatedGateway
 from loraplex_services.simulate.virtual_loop import VirtualLoop
 from loraplex_services.simulate.worker import SimulatedWorker
 from loraplex_services.worker.types.messages import EngineConfig, StepOutput, Submit
-from loraplex_services.worker.types.request import AdapterSet
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 """Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""
@@ -223,12 +223,14 @@ def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left:
     """Prompts share no token, as random ones hardly do."""
     start = number << 13
     return Submit(
-        request_id=str(number),
-        prompt_ids=list(range(start, start + request.num_input)),
-        sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
-        adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
-        remaining_s=left.end_s,
-        remaining_first_token_s=left.first_token_s,
+        request=WorkerRequest(
+            request_id=str(number),
+            prompt_ids=list(range(start, start + request.num_input)),
+            sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
+            adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
+            remaining_s=left.end_s,
+            remaining_first_token_s=left.first_token_s,
+        )
     )
 
 

@@ -55,8 +55,9 @@ class SimulatedWorker:
         """Of the step under way."""
         self._view: WorkerView | None = None
 
-    def submit(self, moment_s: float, request: Submit, ranks: dict[str, int]) -> None:
+    def submit(self, moment_s: float, command: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
+        request = command.request
         self._in_flight[request.request_id] = request.adapters.digests
         self._asked |= set(request.adapters.digests)
         self._unstarted[request.request_id] = len(request.prompt_ids)
@@ -64,7 +65,7 @@ class SimulatedWorker:
         self._view = None
         for digest in request.adapters.digests:
             self._fetch(moment_s, digest, ranks[digest])
-        self._deliver(moment_s, request)
+        self._deliver(moment_s, command)
 
     def _fetch(self, moment_s: float, digest: str, rank: int) -> None:
         if digest in self._fetched:

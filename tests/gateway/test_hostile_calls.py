@@ -14,6 +14,8 @@ import openai
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.registry import TenantLimits
+from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import Sampling, SamplingParams
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
@@ -23,7 +25,6 @@ from loraplex_services.common.limits import (
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from loraplex_services.gateway.pipeline.sampling import resolve
-from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.gateway.request import ServedModel, WorkerJob
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from loraplex_services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
@@ -83,17 +84,14 @@ async def _sent(call: SlowCall, count: int) -> list[str]:
 
 
 def _job(tenant: str, salt_bytes: int) -> WorkerJob:
-    return WorkerJob(
+    request = WorkerRequest(
         request_id="r",
         tenant=tenant,
-        base_id="base",
         prompt_ids=(1, 2),
-        adapters=(),
         sampling=SamplingParams(max_tokens=1, seed=0),
-        sample_index=0,
-        deadline_s=1e9,
         cache_salt="x" * salt_bytes,
     )
+    return WorkerJob(request, "base", deadline_s=1e9)
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "request_id", "split_key", "model"])
@@ -144,8 +142,9 @@ async def test_many_choices_of_a_long_prompt_wait_without_copies_of_it(
     tracemalloc.start()
     try:
         for index in range(128):
-            job = replace(_job("globex", 10), prompt_ids=prompt_ids, sample_index=index)
-            session.submit(job)
+            job = _job("globex", 10)
+            request = replace(job.request, prompt_ids=prompt_ids, sample_index=index)
+            session.submit(replace(job, request=request))
         await asyncio.sleep(0)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -10,9 +10,10 @@ from collections import Counter
 
 import pytest
 
+from loraplex.api.request import TokenPrompt
 from loraplex.api.sampling import Sampling
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.gateway.request import GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall
 from loraplex_services.gateway.workers.link import SILENT_CHECKS
 from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
@@ -52,11 +53,11 @@ def test_a_worker_that_falls_silent_loses_its_streams_to_another() -> None:
         await house.start(1, AdmissionLimits())
         calls = [
             GenerateCall(
-                f"r{n}",
-                "t",
-                BASE_ID,
-                TokenPrompt((n,)),
-                Sampling(max_tokens=40, ignore_eos=True),
+                request_id=f"r{n}",
+                tenant="t",
+                model=BASE_ID,
+                prompt=TokenPrompt((n,)),
+                sampling=Sampling(max_tokens=40, ignore_eos=True),
             )
             for n in range(6)
         ]
@@ -82,7 +83,16 @@ def test_requests_for_a_cold_adapter_share_one_load() -> None:
         house = House(1, workers=["w0", "w1", "w2", "w3"], adapters=["a"])
         await house.start(1, AdmissionLimits())
         sampling = Sampling(max_tokens=3, ignore_eos=True)
-        calls = [GenerateCall(f"r{n}", "t", "a", TokenPrompt((n,)), sampling) for n in range(6)]
+        calls = [
+            GenerateCall(
+                request_id=f"r{n}",
+                tenant="t",
+                model="a",
+                prompt=TokenPrompt((n,)),
+                sampling=sampling,
+            )
+            for n in range(6)
+        ]
         await asyncio.gather(*[house.ask(house.gateways[0], call) for call in calls])
         await house.close()
         return sorted(worker.num_submitted for worker in house.workers.values())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
 from loraplex_services.common.redis_url import connect_redis
@@ -21,7 +22,6 @@ from loraplex_services.registry.index import feed as feed_module
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.watch import watch
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import TargetRecord
 from tests.registry.house import publish
 from tests.registry.linearizability import Operation, is_linearizable
 from tests.s3_servers import proven_store
@@ -86,9 +86,7 @@ class History:
             return
         version = rng.choice(list(self.digests))
         called = time.monotonic()
-        await house.tags.set(
-            TagAddress("default", "sql", tag), [TargetRecord(version, "")], None, ""
-        )
+        await house.tags.set(TagAddress("default", "sql", tag), [TagTarget(version, "")], None, "")
         self._note(tag, Operation("write", called, time.monotonic(), version))
 
     async def _swap(self, house: Registry, rng: random.Random, tag: str) -> None:
@@ -99,7 +97,7 @@ class History:
         called = time.monotonic()
         try:
             place = TagAddress("default", "sql", tag)
-            await house.tags.set(place, [TargetRecord(version, "")], expect, "")
+            await house.tags.set(place, [TagTarget(version, "")], expect, "")
             succeeded = True
         except Conflict:
             succeeded = False

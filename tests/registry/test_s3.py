@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
 from loraplex_services.common.objects import (
@@ -27,14 +28,7 @@ from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.publish.tags import TagAddress, moved
-from loraplex_services.registry.records import (
-    PUBLIC,
-    AdapterRecord,
-    TagRecord,
-    TargetRecord,
-    decode,
-    encode,
-)
+from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord, decode, encode
 from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
 
@@ -67,7 +61,7 @@ async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:
     first = await publish(house, "sql", 1, "prod")
     second = await publish(house, "sql", 2)
-    await house.tags.set(TagAddress("default", "sql", "prod"), [TargetRecord(2, "")], None, "me")
+    await house.tags.set(TagAddress("default", "sql", "prod"), [TagTarget(2, "")], None, "me")
     found = await house.lookup.resolve(parse_ref("sql:prod"), ROOT)
     assert found.version.digest == second.version.digest
     read = sum([len(chunk.data) async for chunk in chunks_of(house.store, found.version)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.types.messages import EngineConfig, Submit
-from loraplex_services.worker.types.request import AdapterSet
 
 
 def make_submit(
@@ -14,16 +14,20 @@ def make_submit(
     prompt_ids: Sequence[int],
     sampling: SamplingParams,
     digests: Iterable[str] = (),
+    came_s: float | None = None,
     **others: object,
 ) -> Submit:
     """Each adapter with weight 1."""
     adapters = AdapterSet(tuple((digest, 1.0) for digest in sorted(digests)))
     return Submit(
-        request_id=request_id,
-        prompt_ids=list(prompt_ids),
-        sampling=sampling,
-        adapters=adapters,
-        **others,
+        request=WorkerRequest(
+            request_id=request_id,
+            prompt_ids=list(prompt_ids),
+            sampling=sampling,
+            adapters=adapters,
+            **others,
+        ),
+        came_s=came_s,
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from loraplex.api.registry import TenantLimits
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
-from loraplex_services.gateway.registry.tenants import TenantLimits
 
 ASK_INTERVAL_S = 0.25
 

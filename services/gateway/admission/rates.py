@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import LoraplexError, ResourceExhausted
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
 from loraplex_services.gateway.admission.token_buckets import Grant, Lease
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.registry.tenants import TenantLimits
 
 _MAX_LEASES = 200_000
 

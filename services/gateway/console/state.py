@@ -7,9 +7,10 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
+from loraplex.api.registry import TagTarget
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.gateway import metrics
-from loraplex_services.gateway.registry.snapshot import Listing, Side
+from loraplex_services.gateway.registry.snapshot import Listing
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.workers.view import WorkerView
 
@@ -63,7 +64,7 @@ def adapter_state(listing: Listing) -> dict[str, Any]:
             for version in listing.versions
         ],
         "tags": [
-            {"tag": tag.tag, "sides": _sides(tag.sides), "pending": _sides(tag.pending)}
+            {"tag": tag.tag, "sides": _sides(tag.targets), "pending": _sides(tag.pending)}
             for tag in listing.tags
         ],
     }
@@ -102,8 +103,8 @@ def _resident(residency: AdapterResidency, labels: Mapping[str, str]) -> dict[st
     }
 
 
-def _sides(sides: Sequence[Side]) -> list[dict[str, int]]:
-    return [{"number": side.number, "weight": side.weight} for side in sides]
+def _sides(sides: Sequence[TagTarget]) -> list[dict[str, int]]:
+    return [{"number": side.version, "weight": side.weight} for side in sides]
 
 
 def _sum(counter: Counter, wanted: Mapping[str, str]) -> float:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
+from loraplex.api.request import shared_fields
+from loraplex.api.request_wire import generate_request_from_proto
 from loraplex.api.wire import (
     finish_reason_to_proto,
     logprob_to_proto,
-    sampling_from_proto,
     served_by_to_proto,
     timings_to_proto,
     usage_to_proto,
@@ -21,9 +23,6 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
-from loraplex_services.gateway.grpc.convert import (
-    prompt_from_wire,
-)
 from loraplex_services.gateway.grpc.vectors import (
     embed_calls,
     embed_response,
@@ -39,7 +38,6 @@ from loraplex_services.gateway.pipeline.scoring import score_all
 from loraplex_services.gateway.registry.resolve import Resolver, model_id
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.request import (
-    AskedAdapter,
     GenerateCall,
     ServedModel,
     TextDelta,
@@ -183,22 +181,16 @@ def call_from_wire(
     request: inference_pb2.GenerateRequest, timeout_s: float | None, trace: str
 ) -> GenerateCall:
     """Convert a request of the current caller. Raises: InvalidRequest without a prompt."""
-    prompt = prompt_from_wire(request, "prompt")
+    asked = generate_request_from_proto(request)
+    named = replace(
+        asked,
+        request_id=asked.request_id or secrets.token_hex(12),
+        split_key=asked.split_key or beginning_hash(asked.prompt),
+    )
     return GenerateCall(
-        request_id=request.request_id or secrets.token_hex(12),
+        **shared_fields(named, GenerateCall),
         tenant=current_caller.get().tenant,
-        model=request.model,
-        prompt=prompt,
-        sampling=sampling_from_proto(request.sampling),
-        adapters=tuple(
-            AskedAdapter(a.ref, a.weight if a.HasField("weight") else None)
-            for a in request.adapters
-        ),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        split_key=request.split_key or beginning_hash(prompt),
         timeout_s=timeout_s,
-        first_token_s=request.first_token_s or None,
         trace=trace,
     )
 

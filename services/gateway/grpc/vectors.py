@@ -6,15 +6,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import Prompt, TextPrompt
+from loraplex.api.request_wire import prompt_from_proto
 from loraplex.api.wire import pooling_from_proto, served_by_to_proto, usage_to_proto
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import inference_pb2
 from loraplex_services.common.callers import current_caller
-from loraplex_services.gateway.grpc.convert import prompt_from_wire
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
 from loraplex_services.gateway.pipeline.pooling import labels_of
 from loraplex_services.gateway.pipeline.scoring import PromptScore
-from loraplex_services.gateway.request import GenerateCall, Prompt, TextPrompt, beginning_hash
+from loraplex_services.gateway.request import GenerateCall, beginning_hash
 
 MAX_INPUTS = 1024
 
@@ -74,7 +75,7 @@ def _prompts(request: Request) -> list[Prompt]:
     if request.inputs:
         return [TextPrompt(text) for text in request.inputs]
     return [
-        prompt_from_wire(prompt, f"prompts[{index}]", generates=False)
+        prompt_from_proto(prompt, f"prompts[{index}]", generates=False)
         for index, prompt in enumerate(request.prompts)
     ]
 

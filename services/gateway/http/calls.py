@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
@@ -12,13 +13,7 @@ from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guided import read_grammar
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
-from loraplex_services.gateway.request import (
-    AskedAdapter,
-    ChatPrompt,
-    GenerateCall,
-    Prompt,
-    beginning_hash,
-)
+from loraplex_services.gateway.request import GenerateCall, beginning_hash
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 COMPLETION_FIELDS = {"scale": "lora_scale"}

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import Prompt
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin, split_key_of
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
-from loraplex_services.gateway.request import GenerateCall, Prompt
+from loraplex_services.gateway.request import GenerateCall
 
 POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type, is_id
 from loraplex_services.gateway.http.tool_choice import template_messages
-from loraplex_services.gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 MAX_PROMPTS = 1024

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from loraplex.api.sampling import Sampling
+from loraplex.api.request import Prompt, TokenPrompt
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
@@ -16,7 +16,7 @@ from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.request import GenerateCall, Prompt, TokenPrompt, with_names
+from loraplex_services.gateway.request import GenerateCall, with_names
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
@@ -98,7 +98,7 @@ class TokenizeEndpoints:
         model = model or next(iter(bases), None)
         if model is None:
             raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
-        call = GenerateCall("", caller.tenant, model, prompt, Sampling())
+        call = GenerateCall(model=model, prompt=prompt, tenant=caller.tenant)
         target = await self._resolver.target(call)
         served = self._fleet.served(target.base_id)
         tokenizer = await self._adapter_text.tokenizer(served, target, caller.tenant)

@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from loraplex.api.registry import UsageEntry
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Caller
-from loraplex_services.gateway.registry.usage_reports import UsageCounts, UsageKey
 
 _PARAMETERS = ("since", "adapter")
-Read = Callable[[str, str, str], Awaitable[list[tuple[UsageKey, UsageCounts]]]]
+Read = Callable[[str, str, str], Awaitable[list[UsageEntry]]]
 """Usage of a tenant, of one model ("" = all), since a day ("" = 30 days ago)."""
 
 
@@ -37,5 +37,5 @@ class UsageEndpoint:
                 raise InvalidRequest.field(name, "", "unknown; there are since and adapter")
         adapter = request.query_params.get("adapter", "")
         found = await self._read(tenant, adapter, request.query_params.get("since", ""))
-        data = [{**key._asdict(), **dataclasses.asdict(counts)} for key, counts in found]
+        data = [dataclasses.asdict(entry) for entry in found]
         return JSONResponse({"object": "list", "data": data})

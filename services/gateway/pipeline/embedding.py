@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import Prompt
 from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.pooling import normalizes
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import GenerateCall, Prompt
+from loraplex_services.gateway.request import GenerateCall
 
 NO_OUTPUT = Sampling(max_tokens=0, echo=True)
 """Only a request with echo may generate no tokens; the echo itself is not used."""

@@ -12,6 +12,8 @@ from dataclasses import replace
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.registry import TenantLimits
+from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
@@ -34,14 +36,8 @@ from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
-from loraplex_services.gateway.request import (
-    ChatPrompt,
-    GenerateCall,
-    RunningAdapter,
-    Target,
-    TextDelta,
-)
+from loraplex_services.gateway.registry.tenants import TenantDirectory
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter, Target, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
 from loraplex_services.gateway.text.adapter_text import AdapterText

@@ -6,17 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
+from loraplex.api.registry import TenantLimits
+from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
-from loraplex_services.gateway.registry.tenants import TenantLimits
-from loraplex_services.gateway.request import (
-    GenerateCall,
-    ServedModel,
-    Target,
-    TextPrompt,
-    WorkerJob,
-)
+from loraplex_services.gateway.request import GenerateCall, ServedModel, Target, WorkerJob
 from loraplex_services.gateway.text.chat_style import ChatStyle
 from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
 
@@ -59,15 +54,13 @@ class PreparedRequest:
     def job(self, sample_index: int) -> WorkerJob:
         """The job of one choice, for a worker."""
         call, sampling, grammar = self.call, self.resolved.sampling, self.call.sampling.grammar
-        return WorkerJob(
+        request = WorkerRequest(
             request_id=call.request_id,
             tenant=call.tenant,
-            base_id=self.base.base_id,
             prompt_ids=self.prompt_ids,
-            adapters=self.target.adapters,
+            adapters=AdapterSet.of((a.digest, a.weight) for a in self.target.adapters),
             sampling=replace(sampling, max_tokens=0) if self.pooling else sampling,
             sample_index=sample_index,
-            deadline_s=self.deadline_s,
             cache_salt=call.cache_salt or call.tenant,
             priority=call.priority,
             trace=call.trace,
@@ -75,8 +68,8 @@ class PreparedRequest:
             grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
             pooling=self.pooling,
             fairness_weight=self.limits.fairness_weight,
-            first_token_due_s=self.first_token_due_s,
         )
+        return WorkerJob(request, self.base.base_id, self.deadline_s, self.first_token_due_s)
 
     def served_by(self, worker_id: str) -> ServedBy:
         """What runs the request, on this worker."""

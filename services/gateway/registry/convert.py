@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.adapter_format.rope_scaling import RopeScaling, parse
 from loraplex.api.format_wire import adapter_pooling_from_proto
 from loraplex.errors import InvalidAdapter
 from loraplex.v1 import registry_pb2
-from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
-from loraplex_services.gateway.registry.tenants import TenantLimits
+from loraplex_services.gateway.registry.snapshot import Version
 
 
 def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
@@ -47,32 +44,3 @@ def _rope_scaling(text: str) -> RopeScaling | None:
         return parse(text) if text else None
     except InvalidAdapter:
         return None
-
-
-def tag_from_wire(message: registry_pb2.Tag) -> TagState:
-    """A registry's tag."""
-    return TagState(
-        tenant=message.tenant,
-        name=message.name,
-        tag=message.tag,
-        sides=_sides(message.targets),
-        generation=message.generation,
-        updated_unix_s=message.updated_unix_s,
-        pending=_sides(message.pending),
-        pending_until_unix_s=message.pending_until_unix_s,
-    )
-
-
-def _sides(targets: Iterable[registry_pb2.TagTarget]) -> tuple[Side, ...]:
-    return tuple(Side(target.version, max(target.weight, 1)) for target in targets)
-
-
-def tenant_from_wire(message: registry_pb2.Tenant) -> TenantLimits:
-    """A registry's tenant."""
-    return TenantLimits(
-        tenant=message.tenant,
-        requests_per_s=message.requests_per_s,
-        tokens_per_s=message.tokens_per_s,
-        max_concurrent=message.max_concurrent,
-        fairness_weight=message.fairness_weight or 1.0,
-    )

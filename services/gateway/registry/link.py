@@ -11,25 +11,17 @@ from contextlib import aclosing
 import grpc
 
 from loraplex.adapter_format import File
+from loraplex.api import registry_wire
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.registry import Tag, TenantLimits, UsageEntry
 from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.grpc_channels import OpenChannel, open_channel
-from loraplex_services.gateway.registry.convert import (
-    tag_from_wire,
-    tenant_from_wire,
-    version_from_wire,
-)
+from loraplex_services.gateway.registry.convert import version_from_wire
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
-from loraplex_services.gateway.registry.tenants import TenantLimits
-from loraplex_services.gateway.registry.usage_reports import (
-    UsageCounts,
-    UsageKey,
-    usage_from_wire,
-)
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +59,7 @@ class RegistryLink:
         """True while the watch is open and past its snapshot."""
         return self._is_current and self._channel.get_state() is grpc.ChannelConnectivity.READY
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         """Resolve one reference at the registry. Raises: NotFound, Unavailable."""
         request = registry_pb2.GetAdapterRequest(ref=str(ref), split_key=split_key)
         try:
@@ -76,7 +68,7 @@ class RegistryLink:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        tags = tuple(tag_from_wire(tag) for tag in answer.tags)
+        tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
         return version_from_wire(answer.version), tags
 
     async def read_files(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
@@ -144,7 +136,7 @@ class RegistryLink:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        found = [tenant_from_wire(entry) for entry in answer.tenants if entry.tenant == tenant]
+        found = [registry_wire.tenant(each) for each in answer.tenants if each.tenant == tenant]
         return found[0] if found else TenantLimits(tenant)
 
     async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
@@ -156,9 +148,7 @@ class RegistryLink:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
-    async def usage(
-        self, tenant: str, model: str, since: str
-    ) -> list[tuple[UsageKey, UsageCounts]]:
+    async def usage(self, tenant: str, model: str, since: str) -> list[UsageEntry]:
         """What a tenant used, by day and model. Raises: LoraplexError."""
         request = registry_pb2.ListUsageRequest(tenant=tenant, model=model, since=since)
         try:
@@ -167,9 +157,9 @@ class RegistryLink:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        return [usage_from_wire(entry) for entry in answer.entries]
+        return [registry_wire.usage_entry(entry) for entry in answer.entries]
 
-    async def finish_staged_move(self, tag: TagState, failure: str) -> None:
+    async def finish_staged_move(self, tag: Tag, failure: str) -> None:
         """Complete a staged move, or drop it for a reason. Raises: Conflict, Unavailable."""
         request = registry_pb2.FinishStagedMoveRequest(
             name=f"{tag.tenant}/{tag.name}",
@@ -296,4 +286,4 @@ def _apply_event(snapshot: RegistrySnapshot, event: registry_pb2.AdapterEvent) -
     if kind == "version":
         snapshot.put_version(version_from_wire(event.version))
     elif kind == "tag":
-        snapshot.put_tag(tag_from_wire(event.tag))
+        snapshot.put_tag(registry_wire.tag(event.tag))

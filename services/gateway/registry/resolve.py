@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from loraplex.api.registry import Tag
 from loraplex.errors import (
     AdapterNotFound,
     InvalidRequest,
@@ -20,7 +21,7 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref, why_missing
-from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, TagState, Version
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
 MAX_ADAPTERS = 8
@@ -29,7 +30,7 @@ MAX_ADAPTERS = 8
 class RegistryLookup(Protocol):
     """The part of the registry that resolution needs."""
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         """Raises: NotFound, or Unavailable if it cannot be asked."""
 
 

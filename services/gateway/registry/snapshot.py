@@ -10,6 +10,7 @@ from loraplex.adapter_format import File
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
 
 Adapter = tuple[str, str]
@@ -52,33 +53,6 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One target of a tag."""
-
-    number: int
-    weight: int
-
-
-@dataclass(frozen=True, slots=True)
-class TagState:
-    """The targets of a tag; without sides it is deleted."""
-
-    tenant: str
-    name: str
-    tag: str
-    sides: tuple[Side, ...]
-    generation: int = 0
-    updated_unix_s: float = 0.0
-    pending: tuple[Side, ...] = ()
-    """Targets of a staged move, which is made once workers have loaded them."""
-    pending_until_unix_s: float = 0.0
-
-    def is_older_than(self, other: TagState) -> bool:
-        """Compares generation and time, because a recreated tag counts from 1 again."""
-        return self.generation < other.generation and self.updated_unix_s <= other.updated_unix_s
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
     """The versions and tags of an adapter that a tenant may run."""
 
@@ -86,7 +60,7 @@ class Listing:
     name: str
     versions: tuple[Version, ...]
     """Newest first."""
-    tags: tuple[TagState, ...]
+    tags: tuple[Tag, ...]
 
 
 @dataclass(slots=True)
@@ -94,7 +68,7 @@ class _Entry:
     """Everything under one name."""
 
     versions: dict[int, Version] = field(default_factory=dict)
-    tags: dict[str, TagState] = field(default_factory=dict)
+    tags: dict[str, Tag] = field(default_factory=dict)
 
 
 class RegistrySnapshot:
@@ -102,14 +76,14 @@ class RegistrySnapshot:
 
     def __init__(self) -> None:
         self._entries: dict[Adapter, _Entry] = {}
-        self.pending: dict[tuple[str, str, str], TagState] = {}
+        self.pending: dict[tuple[str, str, str], Tag] = {}
         """Tags with a staged move, by tenant, name and tag."""
 
     def put_version(self, version: Version) -> None:
         """Record a version or its tombstone."""
         self._entry(version.tenant, version.name).versions[version.number] = version
 
-    def put_tag(self, tag: TagState) -> None:
+    def put_tag(self, tag: Tag) -> None:
         """Record a tag's move unless a later one is known."""
         tags = self._entry(tag.tenant, tag.name).tags
         known = tags.get(tag.tag)
@@ -154,7 +128,7 @@ class RegistrySnapshot:
         if not versions:
             return None
         tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
-        return Listing(owner, name, tuple(versions), tuple(tag for tag in tags if tag.sides))
+        return Listing(owner, name, tuple(versions), tuple(tag for tag in tags if tag.targets))
 
     def labels(self, tenant: str | None = None) -> dict[str, str]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
@@ -184,7 +158,9 @@ class RegistrySnapshot:
             same = [v.number for v in entry.versions.values() if v.digest == ref.digest]
             return max((n for n in same if not entry.versions[n].deleted), default=0)
         tag = entry.tags.get(ref.tag or LATEST)
-        return split_choice(tag.sides, split_key).number if tag is not None and tag.sides else 0
+        return (
+            split_choice(tag.targets, split_key).version if tag is not None and tag.targets else 0
+        )
 
 
 def _newest(entry: _Entry) -> Version | None:

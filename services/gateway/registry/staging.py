@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from loraplex.api.registry import Tag
 from loraplex.api.residency import Tier
 from loraplex.errors import (
     Conflict,
@@ -21,7 +22,7 @@ from loraplex.errors import (
     Unavailable,
 )
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import TagState, Version
+from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.routing.router import rendezvous_order
 from loraplex_services.gateway.workers.view import WorkerView
 
@@ -44,7 +45,7 @@ class LoadingWorkers(Protocol):
 class Moves(Protocol):
     """The part of the registry that staging needs."""
 
-    async def finish_staged_move(self, tag: TagState, failure: str) -> None: ...
+    async def finish_staged_move(self, tag: Tag, failure: str) -> None: ...
 
 
 class Stager:
@@ -79,7 +80,7 @@ class Stager:
                 known[1].cancel()
             self._tasks[key] = (tag.generation, asyncio.create_task(self._stage(tag)))
 
-    async def _stage(self, tag: TagState) -> None:
+    async def _stage(self, tag: Tag) -> None:
         failure = await self._loaded(tag)
         while True:
             try:
@@ -94,7 +95,7 @@ class Stager:
                 )
                 await asyncio.sleep(_RETRY_S)
 
-    async def _loaded(self, tag: TagState) -> str:
+    async def _loaded(self, tag: Tag) -> str:
         """Load the pending versions; returns "" on success, else the reason of the failure."""
         last = "no worker of its base is ready"
         while (left_s := tag.pending_until_unix_s - time.time()) > 0:
@@ -108,15 +109,15 @@ class Stager:
             await asyncio.sleep(_RETRY_S)
         return f"not loaded in time: {last}"
 
-    async def _try(self, tag: TagState, timeout_s: float) -> bool:
+    async def _try(self, tag: Tag, timeout_s: float) -> bool:
         """Load the pending versions once; False if no worker could. Raises: LoraplexError."""
         snapshot = self._resolver.snapshot
         loads = []
-        for side in tag.pending:
-            version = snapshot.version(tag.tenant, tag.name, side.number)
+        for target in tag.pending:
+            version = snapshot.version(tag.tenant, tag.name, target.version)
             if version is None:
                 return False
-            old = [snapshot.version(tag.tenant, tag.name, old.number) for old in tag.sides]
+            old = [snapshot.version(tag.tenant, tag.name, old.version) for old in tag.targets]
             views = self._workers.views(version.base_id)
             chosen = workers_to_load(views, version, [v.digest for v in old if v is not None])
             if not chosen:
@@ -138,5 +139,5 @@ def workers_to_load(
     return [able[worker_id] for worker_id in order[: max(holders, 1)]]
 
 
-def _fields(tag: TagState, outcome: str) -> dict[str, str]:
+def _fields(tag: Tag, outcome: str) -> dict[str, str]:
     return {"tag": f"{tag.tenant}/{tag.name}:{tag.tag}", "outcome": outcome}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
 
@@ -17,17 +17,6 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 5.0
 MAX_REMEMBERED = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What one tenant may use at all gateways together; 0 = no limit."""
-
-    tenant: str
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    max_concurrent: int = 0
-    fairness_weight: float = 1.0
 
 
 Ask = Callable[[str], Awaitable[TenantLimits]]

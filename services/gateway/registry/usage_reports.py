@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from loraplex.api.registry import UsageEntry
+from loraplex.api.registry_wire import usage_entry_to_proto
 from loraplex.errors import LoraplexError
 from loraplex.v1 import registry_pb2
 
@@ -79,28 +82,5 @@ class UsageReports:
             self._unsent = None
 
 
-def usage_from_wire(entry: registry_pb2.UsageEntry) -> tuple[UsageKey, UsageCounts]:
-    """One line of a list."""
-    counts = UsageCounts(
-        entry.requests,
-        entry.errors,
-        entry.prompt_tokens,
-        entry.cached_tokens,
-        entry.generated_tokens,
-        entry.duration_ms / 1000,
-    )
-    return UsageKey(entry.day, entry.tenant, entry.model), counts
-
-
 def _entry(key: UsageKey, counts: UsageCounts) -> registry_pb2.UsageEntry:
-    return registry_pb2.UsageEntry(
-        day=key.day,
-        tenant=key.tenant,
-        model=key.model,
-        requests=counts.requests,
-        errors=counts.errors,
-        prompt_tokens=counts.prompt_tokens,
-        cached_tokens=counts.cached_tokens,
-        generated_tokens=counts.generated_tokens,
-        duration_ms=round(counts.duration_s * 1000),
-    )
+    return usage_entry_to_proto(UsageEntry(*key, **dataclasses.asdict(counts)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex.api.output import FinishReason
+from loraplex.api.request import WorkerRequest
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
@@ -105,8 +106,10 @@ class RelayedJob:
         """The job with the tokens emitted so far, then without prompt logprobs."""
         if not self._emitted:
             return self._job
-        sampling = replace(self._job.sampling, prompt_logprobs=None)
-        return replace(self._job, output_ids=tuple(self._emitted), sampling=sampling)
+        request = self._job.request
+        sampling = replace(request.sampling, prompt_logprobs=None)
+        request = replace(request, output_ids=tuple(self._emitted), sampling=sampling)
+        return replace(self._job, request=request)
 
     def _new_part(self, tokens: Tokens) -> Tokens | None:
         """The part of an event that is new; None if nothing is. Raises: Unavailable on a gap."""
@@ -210,24 +213,22 @@ class Relay:
 
         Raises: Unavailable if no worker is ready, DeadlineExceeded, or the worker's own error.
         """
-        key = _replica_key(job)
+        key, digests = _replica_key(job.request), job.request.adapters.digests
         num_workers = len(self._workers.views(job.base_id))
-        num_replicas = self._replica_counts.start(key, num_workers) if job.adapters else 0
-        request = RoutingRequest(
-            key, tuple(a.digest for a in job.adapters), len(job.prompt_ids), num_replicas
-        )
+        num_replicas = self._replica_counts.start(key, num_workers) if digests else 0
+        request = RoutingRequest(key, digests, len(job.request.prompt_ids), num_replicas)
         try:
             run = RelayedJob(self._workers, self._limits, job, request)
             async with aclosing(run.tokens()) as events:
                 async for tokens in events:
                     yield tokens
         finally:
-            if job.adapters:
+            if digests:
                 self._replica_counts.end(key)
 
 
-def _replica_key(job: WorkerJob) -> str:
+def _replica_key(request: WorkerRequest) -> str:
     """Adapters are routed by digest; requests to the base are spread by their own id."""
-    if job.adapters:
-        return "+".join(adapter.digest for adapter in job.adapters)
-    return f"{job.request_id}.{job.sample_index}"
+    if digests := request.adapters.digests:
+        return "+".join(digests)
+    return f"{request.request_id}.{request.sample_index}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
-from loraplex.api.pooling import Pooling
+from loraplex.api.request_wire import worker_request_to_proto
 from loraplex.api.wire import (
     finish_reason_from_proto,
-    grammar_to_proto,
     logprobs_from_proto,
-    pooling_to_proto,
     prompt_logprobs_from_proto,
-    sampling_params_to_proto,
     timings_from_proto,
 )
 from loraplex.v1 import worker_pb2
@@ -41,35 +39,20 @@ def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> S
 
 def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.WorkerRequest:
     """A job as a worker's request under the session's own id."""
-    return worker_pb2.WorkerRequest(
-        request_id=request_id,
-        tenant=job.tenant,
-        priority=job.priority,
-        fairness_weight=job.fairness_weight,
-        cache_salt=job.cache_salt,
-        remaining_s=max(job.deadline_s - now_s, 0.001),
-        trace=job.trace,
-        prompt_ids=job.prompt_ids,
-        output_ids=job.output_ids,
-        adapters=[worker_pb2.WorkerAdapter(digest=a.digest, weight=a.weight) for a in job.adapters],
-        sampling=sampling_params_to_proto(job.sampling),
-        sample_index=job.sample_index,
-        grammar=None if job.grammar is None else grammar_to_proto(job.grammar),
-        grammar_tokens=[
-            worker_pb2.GrammarToken(token_id=token_id, content=text)
-            for token_id, text in job.grammar_tokens.added
-        ],
-        grammar_eos_ids=job.grammar_tokens.eos_ids,
-        remaining_first_token_s=_first_token_left_s(job, now_s),
-        pools=job.pooling is Pooling.LAST,
-        pooling=pooling_to_proto(job.pooling),
+    return worker_request_to_proto(
+        replace(
+            job.request,
+            request_id=request_id,
+            remaining_s=max(job.deadline_s - now_s, 0.001),
+            remaining_first_token_s=_first_token_left_s(job, now_s),
+        )
     )
 
 
-def _first_token_left_s(job: WorkerJob, now_s: float) -> float:
-    """0 if the first token was sent already, or if only the deadline limits it."""
-    if job.first_token_due_s is None or job.output_ids:
-        return 0.0
+def _first_token_left_s(job: WorkerJob, now_s: float) -> float | None:
+    """None if the first token was sent already, or if only the deadline limits it."""
+    if job.first_token_due_s is None or job.request.output_ids:
+        return None
     return max(job.first_token_due_s - now_s, 0.001)
 
 

@@ -35,7 +35,7 @@ class Outbox:
 
     def put_job(self, wire_id: str, job: WorkerJob) -> None:
         """Queue a job."""
-        self._jobs.setdefault(job.tenant, deque()).append(QueuedJob(wire_id, job))
+        self._jobs.setdefault(job.request.tenant, deque()).append(QueuedJob(wire_id, job))
         self._is_filled.set()
 
     async def next(self) -> worker_pb2.SessionRequest | QueuedJob:

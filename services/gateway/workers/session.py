@@ -93,13 +93,15 @@ class WorkerSession:
         """Submit a job. Raises: WorkerLost if the session is closed."""
         if not self.is_open:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
-        wire_id = f"{job.request_id}.{job.sample_index}.{next(self._numbers)}"
+        request = job.request
+        wire_id = f"{request.request_id}.{request.sample_index}.{next(self._numbers)}"
         stream = TokenStream(lambda: self._cancel(wire_id), self._pacer)
         self._streams[wire_id] = stream
         self._pacer.num_streams += 1
-        num_tokens = self._prompt_tokens[wire_id] = len(job.prompt_ids) + len(job.output_ids)
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
+        self._prompt_tokens[wire_id] = num_tokens
         self.in_flight_tokens += num_tokens
-        self._note_adapters(wire_id, tuple(adapter.digest for adapter in job.adapters))
+        self._note_adapters(wire_id, request.adapters.digests)
         self._outbox.put_job(wire_id, job)
         return stream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from loraplex.api.registry_wire import tenant_to_proto
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -23,7 +24,7 @@ from loraplex_services.registry.api.usage import (
     since_from_proto,
 )
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import CatalogDown
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
 
 DEFAULT_PAGE_SIZE = 100
@@ -237,7 +238,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             used = await self._registry.catalog.usage(tenant)
         except CatalogDown:
             used = (0, 0)
-        return convert.tenant_to_proto(record, *used)
+        return tenant_to_proto(record, *used)
 
 
 def caller_access() -> Access:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from loraplex.adapter_format import rope_scaling
@@ -17,6 +18,7 @@ from loraplex.api.format_wire import (
     geometry_to_proto,
     violation_to_proto,
 )
+from loraplex.api.registry_wire import targets_to_proto, tenant_limits
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -35,7 +37,6 @@ from loraplex_services.registry.records import (
     Move,
     SignatureRecord,
     TagRecord,
-    TargetRecord,
     TenantRecord,
     VersionRecord,
     build,
@@ -165,10 +166,6 @@ def resolved_to_proto(resolved: ResolvedVersion) -> pb.AdapterVersion:
     return version_to_proto(resolved.version, resolved.adapter, resolved.tags)
 
 
-def targets_to_proto(targets: Sequence[TargetRecord]) -> list[pb.TagTarget]:
-    return [pb.TagTarget(version=t.version, digest=t.digest, weight=t.weight) for t in targets]
-
-
 def tag_to_proto(record: TagRecord) -> pb.Tag:
     message = pb.Tag(
         tenant=record.tenant,
@@ -179,8 +176,7 @@ def tag_to_proto(record: TagRecord) -> pb.Tag:
         pending_reason=record.pending_reason,
         pending_until_unix_s=record.pending_until_s,
     )
-    for target in record.targets:
-        message.targets.add(version=target.version, digest=target.digest, weight=target.weight)
+    message.targets.extend(targets_to_proto(record.targets))
     if record.pending:
         message.pending.extend(targets_to_proto(record.pending))
     return message
@@ -276,29 +272,11 @@ def key_to_proto(record: KeyRecord) -> pb.Key:
     )
 
 
-def tenant_to_proto(record: TenantRecord, used_bytes: int, used_versions: int) -> pb.Tenant:
-    return pb.Tenant(
-        tenant=record.tenant,
-        max_bytes=record.max_bytes,
-        max_versions=record.max_versions,
-        used_bytes=used_bytes,
-        used_versions=used_versions,
-        requests_per_s=record.requests_per_s,
-        tokens_per_s=record.tokens_per_s,
-        max_concurrent=record.max_concurrent,
-        fairness_weight=record.fairness_weight,
-        signature_keys=record.signature_keys,
-    )
-
-
 def tenant_from_proto(message: pb.Tenant) -> TenantRecord:
-    return TenantRecord(
-        tenant=message.tenant,
-        max_bytes=message.max_bytes,
-        max_versions=message.max_versions,
-        requests_per_s=message.requests_per_s,
-        tokens_per_s=message.tokens_per_s,
-        max_concurrent=message.max_concurrent,
+    """A fairness weight of 0 stays 0. Raises InvalidRequest for keys that are none."""
+    limits = TenantRecord(**tenant_limits(message))
+    return replace(
+        limits,
         fairness_weight=message.fairness_weight,
         signature_keys=checked_keys(message.signature_keys),
     )

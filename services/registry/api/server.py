@@ -11,6 +11,7 @@ from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto, violation_to_proto
+from loraplex.api.registry import TagTarget
 from loraplex.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsupported
 from loraplex.refs import check_name, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -27,7 +28,6 @@ from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
 from loraplex_services.registry.publish.uploads import UploadSession
-from loraplex_services.registry.records import TargetRecord
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
 
@@ -315,7 +315,7 @@ class RegistryService(AdminService):
 
     async def _targets(
         self, place: TagAddress, messages: Sequence[pb.TagTarget], access: Access
-    ) -> list[TargetRecord]:
+    ) -> list[TagTarget]:
         """Targets named by version or digest, weights of 0 meaning 1."""
         if not 1 <= len(messages) <= MAX_SIDES:
             description = f"give 1-{MAX_SIDES} versions to point at"
@@ -326,7 +326,7 @@ class RegistryService(AdminService):
             if not number:
                 ref = parse_ref(f"{place.scope}@{message.digest}", field="targets.digest")
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
-            targets.append(TargetRecord(number, message.digest, message.weight or 1))
+            targets.append(TagTarget(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", place.tag, "must not name a version twice")
         return targets

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked
 from loraplex.refs import LATEST
 from loraplex_services.common.objects import ObjectStore
@@ -17,13 +18,7 @@ from loraplex_services.registry.index.items import Item, scope_of, version_item
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.tags import TagAddress, Tags
-from loraplex_services.registry.records import (
-    AdapterRecord,
-    TagRecord,
-    TargetRecord,
-    VersionRecord,
-    now_s,
-)
+from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord, now_s
 
 
 class Deletion:
@@ -119,13 +114,13 @@ class Deletion:
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         if all(target.version in live for target in tag.targets):
             return None
-        fallback: list[TargetRecord] = []
+        fallback: list[TagTarget] = []
         unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
         if tag.tag == LATEST and live.keys() - unsigned:
             newest = live[max(live.keys() - unsigned)]
-            fallback = [TargetRecord(newest.version, newest.digest)]
+            fallback = [TagTarget(newest.version, newest.digest)]
 
-        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             held = current.targets if current is not None else ()
             return None if all(target.version in live for target in held) else fallback
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
@@ -44,7 +45,6 @@ from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
     TagRecord,
-    TargetRecord,
     VersionRecord,
     now_s,
 )
@@ -280,9 +280,9 @@ class Publisher:
         created: bool,
         recovering: Intent | None,
     ) -> TagRecord | None:
-        target = TargetRecord(version.version, version.digest)
+        target = TagTarget(version.version, version.digest)
 
-        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             generation = current.generation if current is not None else 0
             if recovering and recovering.tag_generations.get(tag, 0) != generation:
                 return None
@@ -304,7 +304,7 @@ class Publisher:
             generation = current.generation if current is not None else 0
             if recovering.tag_generations.get(tag, 0) != generation:
                 return
-        target = TargetRecord(version.version, version.digest)
+        target = TagTarget(version.version, version.digest)
         with contextlib.suppress(AdapterNotFound):
             await self._staging.begin(
                 address, [target], None, session.creator, session.options.when_loaded_s

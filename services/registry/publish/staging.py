@@ -12,6 +12,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents
@@ -25,7 +26,7 @@ from loraplex_services.registry.publish.tags import (
     describe,
     moved,
 )
-from loraplex_services.registry.records import TagRecord, TargetRecord, now_s
+from loraplex_services.registry.records import TagRecord, now_s
 
 WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"
@@ -51,7 +52,7 @@ class Staging:
     async def begin(
         self,
         address: TagAddress,
-        targets: Sequence[TargetRecord],
+        targets: Sequence[TagTarget],
         expect: str | None,
         mover: str,
         within_s: float,

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Sequence, Set
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
@@ -14,7 +15,7 @@ from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of
 from loraplex_services.registry.index.versions import Versions
-from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, TargetRecord, now_s
+from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, now_s
 
 MAX_SIDES = 16
 _ROLLBACK = "rollback-"
@@ -66,7 +67,7 @@ class Tags:
     async def move(
         self,
         address: TagAddress,
-        choose: Callable[[TagRecord | None], Sequence[TargetRecord] | None],
+        choose: Callable[[TagRecord | None], Sequence[TagTarget] | None],
         mover: str,
         move_id: str,
     ) -> TagRecord | None:
@@ -86,7 +87,7 @@ class Tags:
         return await documents.change(self._store, address.key, TagRecord, step)
 
     async def set(
-        self, address: TagAddress, targets: Sequence[TargetRecord], expect: str | None, mover: str
+        self, address: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
     ) -> TagRecord:
         """Point a tag at versions; without targets it is deleted.
 
@@ -96,7 +97,7 @@ class Tags:
         """
         wanted = [await self._resolved(address, target) for target in targets]
 
-        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)
             if not wanted and (current is None or not current.targets):
                 raise AdapterNotFound(str(address), "there is no such tag to delete")
@@ -114,12 +115,12 @@ class Tags:
         A rollback undoes a move, so that the next one goes further back. Skips targets with a
         version that was deleted since, or that lacks a signature which its tenant demands by now.
         """
-        target = await self._resolved(address, TargetRecord(version, "")) if version else None
+        target = await self._resolved(address, TagTarget(version, "")) if version else None
         versions = await self._versions.of(address.tenant, address.name)
         unsigned = await self._signatures.unsigned(address.tenant, versions)
         live = {r.version for r in versions if not r.deleted} - unsigned
 
-        def choose(current: TagRecord | None) -> Sequence[TargetRecord]:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)
             return [target] if target is not None else _previous(address, current, live)
 
@@ -128,7 +129,7 @@ class Tags:
     async def _move_and_index(
         self,
         address: TagAddress,
-        choose: Callable[[TagRecord | None], Sequence[TargetRecord]],
+        choose: Callable[[TagRecord | None], Sequence[TagTarget]],
         mover: str,
         action: str,
     ) -> TagRecord:
@@ -168,7 +169,7 @@ class Tags:
         if all(version is not None and not version.deleted for version in versions):
             return record
 
-        def choose(current: TagRecord | None) -> Sequence[TargetRecord] | None:
+        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             return () if current is not None and current.targets == record.targets else None
 
         settled = await self.move(address, choose, mover, secrets.token_hex(8))
@@ -176,12 +177,12 @@ class Tags:
         return settled
 
     async def resolved(
-        self, address: TagAddress, targets: Sequence[TargetRecord]
-    ) -> tuple[TargetRecord, ...]:
+        self, address: TagAddress, targets: Sequence[TagTarget]
+    ) -> tuple[TagTarget, ...]:
         """Targets with version and digest. Raises AdapterNotFound if one is not live."""
         return tuple([await self._resolved(address, target) for target in targets])
 
-    async def _resolved(self, address: TagAddress, target: TargetRecord) -> TargetRecord:
+    async def _resolved(self, address: TagAddress, target: TagTarget) -> TagTarget:
         """A target with version and digest, checked to be live and signed as its tenant demands."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
@@ -189,7 +190,7 @@ class Tags:
         if record is None or record.deleted:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
         await self._signatures.check(record)
-        return TargetRecord(record.version, record.digest, target.weight)
+        return TagTarget(record.version, record.digest, target.weight)
 
 
 def check_expected(address: TagAddress, current: TagRecord | None, expect: str | None) -> None:
@@ -203,7 +204,7 @@ def check_expected(address: TagAddress, current: TagRecord | None, expect: str |
         raise Conflict(f"{address} is {found}, expected {expect}; read it again, then decide")
 
 
-def describe(targets: Sequence[TargetRecord]) -> str:
+def describe(targets: Sequence[TagTarget]) -> str:
     """A description such as `v3=90 v4=10`, or a digest if the tag is not split."""
     if len(targets) == 1:
         return f"v{targets[0].version} {targets[0].digest}"
@@ -212,7 +213,7 @@ def describe(targets: Sequence[TargetRecord]) -> str:
 
 def _previous(
     address: TagAddress, current: TagRecord | None, live: Set[int]
-) -> Sequence[TargetRecord]:
+) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is not None:
         for targets in reversed(_not_undone(current)):
@@ -222,9 +223,9 @@ def _previous(
     raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
 
 
-def _not_undone(current: TagRecord) -> list[tuple[TargetRecord, ...]]:
+def _not_undone(current: TagRecord) -> list[tuple[TagTarget, ...]]:
     """Where a tag has pointed, oldest first, without the moves that rollbacks undid."""
-    past: list[tuple[TargetRecord, ...]] = []
+    past: list[tuple[TagTarget, ...]] = []
     for move in current.moves:
         if move.move_id.startswith(_ROLLBACK) and move.targets in past:
             while past[-1] != move.targets:
@@ -237,7 +238,7 @@ def _not_undone(current: TagRecord) -> list[tuple[TargetRecord, ...]]:
 def moved(
     address: TagAddress,
     current: TagRecord | None,
-    targets: tuple[TargetRecord, ...],
+    targets: tuple[TagTarget, ...],
     mover: str,
     move_id: str,
 ) -> TagRecord:

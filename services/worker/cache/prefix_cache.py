@@ -27,11 +27,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import AdapterSet
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
 from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
 from loraplex_services.worker.cache.state_snapshots import StateSnapshots
-from loraplex_services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 
 PREFIX_OWNER = "prefix cache"
 """Owner name of all cached blocks in the arena, used or idle."""

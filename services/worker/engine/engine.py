@@ -266,10 +266,11 @@ class Engine:
                 self._outputs.refuse(request, error)
                 return
             self._loads.awaited(digest, now)
-        if command.grammar is None:
+        asked = command.request
+        if asked.grammar is None:
             self._queue(request, now)
         else:
-            self._grammars.open(request, command.grammar, command.grammar_tokens)
+            self._grammars.open(request, asked.grammar, asked.grammar_tokens)
 
     def _queue(self, request: Request, now: float) -> None:
         if self.cache.ready(request.adapters.digests):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.api.output import FinishReason, Timings
+from loraplex.api.request import shared_fields
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError
@@ -15,23 +16,15 @@ from loraplex_services.worker.types.residency import CachedAdapter
 def to_request(command: Submit, now: float) -> Request:
     """The request that a command describes, taken in now."""
     arrival_s = now if command.came_s is None else min(command.came_s, now)
-    deadline_s = None if command.remaining_s is None else arrival_s + command.remaining_s
-    left_s = command.remaining_first_token_s
+    asked = command.request
+    left_s, first_token_left_s = asked.remaining_s, asked.remaining_first_token_s
+    shared = shared_fields(asked, Request)
+    shared["prompt_ids"], shared["output_ids"] = list(asked.prompt_ids), list(asked.output_ids)
     return Request(
-        request_id=command.request_id,
-        prompt_ids=command.prompt_ids,
-        sampling=command.sampling,
-        adapters=command.adapters,
-        tenant=command.tenant,
-        priority=command.priority,
-        fairness_weight=command.fairness_weight,
-        cache_salt=command.cache_salt,
-        sample_index=command.sample_index,
-        deadline_s=deadline_s,
-        first_token_due_s=None if left_s is None else arrival_s + left_s,
+        **shared,
+        deadline_s=None if left_s is None else arrival_s + left_s,
+        first_token_due_s=None if first_token_left_s is None else arrival_s + first_token_left_s,
         arrival_s=arrival_s,
-        output_ids=list(command.output_ids),
-        pooling=command.pooling,
     )
 
 

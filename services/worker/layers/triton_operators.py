@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from loraplex.errors import Unsupported
@@ -20,6 +21,7 @@ from loraplex_services.worker.ops.attention.backend import (
 )
 from loraplex_services.worker.ops.attention.interruptible import InterruptibleAttention
 from loraplex_services.worker.ops.attention.triton_backend import TritonKernels
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.triton import DeviceLora
@@ -52,6 +54,10 @@ class TritonOperators:
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
         return self._torch.linear(weight)
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """See Operators."""
+        return self._torch.coded_linear(weight, dtype)
 
     def add_lora(self) -> AddLora:
         """See Operators."""

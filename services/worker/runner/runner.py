@@ -36,7 +36,7 @@ from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
-from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.types.step_plan import StepPlan
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.cuda_graphs import CapturedStep
@@ -129,22 +129,6 @@ class TorchRunner:
         if self._followers is not None:
             self._followers.send(Enter(slot, copied.copy_id))
 
-    def adapter_blocks(self, path: Path) -> int:
-        """Blocks that the adapter in a verified folder needs, for `load_adapter`."""
-        if self._followers is not None:
-            return self.pack_adapter(path).result()
-        return self._adapters.num_blocks(path)
-
-    @torch.inference_mode()
-    def load_adapter(self, slot: int, path: Path, blocks: Sequence[int]) -> None:
-        """Pack, copy and enter at once, without an image on disk (unless other ranks need theirs):
-        for tools and tests."""
-        if self._followers is not None:
-            self.enter_adapter(slot, self.copy_adapter(path, blocks).result())
-            return
-        self._adapters.load(slot, path, blocks)
-        self._entered(slot)
-
     def _entered(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
         if self._batches.records is not None:
             self._batches.records.address(slot)
@@ -194,10 +178,6 @@ class TorchRunner:
             message = None if self._followers is None else self._followers.write(step)
             forward = partial(self._forward, step, self._batches.make(step), message)
         return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
-
-    def execute(self, plan: StepPlan) -> list[SampledRow]:
-        """One step from beginning to end: for tools and tests."""
-        return self.launch(plan).result()
 
     @torch.inference_mode()
     def _forward(self, step: StepInputs, batch: ForwardBatch, message: bytes | None) -> Passed:

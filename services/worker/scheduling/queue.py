@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.residency import Tier
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, SortKey
 from loraplex_services.worker.scheduling.rising_heap import LAST, RisingHeap
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""

@@ -11,10 +11,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
+from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
@@ -34,7 +34,7 @@ from loraplex_services.worker.server.sessions import (
     StepNews,
 )
 from loraplex_services.worker.server.status import StatusBoard
-from loraplex_services.worker.server.validation import IntakeLimits, check_submit
+from loraplex_services.worker.server.validation import IntakeLimits, check_request
 from loraplex_services.worker.types.messages import Cancel, EngineReady, Gone, StepOutput, Submit
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
@@ -102,12 +102,12 @@ class ApiServer:
         for request_id in list(session.live):
             self.cancel(session, request_id)
 
-    def submit(self, session: GatewaySession, submit: Submit) -> None:
+    def submit(self, session: GatewaySession, asked: WorkerRequest) -> None:
         """Start a request; a refusal comes as a failure in the session's news."""
         try:
-            self._submit(session, submit)
+            self._submit(session, asked)
         except LoraplexError as error:
-            news = StepNews(self.status.load.steps, failures=[(submit.request_id, error)])
+            news = StepNews(self.status.load.steps, failures=[(asked.request_id, error)])
             session.push(news)
 
     def cancel(self, session: GatewaySession, request_id: str) -> None:
@@ -226,38 +226,37 @@ class ApiServer:
             raise Unavailable("the model is loading", reason="NOT_READY", retry_after_s=1.0)
         return self._engine
 
-    def _submit(self, session: GatewaySession, submit: Submit) -> None:
+    def _submit(self, session: GatewaySession, asked: WorkerRequest) -> None:
         if self.status.is_draining:
             raise Unavailable("the worker is draining", reason="DRAINING", retry_after_s=1.0)
         info = self._running().info
         limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters)
-        check_submit(submit, limits)
-        if submit.request_id in session.live:
-            raise InvalidRequest.field("request_id", submit.request_id, "is already running")
-        digests = submit.adapters.digests
-        crash = crash_key(submit.prompt_ids, submit.adapters)
+        check_request(asked, limits)
+        if asked.request_id in session.live:
+            raise InvalidRequest.field("request_id", asked.request_id, "is already running")
+        digests = asked.adapters.digests
+        crash = crash_key(asked.prompt_ids, asked.adapters)
         self._guard.check(crash)
-        metrics.observe_submit(submit.sampling.max_tokens)
-        num_prompt = len(submit.prompt_ids)
-        request = LiveRequest(
-            session, submit.request_id, digests, num_prompt, time.monotonic(), crash
-        )
+        metrics.observe_submit(asked.sampling.max_tokens)
+        came_s = time.monotonic()
+        num_prompt = len(asked.prompt_ids)
+        request = LiveRequest(session, asked.request_id, digests, num_prompt, came_s, crash)
         key = self._live.add(request)
         self._idle.clear()
         self._fetcher.lease(digests)
-        if submit.grammar is None:
+        submit = Submit(request=replace(asked, request_id=key), came_s=came_s)
+        if asked.grammar is None:
             self._pass_on(key, submit)
         else:
-            work = self._pass_on_checked(key, request, submit, submit.grammar)
+            work = self._pass_on_checked(key, request, submit, asked.grammar)
             request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
         """To the engine, with where its adapters are."""
-        command = msgspec.structs.replace(submit, request_id=key)
         request = self._live.get(key)
         assert request is not None, "passed on after its end"
-        self._guard.admit(key, request.crash_key, lambda: self._client.send(command))
-        for digest in submit.adapters.digests:
+        self._guard.admit(key, request.crash_key, lambda: self._client.send(submit))
+        for digest in request.digests:
             self._fetcher.ensure_loaded(digest)
 
     async def _pass_on_checked(
@@ -267,7 +266,8 @@ class ApiServer:
         fault: LoraplexError | None = None
         try:
             info = self._running().info
-            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, submit.tenant)
+            tenant = submit.request.tenant
+            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, tenant)
             if self._live.get(key) is request:
                 self._pass_on(key, submit)
         except LoraplexError as error:
@@ -275,7 +275,7 @@ class ApiServer:
         if fault is not None and self._live.get(key) is request:
             self._end(key)
             metrics.count_end("error")
-            news = StepNews(self.status.load.steps, failures=[(submit.request_id, fault)])
+            news = StepNews(self.status.load.steps, failures=[(request.request_id, fault)])
             request.session.push(news)
 
     def _end(self, key: str) -> bool:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from loraplex.api.error_wire import to_detail
 from loraplex.api.format_wire import geometry_to_proto
-from loraplex.api.pooling import Pooling
-from loraplex.api.sampling import GrammarTokens
 from loraplex.api.wire import (
     finish_reason_to_proto,
-    grammar_from_proto,
     load_to_proto,
     logprob_to_proto,
-    pooling_from_proto,
     residency_to_proto,
-    sampling_params_from_proto,
     timings_to_proto,
 )
 from loraplex.v1 import worker_pb2
@@ -23,41 +16,8 @@ from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
 from loraplex_services.worker.server.status import StatusNews
-from loraplex_services.worker.types.messages import Submit, TokenOutput
-from loraplex_services.worker.types.request import AdapterSet
+from loraplex_services.worker.types.messages import TokenOutput
 from loraplex_services.worker.types.runner_protocol import ModelInfo
-
-
-def submit_from_wire(message: worker_pb2.WorkerRequest) -> Submit:
-    """A request as the engine takes it; its values are still unchecked."""
-    adapters = sorted((a.digest, a.weight) for a in message.adapters)
-    return Submit(
-        request_id=message.request_id,
-        prompt_ids=list(message.prompt_ids),
-        output_ids=list(message.output_ids),
-        sampling=sampling_params_from_proto(message.sampling),
-        adapters=AdapterSet(tuple(adapters)),
-        tenant=message.tenant,
-        priority=message.priority,
-        fairness_weight=message.fairness_weight or 1.0,
-        cache_salt=message.cache_salt or message.tenant,
-        sample_index=message.sample_index,
-        remaining_s=message.remaining_s or None,
-        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
-        grammar_tokens=GrammarTokens(
-            tuple((t.token_id, t.content) for t in message.grammar_tokens if not t.special),
-            tuple(message.grammar_eos_ids),
-        ),
-        pooling=_pooling_from_wire(message),
-        remaining_first_token_s=message.remaining_first_token_s or None,
-        came_s=time.monotonic(),
-    )
-
-
-def _pooling_from_wire(message: worker_pb2.WorkerRequest) -> Pooling:
-    """Gateways before `pooling` say `pools`."""
-    unsaid = Pooling.LAST if message.pools else Pooling.NONE
-    return pooling_from_proto(message.pooling) or unsaid
 
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:

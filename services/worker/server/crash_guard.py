@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from loraplex.api.request import AdapterSet
 from loraplex.errors import LoraplexError
-from loraplex_services.worker.types.request import AdapterSet
 
 MAX_DEATHS = 2
 MAX_SUSPECTS = 4096
@@ -23,7 +23,7 @@ MAX_SUSPECTS = 4096
 CrashKey = bytes
 
 
-def crash_key(prompt_ids: list[int], adapters: AdapterSet) -> CrashKey:
+def crash_key(prompt_ids: Sequence[int], adapters: AdapterSet) -> CrashKey:
     """Equal for a request and its repetitions."""
     tokens = array("q", prompt_ids).tobytes()
     return hashlib.sha256(adapters.key().encode() + tokens).digest()

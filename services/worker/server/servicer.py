@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from loraplex.api.request_wire import worker_request_from_proto
 from loraplex.api.wire import residency_to_proto
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
@@ -17,7 +18,6 @@ from loraplex_services.worker.server.convert import (
     events_to_wire,
     model_to_wire,
     status_to_wire,
-    submit_from_wire,
     token_to_wire,
 )
 from loraplex_services.worker.server.sessions import GatewaySession, StepNews
@@ -76,7 +76,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _submit(self, session: GatewaySession, message: worker_pb2.WorkerRequest) -> None:
         try:
-            self._api.submit(session, submit_from_wire(message))
+            self._api.submit(session, worker_request_from_proto(message))
         except LoraplexError as error:
             session.push(StepNews(0, failures=[(message.request_id, error)]))
 
@@ -86,7 +86,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """One request: a session that ends with it."""
         session = self._api.open_session("generate")
         try:
-            self._api.submit(session, submit_from_wire(request.request))
+            self._api.submit(session, worker_request_from_proto(request.request))
             session.no_more_requests()
             while (news := await session.next()) is not None:
                 for _, error in news.failures:

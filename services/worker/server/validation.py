@@ -10,10 +10,10 @@ from loraplex.adapter_format.added_tokens import MAX_TOKEN_CHARS
 from loraplex.adapter_format.rope_scaling import MAX_CONTEXT
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
-from loraplex_services.worker.types.messages import Submit
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
@@ -30,29 +30,29 @@ class IntakeLimits:
     """In one request."""
 
 
-def check_submit(submit: Submit, limits: IntakeLimits) -> None:
+def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
     """Raises InvalidRequest naming the first bad field."""
-    if not submit.request_id or len(submit.request_id) > MAX_ID_CHARS:
-        _refuse("request_id", submit.request_id, f"must have 1 to {MAX_ID_CHARS} characters")
-    if not submit.prompt_ids:
+    if not request.request_id or len(request.request_id) > MAX_ID_CHARS:
+        _refuse("request_id", request.request_id, f"must have 1 to {MAX_ID_CHARS} characters")
+    if not request.prompt_ids:
         _refuse("prompt_ids", "[]", "must hold at least one token")
-    if submit.pooling and (submit.sampling.max_tokens or submit.grammar or submit.output_ids):
+    if request.pooling and (request.sampling.max_tokens or request.grammar or request.output_ids):
         why = "goes with max_tokens 0, and without output_ids and grammar"
-        _refuse("pooling", submit.pooling, why)
-    if submit.pooling is Pooling.HEAD and not submit.adapters.adapters:
-        _refuse("pooling", submit.pooling, "needs an adapter with a head: the base has none")
+        _refuse("pooling", request.pooling, why)
+    if request.pooling is Pooling.HEAD and not request.adapters.adapters:
+        _refuse("pooling", request.pooling, "needs an adapter with a head: the base has none")
     # Adapters may add tokens and context; the engine knows how many.
-    if submit.adapters.adapters:
+    if request.adapters.adapters:
         vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
         limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
-    _check_grammar_tokens(submit.grammar_tokens, limits)
-    _check_ids("prompt_ids", submit.prompt_ids, limits.vocab_size)
-    _check_ids("output_ids", submit.output_ids, limits.vocab_size)
-    _check_lengths(submit, limits)
-    _check_adapters(submit, limits)
-    _check_sampling(submit.sampling, limits)
-    if not (math.isfinite(submit.fairness_weight) and submit.fairness_weight > 0):
-        _refuse("fairness_weight", submit.fairness_weight, "must be above 0")
+    _check_grammar_tokens(request.grammar_tokens, limits)
+    _check_ids("prompt_ids", request.prompt_ids, limits.vocab_size)
+    _check_ids("output_ids", request.output_ids, limits.vocab_size)
+    _check_lengths(request, limits)
+    _check_adapters(request, limits)
+    _check_sampling(request.sampling, limits)
+    if not (math.isfinite(request.fairness_weight) and request.fairness_weight > 0):
+        _refuse("fairness_weight", request.fairness_weight, "must be above 0")
 
 
 def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
@@ -65,8 +65,8 @@ def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
     _check_ids("grammar_eos_ids", tokens.eos_ids, limits.vocab_size)
 
 
-def _check_lengths(submit: Submit, limits: IntakeLimits) -> None:
-    num_prompt, max_tokens = len(submit.prompt_ids), submit.sampling.max_tokens
+def _check_lengths(request: WorkerRequest, limits: IntakeLimits) -> None:
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt + max_tokens > limits.max_model_len:
         _refuse(
             "sampling.max_tokens",
@@ -74,16 +74,16 @@ def _check_lengths(submit: Submit, limits: IntakeLimits) -> None:
             f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) exceed the context of "
             f"{limits.max_model_len} tokens: shorten one of them",
         )
-    if len(submit.output_ids) >= max(1, max_tokens):
+    if len(request.output_ids) >= max(1, max_tokens):
         _refuse(
             "output_ids",
-            f"{len(submit.output_ids)} tokens",
+            f"{len(request.output_ids)} tokens",
             f"nothing is left to generate: max_tokens is {max_tokens}",
         )
 
 
-def _check_adapters(submit: Submit, limits: IntakeLimits) -> None:
-    adapters = submit.adapters.adapters
+def _check_adapters(request: WorkerRequest, limits: IntakeLimits) -> None:
+    adapters = request.adapters.adapters
     if len(adapters) > limits.max_adapters:
         _refuse(
             "adapters", f"{len(adapters)} adapters", f"at most {limits.max_adapters} in a request"
@@ -92,7 +92,7 @@ def _check_adapters(submit: Submit, limits: IntakeLimits) -> None:
         check_digest(digest, field="adapters.digest")
         if not math.isfinite(weight):
             _refuse("adapters.weight", weight, "must be a finite number")
-    if len(set(submit.adapters.digests)) < len(adapters):
+    if len(set(request.adapters.digests)) < len(adapters):
         _refuse("adapters", "a digest twice", "name each adapter once and add up the weights")
 
 

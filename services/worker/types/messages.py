@@ -15,12 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from loraplex.api.output import FinishReason, Timings, TokenLogprob
-from loraplex.api.pooling import Pooling
+from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency, WorkerLoad
-from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.request import AdapterSet
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 MAX_FRAME_BYTES = 256 << 20
@@ -92,25 +90,8 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Start a request, fresh or resumed."""
 
-    request_id: str
-    """Unique among the live requests of the worker."""
-    prompt_ids: list[int]
-    output_ids: list[int] = []
-    sampling: SamplingParams
-    adapters: AdapterSet = AdapterSet()
-    tenant: str = "default"
-    priority: int = 0
-    fairness_weight: float = 1.0
-    cache_salt: str = ""
-    sample_index: int = 0
-    remaining_s: float | None = None
-    """Until the deadline; None = no deadline."""
-    grammar: Grammar | None = None
-    grammar_tokens: GrammarTokens = GrammarTokens()
-    pooling: Pooling = Pooling.NONE
-    """With one: a vector and no output."""
-    remaining_first_token_s: float | None = None
-    """Until the first token is due; None = whenever the deadline allows."""
+    request: WorkerRequest
+    """Its id is unique among the live requests of the worker."""
     came_s: float | None = None
     """By the monotonic clock, which both processes share: a step may be under way when it
     comes, and the wait for that step's end counts. None = the engine's moment."""

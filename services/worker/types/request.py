@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import BASE_ONLY, AdapterSet
 from loraplex.api.sampling import SamplingParams
 
 RELEASED_BLOCK = -1
 """Stands in a block table for a block behind the group's window: never to be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSet:
-    """The adapters of a request: sorted (digest, weight) pairs; empty = the base."""
-
-    adapters: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        assert tuple(sorted(self.adapters)) == self.adapters, "adapters must be sorted by digest"
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digests in order."""
-        return tuple(digest for digest, _ in self.adapters)
-
-    def within(self, digests: Collection[str]) -> bool:
-        """Whether all of them are among `digests`."""
-        return all(digest in digests for digest, _ in self.adapters)
-
-    def key(self) -> str:
-        """Hash that keys the prefix cache and accounting."""
-        text = ";".join(f"{digest}*{weight!r}" for digest, weight in self.adapters)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class OwnRope(NamedTuple):
@@ -85,7 +61,7 @@ class Request:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    adapters: AdapterSet = AdapterSet()
+    adapters: AdapterSet = BASE_ONLY
     tenant: str = "default"
     priority: int = 0
     fairness_weight: float = 1.0

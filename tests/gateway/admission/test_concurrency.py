@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from loraplex.api.registry import TenantLimits
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
@@ -13,7 +14,6 @@ from loraplex_services.gateway.admission.rate_limit_store import (
     RateLimitStore,
     RedisRateLimitStore,
 )
-from loraplex_services.gateway.registry.tenants import TenantLimits
 from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.shared import SimulatedRedis
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.gateway.admission import rate_limit_store as rate_limit_store
@@ -20,7 +21,6 @@ from loraplex_services.gateway.admission.rate_limit_store import (
 )
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.token_buckets import capacity_of
-from loraplex_services.gateway.registry.tenants import TenantLimits
 from tests.servers import running_metadata
 
 RATE = 50.0

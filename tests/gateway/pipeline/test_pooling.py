@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL, REGRESSION, PoolingFields
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import AskedAdapter, ChatPrompt, TextPrompt
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
@@ -20,14 +21,7 @@ from loraplex_services.gateway.pipeline.pooling import (
     scored_ids,
 )
 from loraplex_services.gateway.pipeline.scoring import score_of
-from loraplex_services.gateway.request import (
-    AskedAdapter,
-    ChatPrompt,
-    GenerateCall,
-    RunningAdapter,
-    ServedModel,
-    TextPrompt,
-)
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel
 
 BASE = ServedModel("base", vocab_size=100, max_model_len=64, pad_token_id=9)
 ORIGIN = Origin("r", "default", "", "")
@@ -42,7 +36,14 @@ JUDGE = adapter("SEQ_CLS", num_labels=3)
 
 def chosen(pooling: Pooling, *adapters: RunningAdapter, listed: bool = False) -> Pooling:
     asked = tuple(AskedAdapter(a.label) for a in adapters) if listed else ()
-    call = GenerateCall("r", "default", "a", TextPrompt("x"), NO_OUTPUT, asked, pooling=pooling)
+    call = GenerateCall(
+        tenant="default",
+        model="a",
+        prompt=TextPrompt("x"),
+        sampling=NO_OUTPUT,
+        adapters=asked,
+        pooling=pooling,
+    )
     return choose_pooling(call, adapters)
 
 

@@ -7,31 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from loraplex.api.sampling import Sampling
+from loraplex.api.registry import Tag, TagTarget
+from loraplex.api.request import AskedAdapter, TextPrompt
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import Side, TagState, Version
-from loraplex_services.gateway.request import (
-    AskedAdapter,
-    GenerateCall,
-    ServedModel,
-    Target,
-    TextPrompt,
-)
+from loraplex_services.gateway.registry.snapshot import Version
+from loraplex_services.gateway.request import GenerateCall, ServedModel, Target
 
-CALL = GenerateCall("r", "default", "", TextPrompt("x"), Sampling())
+CALL = GenerateCall(tenant="default", model="", prompt=TextPrompt("x"))
 
 
 class RegistryLookup:
     """Answers look-ups from a list, or fails."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[Version, tuple[TagState, ...]]] = {}
+        self.known: dict[str, tuple[Version, tuple[Tag, ...]]] = {}
         self.asked: list[str] = []
         self.error: LoraplexError | None = None
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         self.asked.append(str(ref))
         if self.error is not None:
             raise self.error
@@ -45,9 +40,11 @@ def _version(number: int = 1, **fields: object) -> Version:
     return replace(made, **fields)
 
 
-def _tag(weights: dict[int, int], tag: str = "latest", generation: int = 1) -> TagState:
-    sides = tuple(Side(number, weight) for number, weight in weights.items())
-    return TagState("default", "upper", tag, sides, generation, updated_unix_s=float(generation))
+def _tag(weights: dict[int, int], tag: str = "latest", generation: int = 1) -> Tag:
+    targets = tuple(
+        TagTarget(number, f"sha256:{number}", weight) for number, weight in weights.items()
+    )
+    return Tag("default", "upper", tag, targets, generation, updated_unix_s=float(generation))
 
 
 @pytest.fixture

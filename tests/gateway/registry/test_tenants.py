@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import Unavailable
-from loraplex_services.gateway.registry.tenants import FRESH_S, TenantDirectory, TenantLimits
+from loraplex_services.gateway.registry.tenants import FRESH_S, TenantDirectory
 
 
 class RegistryLookup:

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
-from loraplex_services.gateway.request import RunningAdapter, Tokens, WorkerJob
+from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.relay import Relay, RelayLimits
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
@@ -52,18 +53,15 @@ class WorkerPool:
         await asyncio.sleep(0.01)
 
 
-def _job(**fields: object) -> WorkerJob:
-    values: dict[str, object] = {
-        "request_id": "r",
-        "tenant": "t",
-        "base_id": "base",
-        "prompt_ids": (1, 2),
-        "adapters": (RunningAdapter("t/x:v1", "sha256:x"),),
-        "sampling": SamplingParams(max_tokens=len(OUTPUT), seed=1, prompt_logprobs=0),
-        "sample_index": 0,
-        "deadline_s": 1e9,
-    }
-    return WorkerJob(**(values | fields))  # type: ignore[arg-type]
+def _job(*adapters: tuple[str, float], deadline_s: float = 1e9) -> WorkerJob:
+    request = WorkerRequest(
+        request_id="r",
+        tenant="t",
+        prompt_ids=(1, 2),
+        adapters=AdapterSet(adapters),
+        sampling=SamplingParams(max_tokens=len(OUTPUT), seed=1, prompt_logprobs=0),
+    )
+    return WorkerJob(request, "base", deadline_s)
 
 
 def _send(start: int, end: int) -> Feed:
@@ -112,9 +110,9 @@ def test_every_position_comes_once_across_failures(cuts: list[int]) -> None:
         last = end == len(OUTPUT)
         workers.feeds.append(_send(start, end) if last else _both(_send(start, end), _fail(AWAY)))
     assert run_virtually(_ids(workers)) == OUTPUT
-    given_back = [len(job.output_ids) for job in workers.jobs]
-    assert given_back == places[: len(given_back)]
-    assert all(job.output_ids == OUTPUT[: len(job.output_ids)] for job in workers.jobs)
+    emitted = [job.request.output_ids for job in workers.jobs]
+    assert [len(ids) for ids in emitted] == places[: len(emitted)]
+    assert all(ids == OUTPUT[: len(ids)] for ids in emitted)
 
 
 async def test_tokens_sent_twice_are_dropped() -> None:
@@ -133,7 +131,7 @@ async def test_request_that_the_worker_cancels_is_sent_again() -> None:
         stream.put(Tokens((), 4, finish_reason=FinishReason.CANCELLED))
 
     def go_on(stream: TokenStream, job: WorkerJob) -> None:
-        _send(len(job.output_ids), len(OUTPUT))(stream, job)
+        _send(len(job.request.output_ids), len(OUTPUT))(stream, job)
 
     assert await _ids(WorkerPool(_both(_send(0, 4), give_up), go_on)) == OUTPUT
 
@@ -141,7 +139,7 @@ async def test_request_that_the_worker_cancels_is_sent_again() -> None:
 async def test_continuation_asks_for_no_prompt_logprobs_and_another_worker() -> None:
     workers = WorkerPool(_both(_send(0, 4), _fail(AWAY)), _send(4, 10))
     await _ids(workers)
-    assert [job.sampling.prompt_logprobs for job in workers.jobs] == [0, None]
+    assert [job.request.sampling.prompt_logprobs for job in workers.jobs] == [0, None]
     assert len(set(workers.addresses)) == 2
 
 

@@ -8,11 +8,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from loraplex.api.registry import TenantLimits
+from loraplex.api.request import TokenPrompt
 from loraplex.api.sampling import Sampling
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.gateway.registry.tenants import TenantLimits
-from loraplex_services.gateway.request import GenerateCall, TokenPrompt
+from loraplex_services.gateway.request import GenerateCall
 from loraplex_services.gateway.workers.link import SILENT_CHECKS
 from tests.gateway.simulated.house import House, Seen, SimulatedGateway, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, SimulatedWorker, Speed

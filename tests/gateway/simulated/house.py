@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
@@ -21,7 +22,7 @@ from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.tenants import TenantDirectory, TenantLimits
+from loraplex_services.gateway.registry.tenants import TenantDirectory
 from loraplex_services.gateway.request import GenerateCall, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.text.adapter_text import AdapterText
@@ -204,4 +205,4 @@ def undisturbed(prepared: PreparedRequest, index: int) -> TextDelta:
     if ends:
         event.stop_token_id = ids[-1]
     text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
-    return text.add(tokens_from_wire(event, ""), job.sampling.stop_token_ids)
+    return text.add(tokens_from_wire(event, ""), job.request.sampling.stop_token_ids)

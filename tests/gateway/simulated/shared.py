@@ -9,10 +9,11 @@ from typing import Any
 from redis.exceptions import ConnectionError as RedisAway
 
 from loraplex.adapter_format import File
+from loraplex.api.registry import Tag, TagTarget
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.admission.token_buckets import Bucket
-from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Side, TagState, Version
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 from tests.gateway.simulated.worker import BASE_ID
 
 
@@ -31,7 +32,7 @@ class SimulatedRegistry:
             snapshot.put_tag(_latest(name))
         return snapshot
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[TagState, ...]]:
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         """Raises: Unavailable, AdapterNotFound."""
         await asyncio.sleep(0.005)
         if self.is_away:
@@ -50,8 +51,8 @@ def _version(name: str, number: int) -> Version:
     return Version("default", name, 1, digest, BASE_ID, is_public=True)
 
 
-def _latest(name: str) -> TagState:
-    return TagState("default", name, "latest", (Side(1, 1),), 1)
+def _latest(name: str) -> Tag:
+    return Tag("default", name, "latest", (TagTarget(1, "sha256:0"),), 1, 0.0)
 
 
 class SimulatedRedis:

@@ -14,14 +14,9 @@ import tokenizers
 
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import added_tokens
+from loraplex.api.request import ChatPrompt, TextPrompt
 from loraplex.errors import Unavailable
-from loraplex_services.gateway.request import (
-    ChatPrompt,
-    RunningAdapter,
-    ServedModel,
-    Target,
-    TextPrompt,
-)
+from loraplex_services.gateway.request import RunningAdapter, ServedModel, Target
 from loraplex_services.gateway.text.adapter_text import AdapterText, ReadFiles
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.template_pool import TemplatePool

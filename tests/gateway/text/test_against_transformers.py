@@ -10,14 +10,9 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from loraplex.api.request import ChatPrompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
-from loraplex_services.gateway.request import (
-    ChatPrompt,
-    ServedModel,
-    TextPrompt,
-    TokenPrompt,
-    Truncation,
-)
+from loraplex_services.gateway.request import ServedModel, Truncation
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from loraplex.api.request import ChatPrompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN, TEMPLATES
-from loraplex_services.gateway.request import ChatPrompt, ServedModel, TextPrompt, TokenPrompt
+from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
 from tests.gateway.tiny_tokenizer import BOS_ID, VOCAB_SIZE, tokenizer_files

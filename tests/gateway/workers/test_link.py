@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
@@ -64,16 +65,13 @@ async def _line(folder: Path, worker: ScriptedWorker) -> AsyncIterator[Line]:
 
 
 def _job() -> WorkerJob:
-    return WorkerJob(
+    request = WorkerRequest(
         request_id="r",
         tenant="t",
-        base_id="base",
         prompt_ids=(97,),
-        adapters=(),
         sampling=SamplingParams(max_tokens=5, seed=1),
-        sample_index=0,
-        deadline_s=now_s() + 60,
     )
+    return WorkerJob(request, "base", deadline_s=now_s() + 60)
 
 
 async def test_a_session_that_can_send_nothing_up_is_left_for_another(tmp_path: Path) -> None:

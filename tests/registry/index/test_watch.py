@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from loraplex.api.registry import TagTarget
 from loraplex_services.registry.access.lookup import visible_batches
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import event_to_proto
@@ -17,7 +18,7 @@ from loraplex_services.registry.index import feed as feed_module
 from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import PRIVATE, PUBLIC, TargetRecord
+from loraplex_services.registry.records import PRIVATE, PUBLIC
 from tests.registry.house import publish
 
 PROD = TagAddress("default", "sql", "prod")
@@ -87,7 +88,7 @@ async def test_changes_arrive_in_order_and_none_is_left_out(registry: Registry) 
     for seed in (1, 2):
         await publish(registry, "sql", seed)
     for version in (1, 2, 1):
-        await registry.tags.set(PROD, [TargetRecord(version, "")], None, "me")
+        await registry.tags.set(PROD, [TagTarget(version, "")], None, "me")
     await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
     await mirror.until("sql:v2", "deleted")
     assert mirror.events == [
@@ -104,7 +105,7 @@ async def test_a_token_resumes_after_exactly_what_was_handled(registry: Registry
     await publish(registry, "sql", 1)
     await mirror.until("sql:latest", [1])
     for version in (1, 1, 1):
-        await registry.tags.set(PROD, [TargetRecord(version, "", 1)], None, "me")
+        await registry.tags.set(PROD, [TagTarget(version, "", 1)], None, "me")
     await publish(registry, "sql", 2)
     resumed = Mirror(watch(registry.catalog, mirror.token))
     await resumed.until("sql:latest", [2])
@@ -119,9 +120,9 @@ async def test_moves_that_the_index_missed_are_reported_in_order(registry: Regis
     await mirror.snapshot()
     mirror.events.clear()
     for number in (1, 2):
-        target = TargetRecord(number, "sha256:x")
+        target = TagTarget(number, "sha256:x")
         await registry.tags.move(PROD, lambda _, t=target: [t], "dead", f"m{number}")
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     await mirror.until("sql:prod", [1])
     while "sql:prod 3" not in mirror.events:
         await mirror.step()

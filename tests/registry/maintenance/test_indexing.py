@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
 from loraplex_services.common.objects import open_store
@@ -17,10 +18,11 @@ from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.lookup import Cursor, Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
-from loraplex_services.registry.index.catalog import PREFIX, Catalog, CatalogDown
+from loraplex_services.registry.index.catalog import PREFIX, Catalog
 from loraplex_services.registry.index.metadata_server import MetadataServer
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import TargetRecord, TenantRecord
+from loraplex_services.registry.records import TenantRecord
 from tests.registry.house import publish, tiny_base
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -53,7 +55,7 @@ async def _fill(registry: Registry) -> None:
     await publish(registry, "acme/chat", 3)
     await publish(registry, "gone", 4)
     await registry.tags.set(
-        TagAddress("default", "sql", "canary"), [TargetRecord(1, ""), TargetRecord(2, "")], None, ""
+        TagAddress("default", "sql", "canary"), [TagTarget(1, ""), TagTarget(2, "")], None, ""
     )
     await registry.deletion.adapter("default", "gone", "", purge=False)
     await registry.deletion.version("default", "sql", 1, "", force=True, purge=False)
@@ -226,7 +228,7 @@ async def test_a_change_that_never_reached_the_index_is_repaired(registry: Regis
     await registry.catalog.note_pending("default/sql")
     place = TagAddress("default", "sql", "latest")
     digest = (await registry.lookup.resolve(parse_ref("sql:v1"), ROOT)).version.digest
-    await registry.tags.move(place, lambda _: [TargetRecord(1, digest)], "", "dead-writer")
+    await registry.tags.move(place, lambda _: [TagTarget(1, digest)], "", "dead-writer")
     assert await _version_of(registry, "sql") == 2
     await registry.indexer.repair(0.0)
     assert await _version_of(registry, "sql") == 1

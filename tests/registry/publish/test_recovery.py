@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from loraplex.api.registry import TagTarget
 from loraplex.refs import parse_ref
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry.access.permissions import Access
@@ -14,7 +15,7 @@ from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.publish import failpoint
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord, TargetRecord
+from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord
 from tests.registry.house import adapter_files, opened, publish
 from tests.s3_servers import proven_store
 
@@ -88,7 +89,7 @@ async def test_a_stage_that_somebody_overruled_meanwhile_is_not_brought_back(
     die_at("publish.version")
     with pytest.raises(Died):
         await registry.publisher.finish(session)
-    await successor.tags.set(PROD, [TargetRecord(1, "")], None, "somebody")
+    await successor.tags.set(PROD, [TagTarget(1, "")], None, "somebody")
     await successor.indexer.recover()
     record = await _tag(successor, "prod")
     assert [target.version for target in record.targets] == [1]

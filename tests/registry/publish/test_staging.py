@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict
 from loraplex.refs import parse_ref
 from loraplex_services.registry.access.permissions import Access
@@ -13,7 +14,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.watch import watch
 from loraplex_services.registry.publish import staging
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import TagRecord, TargetRecord
+from loraplex_services.registry.records import TagRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -34,8 +35,8 @@ async def staged(registry: Registry) -> TagRecord:
     """`prod` at v1, v2 pending."""
     for seed in range(2):
         await publish(registry, "sql", seed)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
-    return await registry.staging.begin(PROD, [TargetRecord(2, "")], None, "me", 60.0)
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
+    return await registry.staging.begin(PROD, [TagTarget(2, "")], None, "me", 60.0)
 
 
 async def test_old_target_serves_until_the_move_is_finished(
@@ -69,13 +70,13 @@ async def test_failure_leaves_the_tag_where_it_was_with_the_reason(
     shown = await _shown(registry)
     assert shown.pending == ()
     assert "v2" in shown.pending_reason and "damaged bytes" in shown.pending_reason
-    await registry.tags.set(PROD, [TargetRecord(2, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(2, "")], None, "me")
     assert (await _shown(registry)).pending_reason == ""
 
 
 async def test_move_by_hand_cancels_what_is_pending(registry: Registry, staged: TagRecord) -> None:
     await publish(registry, "sql", 7)
-    await registry.tags.set(PROD, [TargetRecord(3, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(3, "")], None, "me")
     with pytest.raises(Conflict):
         await registry.staging.finish(PROD, staged.generation, "", "gateway")
     assert await _served(registry) == 3
@@ -84,10 +85,10 @@ async def test_move_by_hand_cancels_what_is_pending(registry: Registry, staged: 
 async def test_staging_again_counts_with_its_time_and_the_present_target_cancels(
     registry: Registry, staged: TagRecord
 ) -> None:
-    again = await registry.staging.begin(PROD, [TargetRecord(2, "")], None, "me", 5.0)
+    again = await registry.staging.begin(PROD, [TagTarget(2, "")], None, "me", 5.0)
     assert again.generation > staged.generation
     assert again.pending_until_s < staged.pending_until_s
-    kept = await registry.staging.begin(PROD, [TargetRecord(1, "")], None, "me", 60.0)
+    kept = await registry.staging.begin(PROD, [TagTarget(1, "")], None, "me", 60.0)
     assert (kept.pending, kept.targets) == ((), staged.targets)
     assert (await _shown(registry)).pending_reason == ""
 
@@ -132,13 +133,13 @@ async def test_late_moves_are_known_after_the_index_was_lost_too(
     await registry.indexer.rebuild()
     late_s = staged.pending_until_s + staging.GATEWAYS_S
     assert await registry.catalog.staged_until(late_s) == [("default/sql", "prod")]
-    await registry.tags.set(PROD, [TargetRecord(2, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(2, "")], None, "me")
     assert await registry.catalog.staged_until(late_s) == []
 
 
 async def test_new_tag_can_be_staged_and_answers_nothing_meanwhile(registry: Registry) -> None:
     await publish(registry, "sql", 0)
-    staged = await registry.staging.begin(PROD, [TargetRecord(1, "")], "none", "me", 60.0)
+    staged = await registry.staging.begin(PROD, [TagTarget(1, "")], "none", "me", 60.0)
     with pytest.raises(AdapterNotFound):
         await _served(registry)
     assert [target.version for target in (await _shown(registry)).pending] == [1]
@@ -167,7 +168,7 @@ async def test_watchers_see_pending_targets_in_events_and_snapshots(
             token = batch.token
             break
     again = await registry.staging.begin(
-        PROD, [TargetRecord(1, ""), TargetRecord(2, "")], None, "me", 60.0
+        PROD, [TagTarget(1, ""), TagTarget(2, "")], None, "me", 60.0
     )
     async for batch in watch(registry.catalog, token):
         if batch.events:

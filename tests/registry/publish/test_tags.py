@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish.tags import TagAddress, Tags
-from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord, TargetRecord
+from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -30,23 +31,23 @@ async def _version_of(registry: Registry, ref: str, key: str = "") -> int:
 
 async def test_a_tag_moves_only_from_what_was_expected(registry: Registry) -> None:
     first, second = await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], "none", "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], "none", "me")
     with pytest.raises(Conflict, match="expected none"):
-        await registry.tags.set(PROD, [TargetRecord(2, "")], "none", "me")
+        await registry.tags.set(PROD, [TagTarget(2, "")], "none", "me")
     with pytest.raises(Conflict):
-        await registry.tags.set(PROD, [TargetRecord(2, "")], second, "me")
-    record = await registry.tags.set(PROD, [TargetRecord(2, "")], first, "me")
+        await registry.tags.set(PROD, [TagTarget(2, "")], second, "me")
+    record = await registry.tags.set(PROD, [TagTarget(2, "")], first, "me")
     assert (record.generation, record.targets[0].digest) == (2, second)
     assert await _version_of(registry, "sql:prod") == 2
 
 
 async def test_of_racing_moves_with_one_expectation_exactly_one_wins(registry: Registry) -> None:
     first, *_ = await _versions(registry, 4)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
 
     async def move(version: int) -> bool:
         try:
-            await registry.tags.set(PROD, [TargetRecord(version, "")], first, "me")
+            await registry.tags.set(PROD, [TagTarget(version, "")], first, "me")
             return True
         except Conflict:
             return False
@@ -57,16 +58,16 @@ async def test_of_racing_moves_with_one_expectation_exactly_one_wins(registry: R
 async def test_whoever_lost_a_race_reads_what_beat_him(registry: Registry) -> None:
     """The winner changed the object and has not told the index yet."""
     await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
-    await registry.tags.move(PROD, lambda _: [TargetRecord(2, "sha256:x")], "winner", "move-1")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
+    await registry.tags.move(PROD, lambda _: [TagTarget(2, "sha256:x")], "winner", "move-1")
     with pytest.raises(Conflict):
-        await registry.tags.set(PROD, [TargetRecord(1, "")], "none", "me")
+        await registry.tags.set(PROD, [TagTarget(1, "")], "none", "me")
     assert await _version_of(registry, "sql:prod") == 2
 
 
 async def test_a_split_shares_keys_by_weight_and_keeps_each_key(registry: Registry) -> None:
     await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "", 90), TargetRecord(2, "", 10)], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "", 90), TagTarget(2, "", 10)], None, "me")
     drawn = [await _version_of(registry, "sql:prod", f"user-{n}") for n in range(300)]
     assert 10 <= drawn.count(2) <= 60
     again = [await _version_of(registry, "sql:prod", f"user-{n}") for n in range(300)]
@@ -76,7 +77,7 @@ async def test_a_split_shares_keys_by_weight_and_keeps_each_key(registry: Regist
 async def test_rollback_returns_to_the_target_before(registry: Registry) -> None:
     await _versions(registry, 3)
     for version in (1, 3):
-        await registry.tags.set(PROD, [TargetRecord(version, "")], None, "me")
+        await registry.tags.set(PROD, [TagTarget(version, "")], None, "me")
     record = await registry.tags.rollback(PROD, 0, None, "me")
     assert [target.version for target in record.targets] == [1]
     record = await registry.tags.rollback(PROD, 2, None, "me")
@@ -86,7 +87,7 @@ async def test_rollback_returns_to_the_target_before(registry: Registry) -> None
 async def test_rollback_passes_over_versions_that_were_deleted(registry: Registry) -> None:
     await _versions(registry, 3)
     for version in (1, 2, 3):
-        await registry.tags.set(PROD, [TargetRecord(version, "")], None, "me")
+        await registry.tags.set(PROD, [TagTarget(version, "")], None, "me")
     await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
     record = await registry.tags.rollback(PROD, 0, None, "me")
     assert [target.version for target in record.targets] == [1]
@@ -101,7 +102,7 @@ async def test_a_tag_that_moved_while_its_target_was_deleted_points_nowhere(
 ) -> None:
     """The version dies after the mover looked at it and before the tag is written."""
     await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     write = registry.tags.move
 
     async def late(*args: Any) -> TagRecord | None:
@@ -110,7 +111,7 @@ async def test_a_tag_that_moved_while_its_target_was_deleted_points_nowhere(
         return await write(*args)
 
     monkeypatch.setattr(Tags, "move", staticmethod(late))
-    record = await registry.tags.set(PROD, [TargetRecord(2, "")], None, "me")
+    record = await registry.tags.set(PROD, [TagTarget(2, "")], None, "me")
     assert record.targets == ()
     with pytest.raises(AdapterNotFound):
         await _version_of(registry, "sql:prod")
@@ -120,8 +121,8 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
     registry: Registry,
 ) -> None:
     await _versions(registry, 3)
-    split = [TargetRecord(1, ""), TargetRecord(2, "")]
-    for targets in ([TargetRecord(1, "")], [TargetRecord(2, "")], split):
+    split = [TagTarget(1, ""), TagTarget(2, "")]
+    for targets in ([TagTarget(1, "")], [TagTarget(2, "")], split):
         await registry.tags.set(PROD, targets, None, "me")
 
     async def back() -> list[int]:
@@ -132,15 +133,15 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
     assert await back() == [1]
     with pytest.raises(AdapterNotFound, match="no earlier target"):
         await back()
-    await registry.tags.set(PROD, [TargetRecord(3, "")], None, "me")
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(3, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     assert await back() == [3]
     assert await back() == [1]
 
 
 async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
     await _versions(registry, 1)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     with pytest.raises(AdapterNotFound, match="no earlier target"):
         await registry.tags.rollback(PROD, 0, None, "me")
 
@@ -148,7 +149,7 @@ async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
 async def test_history_keeps_the_last_moves_oldest_first(registry: Registry) -> None:
     await _versions(registry, 2)
     for turn in range(MAX_TAG_MOVES + 4):
-        await registry.tags.set(PROD, [TargetRecord(1 + turn % 2, "")], None, f"mover-{turn}")
+        await registry.tags.set(PROD, [TagTarget(1 + turn % 2, "")], None, f"mover-{turn}")
     record = await registry.tags.read(PROD)
     assert record is not None
     assert [move.generation for move in record.moves] == list(range(5, MAX_TAG_MOVES + 5))
@@ -157,18 +158,18 @@ async def test_history_keeps_the_last_moves_oldest_first(registry: Registry) -> 
 
 async def test_a_deleted_tag_is_gone_and_goes_on_counting(registry: Registry) -> None:
     await _versions(registry, 1)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     await registry.tags.set(PROD, [], None, "me")
     with pytest.raises(AdapterNotFound):
         await _version_of(registry, "sql:prod")
     with pytest.raises(AdapterNotFound):
         await registry.tags.set(PROD, [], None, "me")
-    assert (await registry.tags.set(PROD, [TargetRecord(1, "")], "none", "me")).generation == 3
+    assert (await registry.tags.set(PROD, [TagTarget(1, "")], "none", "me")).generation == 3
 
 
-@pytest.mark.parametrize("target", [TargetRecord(7, ""), TargetRecord(2, "")])
+@pytest.mark.parametrize("target", [TagTarget(7, ""), TagTarget(2, "")])
 async def test_a_tag_cannot_point_at_what_is_not_there(
-    registry: Registry, target: TargetRecord
+    registry: Registry, target: TagTarget
 ) -> None:
     await _versions(registry, 2)
     await registry.deletion.version("default", "sql", 2, "me", force=False, purge=False)
@@ -179,14 +180,14 @@ async def test_a_tag_cannot_point_at_what_is_not_there(
 async def test_weights_are_positive(registry: Registry) -> None:
     await _versions(registry, 1)
     with pytest.raises(InvalidRequest, match="at least 1"):
-        await registry.tags.set(PROD, [TargetRecord(1, "", 0)], None, "me")
+        await registry.tags.set(PROD, [TagTarget(1, "", 0)], None, "me")
 
 
 async def test_a_tagged_version_is_deleted_only_by_force_and_takes_its_tags(
     registry: Registry,
 ) -> None:
     await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "", 1), TargetRecord(2, "", 1)], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "", 1), TagTarget(2, "", 1)], None, "me")
     with pytest.raises(Blocked, match="prod"):
         await registry.deletion.version("default", "sql", 1, "me", force=False, purge=False)
     assert await _version_of(registry, "sql:v1") == 1
@@ -231,7 +232,7 @@ async def test_a_digest_means_an_older_version_once_the_newer_is_deleted(
 
 async def test_deleting_all_takes_every_version_and_tag(registry: Registry) -> None:
     await _versions(registry, 2)
-    await registry.tags.set(PROD, [TargetRecord(1, "")], None, "me")
+    await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     deleted = await registry.deletion.adapter("default", "sql", "me", purge=False)
     assert [record.version for record in deleted] == [1, 2]
     assert (await registry.lookup.everything("default", "sql")).tags == ()

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex_services.worker.adapters.pack.values import Values
 from loraplex_services.worker.runner.building import build_runner
+from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -61,7 +62,7 @@ def test_what_is_served_is_the_rounded_adapter_in_a_quarter_of_float32s_bytes(fo
     torch.testing.assert_close(logprobs(integers), logprobs(floats), rtol=1e-4, atol=1e-4)
     table = integers.runner._adapters.weights.table.values()
     assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {torch.int8}
-    blocks = [driver.runner.adapter_blocks(published) for driver in (integers, floats)]
+    blocks = [adapter_blocks(driver.runner, published) for driver in (integers, floats)]
     assert blocks[0] < 0.35 * blocks[1]
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.runner.building import build_runner
+from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -43,7 +44,7 @@ def test_both_paths_serve_the_same_tokens_from_half_precision_files(base, dtype,
         pytest.skip("no compiled kernels here")
     tiles = [next(iter(d.runner._adapters.weights.table.values())).a[0].data for d in drivers]
     assert [tile.dtype for tile in tiles] == [dtype, torch.float32]
-    compiled, portable = (d.runner.adapter_blocks(folder) for d in drivers)
+    compiled, portable = (adapter_blocks(d.runner, folder) for d in drivers)
     assert compiled < 0.6 * portable
     rng = random.Random(3)
     prompts = [[rng.randrange(300) for _ in range(20)] for _ in range(4)]
@@ -87,7 +88,7 @@ def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dt
         table = driver.runner._adapters.weights.table.values()
         expected = TORCH[NAMES[kept]]
         assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {expected}
-        found.append((logprobs(driver), driver.runner.adapter_blocks(folder)))
+        found.append((logprobs(driver), adapter_blocks(driver.runner, folder)))
     tolerance = 1e-3 if dtype == "float32" else 0.1  # bfloat16 rounds sums of another order
     torch.testing.assert_close(found[0][0], found[1][0], rtol=tolerance, atol=tolerance)
     if stored is not torch.float32:

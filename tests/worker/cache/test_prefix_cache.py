@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, grow_tables, release_tables
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.types.request import RELEASED_BLOCK, AdapterSet, OwnRope, Request
+from loraplex_services.worker.types.request import RELEASED_BLOCK, OwnRope, Request
 
 BLOCK = 4
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_place
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-from loraplex_services.worker.types.request import AdapterSet, OwnRope, Request
+from loraplex_services.worker.types.request import OwnRope, Request
 
 FIRST, SECOND = (f"sha256:{digit * 64}" for digit in "ab")
 VOCAB = 100

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from loraplex.api.output import FinishReason
@@ -26,6 +26,7 @@ from loraplex_services.worker.types.messages import (
 )
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, mixed, submit, write_files
+from tests.worker.loading import adapter_blocks
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,10 @@ def talk(stage: Stage, requests: Sequence[Submit]) -> dict[str, list[int]]:
     first = {name: list(tokens) for name, tokens in stage.run(*requests).items()}
     stage.outputs.clear()
     second = [
-        msgspec.structs.replace(r, prompt_ids=[*r.prompt_ids, *first[r.request_id], 3, 1, 4])
-        for r in requests
+        replace(r, prompt_ids=[*r.prompt_ids, *first[r.request_id], 3, 1, 4])
+        for r in (submit.request for submit in requests)
     ]
-    stage.run(*second)
+    stage.run(*(Submit(request=request) for request in second))
     return {f"{name}-first": tokens for name, tokens in first.items()} | stage.outputs
 
 
@@ -113,7 +114,8 @@ def test_cached_prefixes_change_no_token_and_are_counted(files: Path, runner: To
         outputs.append(talk(stage, requests))
         stage.close()
     assert outputs[0] == outputs[1]
-    assert stage.cached == dict.fromkeys((r.request_id for r in requests), 64), "60 + 12 - 1 known"
+    names = [submit.request.request_id for submit in requests]
+    assert stage.cached == dict.fromkeys(names, 64), "60 + 12 - 1 known"
 
 
 def test_prefixes_of_a_windowed_model_change_no_token(files: Path, tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_an_adapter_on_the_device_serves_on_when_its_files_and_the_store_are_awa
 
 def test_pins_over_their_share_of_the_arena_are_refused(files: Path) -> None:
     probe = make_runner(files)
-    needed = probe.adapter_blocks(files / A) + probe.adapter_blocks(files / B)
+    needed = adapter_blocks(probe, files / A) + adapter_blocks(probe, files / B)
     stage = Stage(make_runner(files, arena_bytes=(2 * needed - 1) * probe.block_bytes), files)
     output = stage.step(*stage.fetched(A, B), Prefetch(A, pin=True), Prefetch(B, pin=True))
     [entry] = [c for c in output.residency if c.residency.digest == B]

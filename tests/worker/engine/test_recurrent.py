@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from loraplex.api.sampling import SamplingParams
@@ -60,6 +60,10 @@ def submit(
     return make_submit(name, prompt, sampling, digests, output_ids=list(output_ids))
 
 
+def changed(submit: Submit, **fields: object) -> Submit:
+    return Submit(request=replace(submit.request, **fields))
+
+
 def mixed() -> list[Submit]:
     return [
         submit("base1"),
@@ -102,8 +106,8 @@ def test_cached_prefixes_change_no_token_and_are_counted(files: Path, runner: To
     turns = []
     for request in mixed():
         [answer] = alone(runner, files, [request]).values()
-        prompt = [*request.prompt_ids, *answer, 3, 1, 4]
-        turns.append(msgspec.structs.replace(request, prompt_ids=prompt))
+        prompt = [*request.request.prompt_ids, *answer, 3, 1, 4]
+        turns.append(changed(request, prompt_ids=prompt))
     expected = alone(runner, files, turns)
     stage = run(runner, files, mixed())
     stage.outputs.clear()
@@ -119,7 +123,7 @@ def test_an_activated_adapter_begins_with_the_state_of_the_base(
     activated = submit("b1", B)
     [expected] = alone(runner, files, [activated]).values()
     before = submit("base1")
-    before = msgspec.structs.replace(before, prompt_ids=activated.prompt_ids[:40])
+    before = changed(before, prompt_ids=activated.request.prompt_ids[:40])
     stage = run(runner, files, [before])
     stage.run(activated)
     stage.close()
@@ -154,11 +158,11 @@ def test_a_request_that_another_worker_continues_gets_the_same_tokens(
 ) -> None:
     """As after a `kill -9`: prompt and output come again, nothing else."""
     for request in mixed():
+        name = request.request.request_id
         [expected] = alone(runner, files, [request]).values()
         for cut in (1, 7):
-            again = msgspec.structs.replace(request, output_ids=expected[:cut])
             stage = run(runner, files, ())
-            stage.outputs[request.request_id] = expected[:cut]
-            stage.run(again)
+            stage.outputs[name] = expected[:cut]
+            stage.run(changed(request, output_ids=expected[:cut]))
             stage.close()
-            assert stage.outputs[request.request_id] == expected, f"resumed after {cut} tokens"
+            assert stage.outputs[name] == expected, f"resumed after {cut} tokens"

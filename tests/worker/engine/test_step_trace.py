@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.step_trace import TracedRunner
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.simulate.fleets import COSTS
 

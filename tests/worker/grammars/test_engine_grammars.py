@@ -216,7 +216,8 @@ def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(stage: Stage)
     together = dict(stage.run(*requests))
     assert set(together) == {"free", "object", "digits", "late"}
     for request in requests:
-        assert stage.run(request) == {request.request_id: together[request.request_id]}
+        name = request.request.request_id
+        assert stage.run(request) == {name: together[name]}
 
 
 @pytest.mark.parametrize("quick_s", [60.0, 0.0], ids=["planned ahead", "left out meanwhile"])

@@ -21,6 +21,7 @@ from loraplex_services.worker.types.step_plan import (
     StepPlan,
     batch_order,
 )
+from tests.worker.loading import adapter_blocks, load_adapter
 
 
 @dataclass(slots=True)
@@ -54,8 +55,8 @@ class Driver:
 
     def load(self, slot: int, folder: Path) -> None:
         """Load an adapter into scattered blocks."""
-        blocks = [self._free.pop() for _ in range(self.runner.adapter_blocks(folder))]
-        self.runner.load_adapter(slot, folder, blocks)
+        blocks = [self._free.pop() for _ in range(adapter_blocks(self.runner, folder))]
+        load_adapter(self.runner, slot, folder, blocks)
 
     def run(
         self, jobs: Sequence[Job], *, chunk: int = 1000, overlaps: bool = False

@@ -43,10 +43,10 @@ def outputs_of_both(base: TinyBase, root: Path, num_new_tokens: int) -> tuple[Ou
     ours = stage.run(*requests, *stage.fetched(A, B))
     reference = Reference(base, {feature: root / digest for digest, feature in FEATURES.items()})
     theirs: Outputs = {}
-    for request in requests:
+    for request in (command.request for command in requests):
         own = next(iter(request.adapters.digests), None)
         model = reference.model(FEATURES[own] if own else None)
-        ids = torch.tensor([request.prompt_ids])
+        ids = torch.tensor([list(request.prompt_ids)])
         whole = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

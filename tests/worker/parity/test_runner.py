@@ -11,6 +11,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
+from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -146,21 +147,21 @@ def test_blocks_of_a_rank_are_what_its_bytes_need(base, folders, driver):
         tensor.numel() * 4
         for tensor in peft.utils.load_peft_weights(str(folders["rank-64-all-linear"])).values()
     )
-    blocks = runner.adapter_blocks(folders["rank-64-all-linear"])
+    blocks = adapter_blocks(runner, folders["rank-64-all-linear"])
     assert num_bytes <= blocks * runner.block_bytes <= 1.1 * num_bytes
 
 
 def test_a_rank_over_the_limit_is_refused_with_the_limit(base, folders):
     driver = new_driver(base, {}, max_lora_rank=32)
     with pytest.raises(InvalidAdapter, match="32"):
-        driver.runner.adapter_blocks(folders["rank-64-all-linear"])
+        adapter_blocks(driver.runner, folders["rank-64-all-linear"])
 
 
 def test_an_adapter_of_another_base_is_refused(folders, tmp_path):
     other = make_base("llama-mha-head-dim", tmp_path)
     driver = new_driver(other, {})
     with pytest.raises(InvalidAdapter, match=r"must be \[96, 8\] on this base"):
-        driver.runner.adapter_blocks(folders["rank-8-all-linear"])
+        adapter_blocks(driver.runner, folders["rank-8-all-linear"])
 
 
 @pytest.mark.parametrize(

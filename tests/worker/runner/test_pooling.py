@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
@@ -67,10 +67,10 @@ def test_neighbours_chunks_and_cached_prefixes_change_no_vector(
 
 
 def test_the_mean_is_that_of_the_last_states_of_all_beginnings(engine: Engine) -> None:
-    ids = submit("", 20).prompt_ids
+    ids = submit("", 20).request.prompt_ids
     states = []
     for end in range(1, len(ids) + 1):
-        beginning = msgspec.structs.replace(submit("v", 20, Pooling.LAST), prompt_ids=ids[:end])
-        states.append(run(engine, beginning)["v"][0].pooled)
+        asked = replace(submit("v", 20, Pooling.LAST).request, prompt_ids=ids[:end])
+        states.append(run(engine, Submit(request=asked))["v"][0].pooled)
     [mean] = run(engine, submit("v", 20, Pooling.MEAN))["v"]
     assert mean.pooled == pytest.approx(torch.tensor(states).mean(dim=0).tolist(), abs=1e-5)

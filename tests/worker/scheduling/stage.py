@@ -6,6 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
@@ -15,7 +16,7 @@ from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from loraplex_services.worker.scheduling.scheduler import Scheduler
-from loraplex_services.worker.types.request import RELEASED_BLOCK, AdapterSet, Request
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.residency import Load
 from loraplex_services.worker.types.step_plan import PlannedRow, StateSpan, StepPlan, batch_order
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import (
     EXPECTED_BACK_S,
@@ -19,7 +20,7 @@ from loraplex_services.worker.scheduling.policies import (
     fair,
     running_order,
 )
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 
 
 def make_request(name: str, arrival_s: float, digest: str = "", **fields: object) -> Request:

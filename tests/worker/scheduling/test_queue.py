@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.residency import Tier
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, QueueView, clustered
 from loraplex_services.worker.scheduling.queue import WaitingQueue
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 
 VIEW = QueueView(0.0, ())
 HERE = (Tier.DEVICE, False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.request import AdapterSet
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.server.crash_guard import MAX_SUSPECTS, CrashGuard, crash_key
-from loraplex_services.worker.types.request import AdapterSet
 
 A = AdapterSet((("sha256:a", 1.0),))
 

@@ -4,42 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.pooling import Pooling
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.server.validation import IntakeLimits, check_submit
-from loraplex_services.worker.types.messages import Submit
-from loraplex_services.worker.types.request import AdapterSet
+from loraplex_services.worker.server.validation import IntakeLimits, check_request
 from tests.worker.commands import make_submit
 
 LIMITS = IntakeLimits(vocab_size=50, max_model_len=20, max_adapters=2)
 DIGESTS = ["sha256:" + letter * 64 for letter in "abc"]
-GOOD = make_submit("r", [1, 2, 49], SamplingParams(max_tokens=17, seed=0))
+GOOD = make_submit("r", [1, 2, 49], SamplingParams(max_tokens=17, seed=0)).request
 
 
-def with_sampling(**fields: object) -> Submit:
-    return msgspec.structs.replace(GOOD, sampling=replace(GOOD.sampling, **fields))
+def with_sampling(**fields: object) -> WorkerRequest:
+    return replace(GOOD, sampling=replace(GOOD.sampling, **fields))
 
 
-def with_fields(**fields: object) -> Submit:
-    return msgspec.structs.replace(GOOD, **fields)
+def with_fields(**fields: object) -> WorkerRequest:
+    return replace(GOOD, **fields)
 
 
 def test_a_request_that_just_fits_is_accepted() -> None:
-    check_submit(GOOD, LIMITS)
-    check_submit(with_sampling(max_tokens=0, prompt_logprobs=1), LIMITS)
-    check_submit(with_fields(adapters=AdapterSet(((DIGESTS[0], 1.0),))), LIMITS)
+    check_request(GOOD, LIMITS)
+    check_request(with_sampling(max_tokens=0, prompt_logprobs=1), LIMITS)
+    check_request(with_fields(adapters=AdapterSet(((DIGESTS[0], 1.0),))), LIMITS)
 
 
 def test_tokens_that_only_an_adapter_can_have_are_left_to_it() -> None:
     own = AdapterSet(((DIGESTS[0], 1.0),))
-    check_submit(with_fields(adapters=own, prompt_ids=[50]), LIMITS)
+    check_request(with_fields(adapters=own, prompt_ids=[50]), LIMITS)
     with pytest.raises(InvalidRequest):
-        check_submit(with_fields(adapters=own, prompt_ids=[50 + MAX_ADDED_TOKENS]), LIMITS)
+        check_request(with_fields(adapters=own, prompt_ids=[50 + MAX_ADDED_TOKENS]), LIMITS)
 
 
 BAD = [
@@ -76,15 +74,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("submit", "field"), BAD, ids=[field for _, field in BAD])
-def test_a_bad_field_is_named(submit: Submit, field: str) -> None:
+@pytest.mark.parametrize(("request_", "field"), BAD, ids=[field for _, field in BAD])
+def test_a_bad_field_is_named(request_: WorkerRequest, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_submit(submit, LIMITS)
+        check_request(request_, LIMITS)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_no_token_id_shows_in_an_error() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_submit(with_fields(prompt_ids=[1, 987654]), LIMITS)
+        check_request(with_fields(prompt_ids=[1, 987654]), LIMITS)
     [violation] = caught.value.violations
     assert "987654" not in f"{caught.value.message} {violation.value} {violation.description}"

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api.output import Candidate, FinishReason, TokenLogprob
+from loraplex.api.pooling import Pooling
+from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
-from loraplex.api.sampling import SamplingParams
+from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.types.messages import (
     Cancel,
@@ -33,23 +35,29 @@ from loraplex_services.worker.types.messages import (
     decode_message,
     frame,
 )
-from loraplex_services.worker.types.request import AdapterSet
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(
-    request_id="1/r",
-    prompt_ids=[0, 1, 2**31],
-    output_ids=[7],
-    sampling=SamplingParams(
-        max_tokens=9, seed=2**64 - 1, logit_bias=((3, -1.5),), stop_token_ids=(4, 5), logprobs=0
+    request=WorkerRequest(
+        request_id="1/r",
+        prompt_ids=[0, 1, 2**31],
+        output_ids=[7],
+        sampling=SamplingParams(
+            max_tokens=9, seed=2**64 - 1, logit_bias=((3, -1.5),), stop_token_ids=(4, 5), logprobs=0
+        ),
+        adapters=AdapterSet(((DIGEST, 0.5),)),
+        tenant="t",
+        priority=-3,
+        fairness_weight=2.0,
+        cache_salt="s",
+        sample_index=2,
+        remaining_s=None,
+        grammar=Grammar(choice=("yes", "no")),
+        grammar_tokens=GrammarTokens(((5, "<x>"),), (6,)),
+        pooling=Pooling.MEAN,
+        remaining_first_token_s=0.5,
     ),
-    adapters=AdapterSet(((DIGEST, 0.5),)),
-    tenant="t",
-    priority=-3,
-    fairness_weight=2.0,
-    cache_salt="s",
-    sample_index=2,
-    remaining_s=None,
+    came_s=1.5,
 )
 COMMANDS: list[Command] = [
     SUBMIT,

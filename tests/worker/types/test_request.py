@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.types.request import AdapterSet, Request
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 

@@ -17,7 +17,6 @@ from loraplex_services.worker.adapters.device.weights import AdapterWeights
 from loraplex_services.worker.adapters.pack.image import (
     ImageFile,
     ImageIndex,
-    PackedAdapter,
     image_path,
 )
 from loraplex_services.worker.adapters.pack.packing import Packer
@@ -76,7 +75,6 @@ class AdapterLoader:
         )
         self._copying, self._packing = copying, packing
         self._last_copy: Future[CopiedImage] | None = None
-        self._packed: dict[Path, PackedAdapter] = {}
 
     def pack(self, folder: Path) -> Future[int]:
         """Put the image of the adapter next to it; the result is its number of blocks."""
@@ -95,17 +93,6 @@ class AdapterLoader:
     def enter(self, slot: int, copied: CopiedImage) -> None:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
         self.weights.enter(slot, copied.index, copied.blocks)
-
-    def num_blocks(self, folder: Path) -> int:
-        """Blocks that the adapter fills, packed here and now, into memory."""
-        self._packed[folder] = self._packer.pack(folder)
-        return self._packed[folder].index.num_blocks
-
-    def load(self, slot: int, folder: Path, blocks: Sequence[int]) -> None:
-        """Pack (unless `num_blocks` has just been asked for), copy and enter, here and now."""
-        image = self._packed.pop(folder, None) or self._packer.pack(folder)
-        self.weights.copy(image, blocks)
-        self.weights.enter(slot, image.index, blocks)
 
     def _pack(self, folder: Path) -> int:
         return self._packer.write(folder)

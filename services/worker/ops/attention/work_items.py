@@ -56,14 +56,6 @@ def max_splits(max_keys: int, limit: int) -> int:
     return min(max(-(-max_keys // limit), 1), MAX_SPLITS)
 
 
-def split_keys(num_keys: int, limit: int) -> list[tuple[int, int]]:
-    """Ranges [begin, end) of the items of a row, from its first visible key on. What the kernel
-    `list_items` computes on the device."""
-    count = max_splits(num_keys, limit)
-    span = max(-(-num_keys // (count * KEY_STEP)), 1) * KEY_STEP
-    return [(begin, min(begin + span, num_keys)) for begin in range(0, max(num_keys, 1), span)]
-
-
 def list_items(
     items: Tensor,
     positions: Tensor,

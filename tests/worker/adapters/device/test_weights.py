@@ -15,6 +15,7 @@ from loraplex_services.worker.ops.lora.device_tables import matrices_of
 from loraplex_services.worker.ops.lora.site_parts import site_parts
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD
+from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 
@@ -54,8 +55,8 @@ def table_of(runner):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_only_the_given_blocks_are_written(runner, folders, feature):
-    blocks = scattered(runner, runner.adapter_blocks(folders[feature]))
-    runner.load_adapter(3, folders[feature], blocks)
+    blocks = scattered(runner, adapter_blocks(runner, folders[feature]))
+    load_adapter(runner, 3, folders[feature], blocks)
     others = [b for b in range(runner.arena_blocks) if b not in set(blocks)]
     assert (runner.arena.data[others] == 0xFF).all()
     assert (runner.arena.data[blocks] != 0xFF).any(dim=1).all()
@@ -63,8 +64,8 @@ def test_only_the_given_blocks_are_written(runner, folders, feature):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tables_hold_views_of_the_arena(runner, folders, feature):
-    blocks = scattered(runner, runner.adapter_blocks(folders[feature]))
-    runner.load_adapter(3, folders[feature], blocks)
+    blocks = scattered(runner, adapter_blocks(runner, folders[feature]))
+    load_adapter(runner, 3, folders[feature], blocks)
     begin = runner.arena.data.data_ptr()
     tiles = [tile for delta in table_of(runner).values() for tile in tiles_of(delta)]
     assert tiles
@@ -82,7 +83,7 @@ def test_a_damaged_file_enters_nothing(runner, folders, tmp_path):
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     with pytest.raises(InvalidAdapter, match=r"adapter_model\.safetensors|cut|[Hh]eader"):
-        runner.load_adapter(0, tmp_path, [])
+        load_adapter(runner, 0, tmp_path, [])
     assert not table_of(runner)
 
 
@@ -91,13 +92,15 @@ def test_equal_copies_of_the_base_cost_no_rows(runner, folders):
     assert "base_model.model.model.embed_tokens.base_layer.weight" in load_file(
         folders["embedding"] / "adapter_model.safetensors"
     )
-    runner.load_adapter(0, folders["embedding"], range(runner.adapter_blocks(folders["embedding"])))
+    load_adapter(
+        runner, 0, folders["embedding"], range(adapter_blocks(runner, folders["embedding"]))
+    )
     assert all(delta.row_ids is None for delta in table_of(runner).values())
 
 
 def test_single_trained_rows_are_kept_alone(runner, folders):
-    runner.load_adapter(
-        0, folders["token-rows"], range(runner.adapter_blocks(folders["token-rows"]))
+    load_adapter(
+        runner, 0, folders["token-rows"], range(adapter_blocks(runner, folders["token-rows"]))
     )
     found = [d.row_ids.tolist() for d in table_of(runner).values() if d.row_ids is not None]
     assert found == [[3, 7, 200, 299]]
@@ -138,7 +141,7 @@ def test_records_made_at_packing_say_what_the_views_say(base, folders, feature):
         adapter_dtype=adapter_dtype,
     )
     folder = folders["rank-64-all-linear" if feature == "int8" else feature]
-    runner.load_adapter(3, folder, scattered(runner, runner.adapter_blocks(folder)))
+    load_adapter(runner, 3, folder, scattered(runner, adapter_blocks(runner, folder)))
     adapter = table_of(runner).adapter(3)
     sites = runner.layout.sites
     builder = RecordBuilder([part for parts in site_parts(sites) for part in parts])

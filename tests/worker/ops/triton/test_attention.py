@@ -48,6 +48,14 @@ class Sequence:
             self.table[i] = RELEASED_BLOCK
 
 
+def split_keys(num_keys: int, limit: int) -> list[tuple[int, int]]:
+    """Ranges [begin, end) of the items of a row, from its first visible key on, as the kernel
+    `list_items` computes them."""
+    count = work_items.max_splits(num_keys, limit)
+    span = max(-(-num_keys // (count * work_items.KEY_STEP)), 1) * work_items.KEY_STEP
+    return [(begin, min(begin + span, num_keys)) for begin in range(0, max(num_keys, 1), span)]
+
+
 def make_step(shape, dtype, device, pieces, seed=0):
     """Sequences with `pieces` = (computed tokens, new tokens) of each, and a cache with NaN where
     nothing was written."""
@@ -190,7 +198,7 @@ def test_steps_share_a_workspace_and_leave_its_counters_at_zero(device):
 @pytest.mark.parametrize("limit", [64, 512, 1536])
 def test_items_cover_all_keys_and_keep_their_limit_while_there_are_few(limit):
     for num_keys in [*range(1, 1500), 4096, 16384, 16385, 20000, 32768, 131072]:
-        ranges = work_items.split_keys(num_keys, limit)
+        ranges = split_keys(num_keys, limit)
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         assert ranges[-1][1] == num_keys
         assert all(begin < end for begin, end in ranges)
@@ -221,7 +229,7 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
     expected = []
     for row, num_keys in enumerate(lens):
         visible = num_keys if window is None else min(num_keys, window)
-        ranges = work_items.split_keys(0 if row in padding else visible, 512)
+        ranges = split_keys(0 if row in padding else visible, 512)
         first, hidden = len(expected), num_keys - visible
         for begin, end in ranges:
             keys = hidden + begin, hidden + end

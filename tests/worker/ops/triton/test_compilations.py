@@ -11,6 +11,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
+from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.ops.triton.compilations import counted_compilations
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import LINEARS, VOCAB, write_adapter, write_base
@@ -92,8 +93,8 @@ class Steps:
         for slot, rank in enumerate(RANKS):
             targets = ALL_LINEAR if slot % 2 else ("q_proj", "v_proj")
             folder = write_adapter(root / f"r{rank}", seed=rank, rank=rank, targets=targets)
-            blocks = [self._free.pop() for _ in range(self.runner.adapter_blocks(folder))]
-            self.runner.load_adapter(slot, folder, blocks)
+            blocks = [self._free.pop() for _ in range(adapter_blocks(self.runner, folder))]
+            load_adapter(self.runner, slot, folder, blocks)
 
     def request(self, num_prompt, num_computed, sampling):
         """A request and its blocks; with `num_computed` of its prompt's tokens in the cache."""
@@ -114,7 +115,7 @@ class Steps:
             for request, slots in rows
         ]
         planned.sort(key=batch_order)
-        self.runner.execute(StepPlan(0, tuple(planned)))
+        self.runner.launch(StepPlan(0, tuple(planned))).result()
         self._free += [b for request, _ in rows for table in request.block_tables for b in table]
 
     def slots(self):

@@ -8,6 +8,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -28,8 +29,8 @@ def runner(tmp_path_factory):
         max_lora_rank=32,
     )
     FREE_BLOCKS.extend(range(made.arena_blocks))
-    blocks = [FREE_BLOCKS.pop() for _ in range(made.adapter_blocks(adapter))]
-    made.load_adapter(0, adapter, blocks)
+    blocks = [FREE_BLOCKS.pop() for _ in range(adapter_blocks(made, adapter))]
+    load_adapter(made, 0, adapter, blocks)
     return made
 
 

@@ -242,7 +242,7 @@ def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
             requests.append(request)
         for _ in range(2):
             plan = plan_of(requests)
-            for row, sampled in zip(plan.rows, runner.execute(plan), strict=True):
+            for row, sampled in zip(plan.rows, runner.launch(plan).result(), strict=True):
                 row.request.num_computed += row.num_tokens
                 row.request.output_ids.append(sampled.token_id)
         with torch.inference_mode():

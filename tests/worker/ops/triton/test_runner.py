@@ -20,6 +20,7 @@ from loraplex_services.worker.runner.profiling import run_largest_step
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -50,8 +51,8 @@ def make_runner(folders, device, backend):
     )
     free = list(range(runner.arena_blocks))
     for slot, folder in enumerate(adapters):
-        runner.load_adapter(
-            slot, folder, [free.pop() for _ in range(runner.adapter_blocks(folder))]
+        load_adapter(
+            runner, slot, folder, [free.pop() for _ in range(adapter_blocks(runner, folder))]
         )
     return runner, free
 
@@ -80,7 +81,7 @@ def forward(runner, plan):
 
 def run_step(runner, requests):
     plan = plan_of(requests)
-    for row, sampled in zip(plan.rows, runner.execute(plan), strict=True):
+    for row, sampled in zip(plan.rows, runner.launch(plan).result(), strict=True):
         row.request.num_computed += row.num_tokens
         row.request.output_ids.append(sampled.token_id)
 
@@ -180,8 +181,8 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     runner, free = kernel_runner
     folder, slot = folders[1][1], 2
     index = runner._adapters._packer.pack(folder).index
-    blocks = [free.pop() for _ in range(runner.adapter_blocks(folder))]
-    runner.load_adapter(slot, folder, blocks)
+    blocks = [free.pop() for _ in range(adapter_blocks(runner, folder))]
+    load_adapter(runner, slot, folder, blocks)
     request = Request("being-copied", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
     request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
     row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))

@@ -17,6 +17,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
+from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 
 DECODE_STEPS = 3
@@ -146,8 +147,8 @@ class Forced:
         self._runner.arena.data.fill_(0xFF)  # NaN wherever nothing is written
         self._free = list(range(self._runner.arena_blocks))
         for slot, folder in enumerate(adapters):
-            blocks = self._blocks(self._runner.adapter_blocks(folder))
-            self._runner.load_adapter(slot, folder, blocks)
+            blocks = self._blocks(adapter_blocks(self._runner, folder))
+            load_adapter(self._runner, slot, folder, blocks)
         self._requests = []
 
     def _blocks(self, count):
@@ -172,7 +173,9 @@ class Forced:
         ]
         rows.sort(key=batch_order)
         found = {}
-        for row, sampled in zip(rows, self._runner.execute(StepPlan(0, tuple(rows))), strict=True):
+        for row, sampled in zip(
+            rows, self._runner.launch(StepPlan(0, tuple(rows))).result(), strict=True
+        ):
             entries = [*sampled.prompt_logprobs, sampled.logprobs]
             table = torch.tensor([[value for _, value in sorted(entry.top)] for entry in entries])
             assert table.shape == (row.num_tokens, self._vocab_size)

@@ -92,7 +92,7 @@ def held_bytes(group: Group, folder: Path) -> list[int]:
         with ImageFile(image_path(folder, layout.fingerprint)) as image:
             tiles = [t for site in image.index.sites for role in site.roles for t in role.tiles]
             num_items = sum((t[1] - t[0]) * (t[3] - t[2]) for t in tiles)
-            assert image.index.num_blocks <= group.runner.adapter_blocks(folder)
+            assert image.index.num_blocks <= group.runner.pack_adapter(folder).result()
             found.append(num_items * FLOAT_BYTES)
     return found
 
@@ -122,7 +122,7 @@ def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_toke
 def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
     """A of column sites and B of row sites are whole on both, everything else is halved."""
     rank, folder = 16, group.adapter("all", 16)
-    group.runner.adapter_blocks(folder)
+    group.runner.pack_adapter(folder).result()
     shared = halved = 0
     for name, (num_outputs, num_inputs) in tiny.LINEARS.items():
         is_row = name in ("self_attn.o_proj", "mlp.down_proj")
@@ -153,7 +153,7 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
 
 def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
     rank, folder = 16, full.adapter("all", 16)
-    full.runner.adapter_blocks(folder)
+    full.runner.pack_adapter(folder).result()
     whole = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
     assert held_bytes(full, folder) == [whole / 2] * 2
 
@@ -170,7 +170,7 @@ def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(group):
 def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(group):
     folder = group.adapter("one", 4)
     driver = Driver(group.runner)
-    num_blocks = group.runner.adapter_blocks(folder)
+    num_blocks = group.runner.pack_adapter(folder).result()
     image_path(folder, group.runner.layout.ranks[1].fingerprint).unlink()
     with pytest.raises(LoraplexError) as caught:
         group.runner.copy_adapter(folder, range(num_blocks)).result(PATIENCE_S)

@@ -1,0 +1,152 @@
+"""What a client asks of a gateway, and what a gateway asks of a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from loraplex.api.pooling import Pooling
+from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to be tokenized, by default with special tokens such as BOS."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Vocabulary indices, taken as they are."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the chat template, which by default writes all special tokens itself.
+
+    Only `messages` have a form in gRPC; the other fields are those of HTTP requests.
+    """
+
+    messages: tuple[Mapping[str, object], ...]
+    add_special_tokens: bool = False
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Functions that the template describes to the model."""
+    template_options: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The prompt ends with the last message, which the output continues."""
+
+
+Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAdapter:
+    """One adapter of a request as the caller names it."""
+
+    ref: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt for one base or adapter, as a client sends it to a gateway.
+
+    The fields have the names of `GenerateRequest` in inference.proto.
+    """
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    adapters: tuple[AskedAdapter, ...] = ()
+    """Several, to be combined; `model` is then the base."""
+    request_id: str = ""
+    """The gateway makes one where it is empty."""
+    cache_salt: str = ""
+    priority: int = 0
+    split_key: str = ""
+    first_token_s: float | None = None
+    """Limit on the time to first token; None = only the deadline counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """The adapters of a request: sorted (digest, weight) pairs; empty = the base."""
+
+    adapters: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert tuple(sorted(self.adapters)) == self.adapters, "adapters must be sorted by digest"
+
+    @classmethod
+    def of(cls, adapters: Iterable[tuple[str, float]]) -> AdapterSet:
+        """The set of (digest, weight) pairs in any order."""
+        return cls(tuple(sorted(adapters)))
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests in order."""
+        return tuple(digest for digest, _ in self.adapters)
+
+    def within(self, digests: Collection[str]) -> bool:
+        """Whether all of them are among `digests`."""
+        return all(digest in digests for digest, _ in self.adapters)
+
+    def key(self) -> str:
+        """Hash that keys the prefix cache and accounting."""
+        text = ";".join(f"{digest}*{weight!r}" for digest, weight in self.adapters)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+BASE_ONLY = AdapterSet()
+"""No adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRequest:
+    """One sequence for a worker. With `output_ids` it continues where another worker stopped.
+
+    The fields have the names of `WorkerRequest` in worker.proto. One that a message leaves out has
+    the default given here.
+    """
+
+    request_id: str = ""
+    """Unique among the live requests of a session with a worker."""
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int] = ()
+    sampling: SamplingParams
+    adapters: AdapterSet = BASE_ONLY
+    tenant: str = "default"
+    priority: int = 0
+    fairness_weight: float = 1.0
+    """The tenant's, for the worker's own fair queue."""
+    cache_salt: str = ""
+    sample_index: int = 0
+    remaining_s: float | None = None
+    """Until the deadline; None = no deadline."""
+    remaining_first_token_s: float | None = None
+    """Until the first token is due; None = whenever the deadline allows."""
+    trace: str = ""
+    """W3C traceparent; may be empty."""
+    grammar: Grammar | None = None
+    grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
+    pooling: Pooling = Pooling.NONE
+    """With one: a vector and no output."""
+
+
+def shared_fields(record: Any, kind: type[Any]) -> dict[str, Any]:
+    """Values of a dataclass's fields that another dataclass has under the same names."""
+    names = {each.name for each in dataclasses.fields(kind)}
+    return {
+        each.name: getattr(record, each.name)
+        for each in dataclasses.fields(record)
+        if each.name in names
+    }
