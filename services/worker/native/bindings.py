@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
     "lpx_truncate": (None, (_P, _I, _P, _I)),
     "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
 }
@@ -275,6 +276,41 @@ class Native:
             DTYPE_CODES[x.dtype],
             num_rows,
             width,
+        )
+        return y
+
+    def delta_net(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor],
+        cells: Tensor,
+        tables: tuple[Tensor, Tensor, Tensor, Tensor],
+        layout: Tensor,
+        width: int,
+    ) -> Tensor:
+        """See `ops/recurrence`: fresh `[T, width]`; the states in `cells` advance.
+
+        Args:
+            inputs: qkv, a, b of T rows, which may lie apart.
+            weights: float32: taps `[K, channels]`, rates and bias `[heads]`.
+            tables: int64: sources, targets, words and row_ends of `StateBatch`, of one layer.
+            layout: int64 `[11]`, as `recurrence/cpu.py` makes it.
+        """
+        qkv = inputs[0]
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in weights)
+        assert all(x.stride(-1) == 1 for x in tables) and tables[2].is_contiguous()
+        assert tables[0].stride() == tables[1].stride(), "rows of cells lie alike"
+        mixed = torch.empty(qkv.shape, dtype=torch.float32)
+        y = torch.empty(len(qkv), width, dtype=qkv.dtype)
+        self._library.lpx_delta_net(
+            *(x.data_ptr() for x in inputs),
+            DTYPE_CODES[qkv.dtype],
+            *(x.data_ptr() for x in weights),
+            mixed.data_ptr(),
+            y.data_ptr(),
+            cells.data_ptr(),
+            *(x.data_ptr() for x in tables),
+            layout.data_ptr(),
         )
         return y
 

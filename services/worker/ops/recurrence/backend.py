@@ -70,8 +70,8 @@ def state_batch(
     targets = np.array([span.target for span in spans], dtype=np.int64)
     block, slot = np.divmod(np.arange(layout.num_cells), layout.block_cells)
     offsets = slot * layout.cell_items
-    from_cells = sources.reshape(len(spans), -1)[:, block]
-    to_cells = targets.reshape(len(spans), -1)[:, block]
+    from_cells = sources.reshape(len(spans), -1).take(block, axis=1)
+    to_cells = targets.reshape(len(spans), -1).take(block, axis=1)
     size = layout.block_items
     from_items = np.where(from_cells < 0, -1, from_cells * size + offsets)
     return StateBatch(

@@ -12,9 +12,11 @@ from loraplex_services.worker.ops.recurrence.backend import (
     state_batch,
     state_cells,
 )
+from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 from loraplex_services.worker.types.step_plan import StateSpan
+from tests.worker.native.isas import ISAS, native
 
 CONFIGS = {
     "shared-keys": RecurrenceConfig((0, 1, 3), 2, 4, 16, 24, 4),
@@ -26,7 +28,9 @@ NUM_BLOCKS = 600
 
 
 def make_net(kind, config, place, weights):
-    return TorchDeltaNet(config, place, weights)
+    if kind == "torch":
+        return TorchDeltaNet(config, place, weights)
+    return NativeDeltaNet(native(kind), config, place, weights)
 
 
 def make_weights(config, generator):
@@ -74,15 +78,16 @@ class Sequences:
         return torch.cat(heads, dim=1)
 
 
+@pytest.mark.parametrize("kind", ["torch", *ISAS])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(3))
-def test_spans_of_mixed_steps_equal_the_reference(name, seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_spans_of_mixed_steps_equal_the_reference(kind, name, seed):
     config, rng = CONFIGS[name], random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     weights = make_weights(config, generator)
     sequences = Sequences(config, weights, generator, rng)
     num_layers = len(config.layers)
-    nets = [make_net("torch", config, place, weights) for place in range(num_layers)]
+    nets = [make_net(kind, config, place, weights) for place in range(num_layers)]
     lengths = [rng.choice((1, 3, 64, 65, 130)) for _ in range(4)] + [5, 4]
     inputs = [sequences.inputs(length) for length in lengths]
     states = [(0, sequences.blocks()) for _ in lengths]  # tokens done, blocks of the state
@@ -118,3 +123,27 @@ def test_spans_of_mixed_steps_equal_the_reference(name, seed):
     for xs, ours in zip(inputs, found, strict=True):
         expected = sequences.expected(*xs)
         torch.testing.assert_close(torch.cat(ours).double(), expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_compiled_states_and_outputs_do_not_depend_on_how_a_prompt_is_cut(isa):
+    config = CONFIGS["shared-keys"]
+    generator = torch.Generator().manual_seed(5)
+    weights = make_weights(config, generator)
+    sequences = Sequences(config, weights, generator, random.Random(5))
+    net = make_net(isa, config, 1, weights)
+    inputs = sequences.inputs(97)
+    found = []
+    for cuts in ([97], [1, 96], [16, 1, 80], [1] * 97):
+        blocks, begin, outs = sequences.blocks(), 0, []
+        for count in cuts:
+            rows = slice(begin, begin + count)
+            span = StateSpan(count, blocks if begin else (), blocks)
+            batch = state_batch([[span]], sequences.cells, sequences.layout)
+            outs.append(net.forward(*(x[rows] for x in inputs), batch))
+            begin += count
+        states = sequences.cells[blocks].flatten(0, 1)[batch.layer_cells(1)]
+        found.append((torch.cat(outs), states))
+    for out, states in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(states[: config.num_value_heads], found[0][1][: config.num_value_heads])
