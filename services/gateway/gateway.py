@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
@@ -32,12 +34,19 @@ from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
+from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
+from loraplex_services.gateway.http.pauses import PauseEndpoints
+from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
-from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
+from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.registrar import BaseRegistrar
@@ -118,11 +127,13 @@ class Gateway:
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
+        self._live = LiveRequests(self._resolver, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
+            self._live,
             self._controller,
             TenantRates(self._rate_limit_store),
             self._concurrency,
@@ -221,22 +232,43 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         context = self._app_context()
         console = ConsoleEndpoints(
-            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
-        )
-        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
-        tokenize = TokenizeEndpoints(
-            context.caller,
+            functools.partial(context.reader, num_calls=LIST_CALLS),
             self._resolver,
             self._fleet,
-            self._adapter_text,
-            self._generation.charge_request,
+            self._controller,
+            self.readiness.missing,
         )
-        usage = UsageEndpoint(context.caller, self._registry.usage)
-        others = [*tokenize.routes(), *usage.routes(), *console.routes()]
-        if self._config.lora_root is not None:
-            others += AliasEndpoints(
-                context.caller, self._registry_of, self._config.lora_root
-            ).routes()
+        root = self._config.lora_root
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
+        answering = Answering(
+            self._generation,
+            folders,
+            tool_format=self._config.tool_format,
+            reasoning=self._config.reasoning,
+        )
+        encoder = PromptEncoder(
+            self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
+        )
+        endpoints = OpenAIEndpoints(answering, self._resolver, context)
+        tokenize = TokenizeEndpoints(context.caller, encoder)
+        responses = ResponsesEndpoints(context.caller, answering, encoder)
+        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
+        messages = MessagesEndpoints(context.caller, answering, encoder)
+        usage = UsageEndpoint(
+            functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
+        )
+        pauses = PauseEndpoints(context.caller, self._live)
+        others = [
+            *tokenize.routes(),
+            *responses.routes(),
+            *messages.routes(),
+            *vectors.routes(),
+            *pauses.routes(),
+            *usage.routes(),
+            *console.routes(),
+        ]
+        if folders is not None:
+            others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
@@ -249,8 +281,6 @@ class Gateway:
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
-            tool_format=self._config.tool_format,
-            reasoning=self._config.reasoning,
         )
 
     def _host_rule(self) -> HostRule | None:

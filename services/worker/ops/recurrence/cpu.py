@@ -7,7 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import Native, row_stride
+from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
 from loraplex_services.worker.ops.recurrence.backend import DeltaWeights, StateBatch
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
@@ -31,8 +31,17 @@ class NativeDeltaNet:
         weights = self._taps, self._weights.rates, self._weights.step_bias
         tables = states.sources[:, cells], states.targets[:, cells], states.words, states.row_ends
         layout = self._layout(qkv, a, b, states)
-        width = self._config.values_size
-        return self._native.delta_net((qkv, a, b), weights, states.cells, tables, layout, width)
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in weights)
+        assert all(x.stride(-1) == 1 for x in tables) and states.words.is_contiguous()
+        assert tables[0].stride(0) == tables[1].stride(0) == states.layout.num_cells
+        mixed = torch.empty(qkv.shape, dtype=torch.float32)
+        y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
+        self._native.delta_net(
+            *(x.data_ptr() for x in (qkv, a, b)),
+            DTYPE_CODES[qkv.dtype],
+            *(x.data_ptr() for x in (*weights, mixed, y, states.cells, *tables, layout)),
+        )
+        return y
 
     def _layout(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
         config = self._config
