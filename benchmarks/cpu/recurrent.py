@@ -16,6 +16,7 @@ import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         base = make_base(Path(scratch))
-        sides = {
+        sides: dict[str, Any] = {
             "loraplex": OurEngine(base, args.dtype, "auto", 1 << 30),
             "transformers": PeftMixed(base, args.dtype, NUM_THREADS),
         }
