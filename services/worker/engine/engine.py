@@ -107,7 +107,10 @@ class Engine:
             max_step_s=config.max_step_s,
         )
         layout = KvLayout(
-            runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
+            runner.tokens_per_block,
+            tuple(runner.kv_group_windows),
+            limits.max_step_tokens,
+            runner.state_blocks,
         )
         self._prefixes = PrefixCache(
             self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache

@@ -24,6 +24,7 @@ class SelfAttention:
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
         query_scales: Tensor | None = None,
+        is_gated: bool = False,
     ) -> None:
         """See `forward`.
 
@@ -31,6 +32,7 @@ class SelfAttention:
             sizes: widths of all query heads, of all key heads, and of one head.
             query_scales: float32 `[positions, 1]`: factors of queries, where they depend on the
                 position.
+            is_gated: `qkv` has a gate after each query head, of the same width.
         """
         self._qkv = qkv
         self._o = o
@@ -40,11 +42,15 @@ class SelfAttention:
         self._head_norms = head_norms
         self._rotate = rotate
         self._query_scales = query_scales
+        self._is_gated = is_gated
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         qkv = self._qkv.forward(x, batch.lora)
         sizes = (self._q_size, self._kv_size)
+        gates = None
+        if self._is_gated:
+            qkv, gates = self._without_gates(qkv)
         qk, v = qkv.split((sum(sizes), self._kv_size), dim=-1)
         if self._head_norms is not None:
             parts = zip(qk.split(sizes, dim=-1), self._head_norms, strict=True)
@@ -58,7 +64,15 @@ class SelfAttention:
         else:
             q, k = self._rotate(qk, cos_sin, self._head_dim).split(sizes, dim=-1)
             attended = self._backend.forward(q, k, v, batch.attention)
+        if gates is not None:
+            attended = attended * gates.sigmoid()
         return self._o.forward(attended, batch.lora)
+
+    def _without_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values side by side, and the gates `[T, heads * D]`."""
+        heads, others = x.split((2 * self._q_size, 2 * self._kv_size), dim=-1)
+        pairs = heads.view(len(x), -1, 2, self._head_dim)
+        return torch.cat((pairs[:, :, 0].flatten(1), others), dim=-1), pairs[:, :, 1].flatten(1)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
         """Each head by itself; `[T, heads * D]`."""

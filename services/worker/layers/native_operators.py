@@ -22,9 +22,11 @@ from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
+from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -88,6 +90,10 @@ class NativeOperators:
     ) -> AttentionBackend:
         """See Operators."""
         return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
+
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """See Operators."""
+        return NativeDeltaNet(self.native, config, place, weights)
 
 
 def as_published(weight: Tensor) -> Tensor:
@@ -157,6 +163,8 @@ class NativeNorm:
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """See `Norm`."""
-        if x.dim() != 2 or lora.trains_norms:
+        if lora.trains_norms or (x.dim() != 2 and not x.is_contiguous()):
             return self._portable.forward(x, lora, update)
-        return self._native.norm(x, update, self._weight, self._eps, self._in_float32)
+        rows = x.view(-1, x.shape[-1])
+        y = self._native.norm(rows, update, self._weight, self._eps, self._in_float32)
+        return y.view(x.shape)

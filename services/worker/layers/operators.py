@@ -19,9 +19,11 @@ from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
+from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
 from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `ops/lora`."""
@@ -98,6 +100,14 @@ class Operators(Protocol):
         """
         ...
 
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """The gated delta net of a layer; `place`: of it among the recurrent ones.
+
+        Raises:
+            Unsupported: there is none here.
+        """
+        ...
+
 
 class TorchOperators:
     """Plain torch, on any device and in any dtype."""
@@ -146,3 +156,7 @@ class TorchOperators:
     ) -> AttentionBackend:
         """See Operators."""
         return VanillaAttention(layer, HeadShape.of(config, layer), sinks)
+
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """See Operators."""
+        return TorchDeltaNet(config, place, weights)

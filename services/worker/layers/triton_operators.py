@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
@@ -27,11 +28,12 @@ from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.rope.torch import Rotate
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
 
 
 class TritonOperators:
@@ -84,6 +86,11 @@ class TritonOperators:
     ) -> AttentionBackend:
         """See Operators."""
         return InterruptibleAttention(self.attention_kernels.layer(config, layer, sinks))
+
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """See Operators. Raises Unsupported: there is none for GPUs."""
+        why = "has recurrent layers, which this build computes on CPUs only; use --device cpu"
+        raise Unsupported.field("device", "cuda", why)
 
 
 class TritonLora:

@@ -255,7 +255,7 @@ class _Sites:
         if head is None:
             raise _refused("config.json:model_type", self.config.model_type, "has no linear head")
         score = ScoreHead(self.table.add(-1, HEAD, self.config.hidden_size, [("score", 0)]))
-        weights = SiteWeights(self.table.build(), self.linears, self.biases, 0.0)
+        weights = SiteWeights(self.table.build(), self.linears, self.biases, {})
         return LibraryDecoder(
             self.config,
             self.model,

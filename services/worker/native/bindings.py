@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
     "lpx_truncate": (None, (_P, _I, _P, _I)),
     "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
 }
@@ -70,6 +71,8 @@ class Native:
         self._norm = self._library.lpx_norm
         self._rotate = self._library.lpx_rotate
         self._silu_multiply = self._library.lpx_silu_multiply
+        self.delta_net = self._library.lpx_delta_net
+        """Called by `ops/recurrence/cpu.py`, which says what it takes."""
         self.panel: int = self._library.lpx_packed_items(1, 1)
         """Outputs that a packed weight holds side by side."""
         self.task_queries: int = self._library.lpx_task_queries()

@@ -75,7 +75,7 @@ class GpuPath:
         self._masks = (frozenset[int](), *site_masks(sites))
         self._masks_of_slots: dict[int, int | None] = {}
         """By slot: index of the sites that a graph must have; None = no graph computes it."""
-        stored = torch.int8 if int8 else kv.planes(0)[0].dtype
+        stored = torch.int8 if int8 else kv.dtype
         tables = DeviceTables(
             arena.data.view(-1),
             stored,

@@ -30,7 +30,7 @@ def run_largest_step(
         kv: a cache of a few blocks, for this step alone.
     """
     assert isinstance(operators, TritonOperators), operators.name
-    stored = kv.planes(0)[0].dtype
+    stored = kv.dtype
     shapes = site_shapes(model.site_weights.table, kv.arena.block_bytes // stored.itemsize)
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)

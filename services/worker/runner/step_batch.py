@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.recurrence.backend import StateBatch, state_batch, state_cells
 from loraplex_services.worker.runner.step_inputs import StepInputs, read_plan
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -38,6 +40,8 @@ class BatchMaker:
     """The deltas as C++ reads them, where it computes."""
     gpu: GpuPath | None = None
     """The deltas as Triton reads them, where it computes."""
+    states: StateLayout | None = None
+    """Of the base's recurrent layers, where it has any."""
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The inputs of one step, in the plan's order."""
@@ -57,7 +61,15 @@ class BatchMaker:
             attention=self._attention(step, positions),
             lora=LoraBatch(step.runs, self.deltas, self.records),
             rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
+            states=self._states(step.plan),
         )
+
+    def _states(self, plan: StepPlan) -> StateBatch | None:
+        if self.states is None:
+            return None
+        assert len(plan.states) == len(plan.rows), "each row has its state"
+        cells = state_cells(self.kv.arena.data, self.states)
+        return state_batch(plan.states, cells, self.states)
 
     def _make_for_gpu(self, step: StepInputs, gpu: GpuPath) -> ForwardBatch:
         buffer, num_tokens = gpu.eager_inputs(step), step.num_token_rows
