@@ -7,7 +7,8 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 
@@ -35,7 +36,7 @@ class SelfAttention:
         self._qkv = qkv
         self._o = o
         self._backend = backend
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._backend_rotates = backend.pos_embd_params is not None
         self._q_size, self._kv_size, self._head_dim = sizes
         self._head_norms = head_norms
         self._rotate = rotate
@@ -44,6 +45,9 @@ class SelfAttention:
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         qkv = self._qkv.forward(x, batch.lora)
+        if self._backend_rotates and self._head_norms is None and self._query_scales is None:
+            attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
+            return self._o.forward(attended, batch.lora)
         sizes = (self._q_size, self._kv_size)
         qk, v = qkv.split((sum(sizes), self._kv_size), dim=-1)
         if self._head_norms is not None:
@@ -52,12 +56,10 @@ class SelfAttention:
         if self._query_scales is not None:
             q, k = qk.split(sizes, dim=-1)
             qk = torch.cat((q * self._query_scales[batch.positions].to(q.dtype), k), dim=-1)
-        if self._rotating is not None:
-            q, k = qk.split(sizes, dim=-1)
-            attended = self._rotating.rotate_and_forward(q, k, v, cos_sin, batch.attention)
-        else:
-            q, k = self._rotate(qk, cos_sin, self._head_dim).split(sizes, dim=-1)
-            attended = self._backend.forward(q, k, v, batch.attention)
+        if not self._backend_rotates:
+            qk = self._rotate(qk, cos_sin, self._head_dim)
+        q, k = qk.split(sizes, dim=-1)
+        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
         return self._o.forward(attended, batch.lora)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,16 +10,14 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -35,8 +30,10 @@ class NativeOperators:
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.native = native
-        self.make_metadata: Callable[..., AttentionMetadata] = partial(
-            NativeAttentionMetadata, task_queries=native.task_queries
+        self.attention_maker = AttentionMaker(
+            NativeAttention,
+            layer_fields={"native": native},
+            metadata_fields={"task_queries": native.task_queries},
         )
         self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
         self.draws = DrawOperators(native.truncate, native.draw)
@@ -70,12 +67,6 @@ class NativeOperators:
     ) -> ExpertMlps:
         """See Operators."""
         return looped
-
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
-        """See Operators."""
-        return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
 
 
 def as_published(weight: Tensor) -> Tensor:

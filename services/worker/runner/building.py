@@ -209,7 +209,8 @@ def _batch_maker(
         adapters.table,
         device,
         max_num_tokens=limits[2],
-        make_metadata=operators.make_metadata,
+        max_num_rows=limits[3],
+        attention=operators.attention_maker,
         records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
         gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
     )
@@ -276,6 +277,8 @@ def _model_info(
 ) -> ModelInfo:
     num_ranks = layout.shard.size
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
+    if attention := operators.attention_maker.name:
+        arithmetic += f"-{attention}"
     if num_ranks > 1:  # sums have another order
         arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
